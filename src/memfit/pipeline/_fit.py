@@ -26,6 +26,7 @@ from memfit._torch.replacement import replaced
 from memfit.batch import leaves_of
 from memfit.capture.external_state import external_tensors
 from memfit.capture.loop_recorder import Seen, Verdict, Watcher, parameters_of
+from memfit.cost.calibrate import hurried
 from memfit.errors import InfeasibleError, MemfitError, UsageError
 from memfit.extent import Extent, covers, difference_text, extent_of, looked_ahead, sizes_changed
 from memfit.frames import on_unused
@@ -69,6 +70,7 @@ _MOST_TRIES = 3
 _MOST_AWAITED = 1024  # steps that are recorded until one comes again that was not
 _MOST_CHECKED = 16  # steps, where not all kinds come again
 _POINTS = 4
+_FIRST_SECONDS = 2.0  # for solving for the first step
 _NOTED_SHARE = 0.01  # of the budget: what the loop holds beside the step
 
 
@@ -353,9 +355,9 @@ class Fitted:
                 held = {id(p) for p in module.parameters()}
                 trained = (p for o in self._optimizers() for p in parameters_of(o))
                 is_alone = all(id(p) in held for p in trained) and not self._unsteady
-                found = self._planned(workload, self._options["budget"] if is_alone else 1)
+                found = self._planned(workload, self._options["budget"] if is_alone else 1, is_first=True)
             except InfeasibleError as e:
-                found = self._planned(workload, e.lowest_peak_bytes)
+                found = self._planned(workload, e.lowest_peak_bytes, is_first=True)
         except MemfitError as e:
             self._tell_once(
                 id(module), f"memfit: the first step runs as it is, as no plan was found for it ({first_line(e)})"
@@ -507,7 +509,7 @@ class Fitted:
         if any(entry.context.autocast for entry in workload.tape.entries):
             return "in use"
         try:
-            with _generators_kept(workload.tape), outside_autocast():
+            with _generators_kept(workload.tape), outside_autocast(), hurried():
                 device = _device_of(workload.model)
                 return self._kept.of(
                     Prediction,
@@ -530,8 +532,12 @@ class Fitted:
         if not plan.is_proven:
             self._proving.enter_context(checking())
 
-    def _planned(self, workload: LoopWorkload, budget: int | float | str) -> Plan:
+    def _planned(self, workload: LoopWorkload, budget: int | float | str, *, is_first: bool = False) -> Plan:
+        """Return a plan for steps, or, in a hurry, for the first one, which is the only one that runs under it."""
         options = {"device": _device_of(workload.model)} | self._options | {"budget": budget}
+        if is_first:
+            asked = options.get("time_limit_seconds", _FIRST_SECONDS)
+            options["time_limit_seconds"] = min(_FIRST_SECONDS, asked)
 
         def make() -> Plan:
             return make_plan(
@@ -540,12 +546,12 @@ class Fitted:
                 precisions=("32-true",),
                 optimizers=(),
                 world_size=1,
-                points=_POINTS,
+                points=1 if is_first else _POINTS,
                 measure=False,  # the loop's steps are its own
                 progress=self._progress,
             )
 
-        with outside_autocast():  # where the module is called; the step enters its own
+        with outside_autocast(), hurried():  # where the module is called; the step enters its own
             return self._kept.of(Plan, "plan", workload, options, make)
 
     def _optimizers_of(self, modules: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:
@@ -778,7 +784,7 @@ class LargerBatches:
 def predicted_under(plan: Plan, workload: LoopWorkload) -> Prediction:
     """Predict steps of a loop under a plan that was made for others."""
     device = find_device(plan.device)
-    with outside_autocast():
+    with outside_autocast(), hurried():
         trace = capture_levers(workload, plan.levers, device)
         return predict(trace, costs_of([trace], device), device)[0]
 

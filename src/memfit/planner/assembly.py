@@ -163,7 +163,7 @@ class _Assembly:
         steps.share()
         self._take_budget()
         steps.coupling = coupling(first, self.request.workload)
-        wanted = self._proposed()
+        wanted = [steps.plain] if self._waits() else self._proposed()
         waiting = {levers: before for levers in wanted if (before := self._waits_for(levers)) is not None}
         early = steps.captured([levers for levers in wanted if levers not in waiting])
         seconds = {levers: steps.predicted(levers).step_seconds for levers in early}
@@ -177,6 +177,17 @@ class _Assembly:
         self.postponed = Postponed(steps, postponed, early)
         wanted = [levers for levers in wanted if levers in early or levers in waiting and levers not in postponed]
         self.wanted = self._with_any(steps.captured(wanted))
+
+    def _waits(self) -> bool:
+        """Tell whether a loop waits for a plan that needs no levers but regions, as far as is known.
+
+        Its levers only save memory, and none is needed where the plain step fits. For the first step alone they hardly
+        pay for their captures. Where no regions are enough, all levers are tried after all.
+        """
+        workload, budget_bytes = self.request.workload, self.steps.budget_bytes
+        assert budget_bytes is not None
+        fits = self._as_is.peak_upper_bytes <= budget_bytes
+        return isinstance(workload, LoopWorkload) and (fits or not workload.tape.entries)
 
     def _proposed(self) -> list[Levers]:
         """Return the combinations that levers propose."""
