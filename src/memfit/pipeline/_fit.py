@@ -582,7 +582,8 @@ def fit(
             step's peak ("0.5x").
         numerics: "exact", or "reordered", with which losses of language models are chunked too.
         host_budget: As of `memfit.plan`.
-        time_limit_seconds: As of `memfit.plan`, for each of the two plans that are made.
+        time_limit_seconds: As of `memfit.plan`; the plan for the first step takes two seconds of it at most, and the
+            frontier one.
         tell: Takes what is to be said; None writes it to standard error.
         progress: Told how far planning is.
 

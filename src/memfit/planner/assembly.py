@@ -63,6 +63,7 @@ _SLOW = 2.0  # a step with all of its forward pass computed again takes less tha
 _SIZES_BETWEEN = 2  # captured at most: the first one's peak tells whether fewer microbatches fit
 _NEAR = 0.03  # a size between that is expected to be slower by no more may be faster, and is for measuring to tell
 _FIRST_SHARE = 0.9  # of the time for solving: what the plan may take; the frontier has the rest
+_LOOP_FRONTIER_SECONDS = 1.0  # while a loop waits
 
 
 def assemble(request: Request) -> Plan:
@@ -429,8 +430,12 @@ class _Assembly:
 
     def _frontier(self, chosen: Confirmed) -> list[Candidate]:
         """Solve for the frontier; return its points but that of the plan chosen, with what is held against a budget."""
-        limit = self.request.time_limit_seconds
+        limit, workload = self.request.time_limit_seconds, self.request.workload
         left = min(max((1 - _FIRST_SHARE) * limit, limit - self.solving_seconds), limit / 2)
+        if isinstance(workload, LoopWorkload):
+            if not workload.tape.entries:  # for the first step alone
+                return []
+            left = min(left, _LOOP_FRONTIER_SECONDS)
         progress = functools.partial(self.request.progress, "frontier")
         points = frontier(self.combinations, self.request.points, progress, left)
         excess = chosen.excess if chosen.point.levers.regions else 1.0
