@@ -12,6 +12,7 @@ import runpy
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 
@@ -22,7 +23,7 @@ def main() -> None:
     clocks: list[tuple[float, float]] = []
 
     def updated(*_: Any) -> None:
-        frame = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None and "torch" in Path(frame.f_code.co_filename).parts:
             frame = frame.f_back
         if frame is not None and frame.f_code.co_filename == line[-1]:  # memfit's own copies are trained elsewhere

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from memfit._torch.modules import own_modules
-from memfit.batch import map_tensors
 from memfit.cost.calibrate import cache_folder
 from memfit.errors import OutputError
 from memfit.hardware.host import find_device, host_name
@@ -35,7 +34,7 @@ from memfit.workload import fingerprint
 T = TypeVar("T")
 
 _MOST_KEPT = 256  # records, the newest ones
-_DEEP = 4  # of attributes in attributes that tell objects apart
+_DEEP = 6  # of attributes in attributes that tell objects apart
 _LONG = 1000  # entries of a list or dict that are looked at
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 _INSTALLED = tuple({str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")})
@@ -148,7 +147,7 @@ def _parts(name: str, workload: LoopWorkload, options: object) -> Iterator[str]:
         yield str([tuple(p.shape) for p in group["params"]])
         yield from _told({key: value for key, value in group.items() if key != "params" and "lr" not in key}, _DEEP)
     yield str(len(optimizer.state))
-    yield from _told(_forms(workload.batch), _DEEP)
+    yield from _told(workload.batch, _DEEP)
     yield f"{workload.tape.roots} {workload.tape.passes}"
     for entry in workload.tape.entries:
         yield from _of_entry(entry)
@@ -158,18 +157,13 @@ def _of_entry(entry: Entry) -> Iterator[str]:
     what = entry.what if isinstance(entry.what, int) else _named(entry.what)
     yield f"{entry.kind} {what} {entry.made} {entry.drops} {entry.phase} {entry.microbatch} {entry.context}"
     yield f"{entry.arguments.references}"
-    yield from _told(_forms(entry.arguments.template), _DEEP)
+    yield from _told(entry.arguments.template, _DEEP)
 
 
 def _named(what: Any) -> str:
     bound = getattr(what, "__self__", None)
     own = Geometry.of(bound) if isinstance(bound, (torch.Tensor, Geometry)) else type(bound).__name__
     return f"{getattr(what, '__module__', '')}.{getattr(what, '__qualname__', type(what).__qualname__)} {own}"
-
-
-def _forms(value: Any) -> Any:
-    """Return a value with texts in the place of tensors."""
-    return map_tensors(lambda t: f"{type(t).__name__} {tuple(t.shape)} {t.dtype} {t.requires_grad} {t.device}", value)
 
 
 def _settings() -> Iterator[str]:
@@ -180,7 +174,7 @@ def _settings() -> Iterator[str]:
             torch.get_default_dtype(),
             torch.get_num_threads(),
             torch.get_deterministic_debug_mode(),
-            torch.backends.mkldnn.enabled,  # type: ignore[attr-defined]
+            torch.backends.mkldnn.enabled,
             torch.get_float32_matmul_precision(),
             (kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled(), kernels.math_sdp_enabled()),
         )
@@ -203,8 +197,10 @@ def _told(value: Any, depth: int) -> Iterator[str]:
     """Yield what an object is by its plain attributes; of deeper ones, and of strange ones, the class alone."""
     if isinstance(value, _PLAIN):
         yield repr(value)
-    elif isinstance(value, (torch.Tensor, nn.Module)):
-        yield f"{type(value).__name__} {tuple(getattr(value, 'shape', ()))}"
+    elif isinstance(value, torch.Tensor):
+        yield f"{type(value).__name__} {tuple(value.shape)} {value.dtype} {value.device} {value.requires_grad}"
+    elif isinstance(value, nn.Module):
+        yield type(value).__qualname__
     elif isinstance(value, type) or callable(value) and hasattr(value, "__qualname__"):
         yield f"{value.__module__}.{value.__qualname__}"
     elif depth == 0:
