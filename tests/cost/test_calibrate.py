@@ -13,7 +13,7 @@ import threading
 import time
 import types
 import weakref
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -646,3 +646,32 @@ def test_calls_are_measured_where_the_user_has_a_profiler_running_which_goes_on(
     assert [found[text].workspace_bytes for text in alone] == [cost.workspace_bytes for cost in alone.values()]
     assert all(cost.measured for cost in found.values())
     assert any(event.key == "aten::sum" for event in profile.key_averages())
+
+
+def test_a_hurry_times_each_large_call_once_and_takes_kept_costs_as_they_are(
+    cache: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = Counter[str]()
+    timed = module._timed
+    monkeypatch.setattr(module, "_timed", lambda text, *args: (times.update([text]), timed(text, *args))[1])
+    with module.hurried():
+        found = calibrate([TRACE])
+        assert calibrate([TRACE]) == found
+    assert measured == [len(set(TRACE.signatures))]
+    assert set(times.values()) == {1} and times.keys() < set(TRACE.signatures)
+    assert all(found.ops[text].coarse == (text not in times) for text in TRACE.signatures if found.ops[text].measured)
+    module._seen.clear()
+    whole = calibrate([TRACE])
+    assert max(times.values()) > 1  # it checks whether the machine has drifted from what was timed in the hurry
+    assert {s: whole.ops[s].workspace_bytes for s in TRACE.signatures} == {
+        s: found.ops[s].workspace_bytes for s in TRACE.signatures
+    }
+    assert not module._is_hurried
+
+
+def test_a_hurry_ends_after_the_time_of_a_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_HURRIED_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_HURRIED_STEPS", 0.0)
+    with module.hurried():
+        found = measure([ADD], uses={ADD: 1})
+    assert found[ADD].measured and found[ADD].coarse and found[ADD].seconds > 0

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from msgspec.structs import replace
 from torch import nn
 from torch.nn import functional as F
 
 import memfit
 from memfit.errors import RecomputationError
+from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers, Plan, levers_key
 from memfit.ir.remat import Region
 from memfit.levers.registry import recomputes
@@ -23,6 +25,7 @@ from memfit.pipeline._apply import apply
 from memfit.pipeline._verify import verify
 from memfit.planner import confirmation, proof
 from memfit.planner.proof import why_not_here
+from memfit.planner.trials import Trials
 from memfit.recomputation.probe import Expected, _sums, checking, checksum, report
 from memfit.recomputation.regions import checkpointed
 from memfit.report.summary import proof_text
@@ -260,3 +263,28 @@ def test_a_proof_is_of_the_levers_alone() -> None:
     assert plan.is_proven
     assert not changed.is_proven
     assert "not those that were proven" in proof_text(changed)
+
+
+def test_layers_that_differ_alike_are_found_together() -> None:
+    """The attention of a language model that caches keys, as Transformers' models do unless they are told not to."""
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=64, n_positions=64, n_embd=32, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0
+        )
+    )
+    made = Workload(
+        model=model,
+        batch=torch.randint(0, 64, (8, 64)),
+        loss_fn=lambda model, batch: model(input_ids=batch, labels=batch).loss,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+    plain, device = Levers(microbatch_size=8), find_device("cpu")
+    found = confirmation.Confirmation(made, made, device, Trials(made, device, plain), plain)
+    layers = {f"transformer.h.{i}.attn" for i in range(4)}
+    for keep in ((), ("aten.cat.default#0",)):
+        last = Region(("transformer.h.3.attn",), keep=keep)
+        with pytest.raises(confirmation.LeftOut) as left:
+            found.confirmed(replace(plain, regions=(last,)))
+        assert layers <= left.value.modules and {note.split()[0] for note in left.value.notes} == layers
+        assert "transformer.h.0.mlp" not in left.value.modules

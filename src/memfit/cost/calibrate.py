@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,11 +65,28 @@ _CHECK_SECONDS = 1.5  # for that, and begun ones end; the largest calls come fir
 _FASTER, _SLOWER = 0.07, 0.2  # shares by which times may differ from what was kept: other programs only add to them
 _REFERENCE_SECONDS = 0.02  # a call that tells the machine's pace takes no longer
 _BUSY_SHARE = 0.3  # of one processor, used by other programs
+_HURRIED_STEPS, _HURRIED_SECONDS = 3.0, 1.0  # how long operators are timed in a hurry: steps, but at least seconds
 _MEASURING = 6  # version of the measurement, in the cache's name
+
+_is_hurried = False  # within `hurried`
 
 Clock = Callable[[], float]
 Progress = Callable[[int, int], None]
 """Called with the number of runs done, and of all runs."""
+
+
+@contextlib.contextmanager
+def hurried() -> Iterator[None]:
+    """Take kept costs as they are within the context, and time others for a few steps' time: the largest calls once.
+
+    A running loop waits for its plan. All calls run for their workspaces nevertheless, so peaks are as sure as ever.
+    """
+    global _is_hurried
+    before, _is_hurried = _is_hurried, True
+    try:
+        yield
+    finally:
+        _is_hurried = before
 
 
 def calibrate(traces: Iterable[Trace], progress: Progress | None = None) -> CostTable:
@@ -86,16 +103,20 @@ def calibrate(traces: Iterable[Trace], progress: Progress | None = None) -> Cost
     whole = (s for trace in traces for s in trace.signatures if not is_unmeasurable(s))
     wanted = dict.fromkeys([*whole, *shares])
     uses = Counter(trace.signatures[op.signature] for trace in traces for op in trace.ops)
-    missing = [s for s in wanted if s not in table.ops] + _timed_too_coarsely(table, uses)
+    missing = [s for s in wanted if s not in table.ops]
+    missing += [] if _is_hurried else _timed_too_coarsely(table, uses)
     is_new = not table.ops
-    if _has_drifted(table, {s: times for s, times in uses.items() if s in wanted}, seen):
+    if not _is_hurried and _has_drifted(table, {s: times for s, times in uses.items() if s in wanted}, seen):
         table, missing, is_new = _with_overheads(table), list(wanted), True
-    seen.update(wanted)
+    if not _is_hurried:
+        seen.update(wanted)
     if missing:
         new = set(missing)
-        others = _largest(table, {s: n for s, n in uses.items() if s not in new})
+        others = {} if _is_hurried else _largest(table, {s: n for s, n in uses.items() if s not in new})
         table = msgspec.structs.replace(table, ops={**table.ops, **measure(missing, progress, uses, others)})
-        if is_new:  # a program that took a processor during the one measurement may have stopped before the other
+        if (
+            is_new and not _is_hurried
+        ):  # a program that took a processor during the one measurement may have stopped before the other
             table = _with_overheads(table, again=True)
         with contextlib.suppress(OutputError):  # without a cache, the next run measures again
             codec.write_atomic(path, codec.encode(table))
@@ -319,6 +340,10 @@ def _precise_seconds(
     seconds_of: dict[str, float] = {}
     started = time.perf_counter()
     ends = started + _LIMIT_SECONDS
+    if _is_hurried:
+        share = max(share, _LARGE_SHARE)
+        step_seconds = sum(seconds * times[text] for text, seconds in coarse.items())
+        ends = started + min(_LIMIT_SECONDS, max(_HURRIED_SECONDS, _HURRIED_STEPS * step_seconds))
     evicting = torch.zeros(_CACHE_BYTES, dtype=torch.uint8)
     # Shares are of the best times so far: a first run may take many times as long as later ones.
     total = {text: seconds * times[text] for text, seconds in coarse.items()}
@@ -335,7 +360,8 @@ def _precise_seconds(
         if time.perf_counter() >= enough:
             break
         seconds_of[text] = _timed(text, known[text], evicting)
-    _settle(seconds_of, {**coarse, **known}, times, evicting, ends)
+    if not _is_hurried:
+        _settle(seconds_of, {**coarse, **known}, times, evicting, ends)
     if progress is not None and len(seconds_of.keys() - known.keys()) < count:
         progress(2 * count, 2 * count)
     return seconds_of

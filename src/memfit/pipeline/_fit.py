@@ -28,6 +28,7 @@ from memfit._torch.replacement import replaced
 from memfit.batch import leaves_of
 from memfit.capture.external_state import external_tensors
 from memfit.capture.loop_recorder import Seen, Verdict, Watcher, parameters_of
+from memfit.cost.calibrate import hurried
 from memfit.errors import InfeasibleError, MemfitError, PlanMismatchError, UsageError
 from memfit.extent import Extent, covers, difference_text, extent_of, looked_ahead, sizes_changed
 from memfit.frames import on_unused
@@ -39,6 +40,7 @@ from memfit.levers.switch import switched
 from memfit.pipeline._estimate import estimate
 from memfit.pipeline._plan import plan as make_plan
 from memfit.pipeline.first_arguments import checked
+from memfit.pipeline.kept_plans import Kept
 from memfit.pipeline.verbs import uninterrupted
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import Progress, costs_of, predict, silent
@@ -64,7 +66,7 @@ from memfit.training.runs.log import LogFunction
 from memfit.training.taped import CombinedOptimizers
 from memfit.units import format_bytes, format_seconds, read_budget
 from memfit.words import LOOP
-from memfit.workload import Workload, fingerprint, tensors_of
+from memfit.workload import fingerprint, tensors_of
 
 Mixed = Prediction | Literal["in use"] | None
 """What mixed precision is predicted to take: nothing, where the loop has it, or where that can't be run."""
@@ -78,6 +80,7 @@ _MOST_AWAITED = 1024  # steps that are recorded until one comes again that was n
 _MOST_CHECKED = 16  # steps, where not all kinds come again
 _POINTS = 4
 _AND = " and "
+_FIRST_SECONDS = 2.0  # for solving for the first step
 _NOTED_SHARE = 0.01  # of the budget: what the loop holds beside the step
 
 
@@ -127,6 +130,7 @@ class Fitted:
         self._told: set[object] = set()
         self._reason = ""  # why nothing can be planned
         self._larger = LargerBatches()
+        self._kept = Kept()
         self._growth: Growth | None = None
         self._counted: Callable[[], torch.optim.Optimizer | None] = lambda: None  # whose updates are steps
 
@@ -154,6 +158,7 @@ class Fitted:
             if self.plan is None:
                 self._tell("memfit: nothing was planned: the loop made fewer than two training steps")
         except BaseException as e:
+            self._kept.forget()  # what ended the loop may be a plan of a start before
             if watcher.verdict is None or e is watcher.verdict:
                 raise
             if isinstance(e, Verdict) and isinstance(watcher.verdict, MemfitError):
@@ -392,9 +397,9 @@ class Fitted:
                 held = {id(p) for p in module.parameters()}
                 trained = (p for o in self._optimizers() for p in parameters_of(o))
                 is_alone = all(id(p) in held for p in trained) and not self._unsteady
-                found = self._planned(workload, self._options["budget"] if is_alone else "1B")
+                found = self._planned(workload, self._options["budget"] if is_alone else "1B", is_first=True)
             except InfeasibleError as e:
-                found = self._planned(workload, f"{e.lowest_peak_bytes}B")
+                found = self._planned(workload, f"{e.lowest_peak_bytes}B", is_first=True)
         except MemfitError as e:
             self._tell_once(
                 id(module), f"memfit: the first step runs unchanged: no plan was found for it ({first_line(e)})"
@@ -420,6 +425,7 @@ class Fitted:
             with _generators_kept(workload.tape):
                 self.plan = self._held_by_given(workload) or self._planned(workload, self._options["budget"])
             self._on_plan(self.plan)
+            is_kept = self._kept.is_taken
             self._tell_first(workload, self.plan)
             under = [(workload.model, self.plan)]
             self._tell_beside(workload, self.plan, [t for known in kinds for t in known.step.given])
@@ -429,7 +435,7 @@ class Fitted:
         except MemfitError as e:
             if not self._under:
                 raise
-            under, kind.is_planned = self._under, False
+            under, kind.is_planned, is_kept = self._under, False, False
             self.plan = self.plan or under[0][1]
             self._tell(
                 f"memfit: the loop can't be planned as it is ({first_line(e)}), so its modules stay under plans for"
@@ -445,6 +451,8 @@ class Fitted:
         for model, plan in under:
             self._switch(model, plan)
         self._note("\n".join([str(self.plan), *self._advice]))
+        if is_kept:
+            self._note("memfit: an earlier start of this program made this plan; nothing was solved again")
         for line in self._untrained():
             self._tell_once(line, line)
 
@@ -456,7 +464,12 @@ class Fitted:
         if plan.plain.peak_bytes <= plan.budget_bytes:
             return
         with contextlib.suppress(MemfitError), _generators_kept(workload.tape):
-            took = predicted_under(self._under[0][1], workload).peak_bytes
+            first = self._under[0][1]
+            if first.levers == plan.levers:
+                return
+            took = self._kept.of(
+                Prediction, "first", workload, first.levers, lambda: predicted_under(first, workload)
+            ).peak_bytes
             if took > plan.budget_bytes:
                 self._tell(
                     f"memfit: the first step took about {format_bytes(took)}, over the budget of"
@@ -572,8 +585,15 @@ class Fitted:
         if any(entry.context.autocast for entry in workload.tape.entries):
             return "in use"
         try:
-            with _generators_kept(workload.tape), outside_autocast():
-                return estimate(workload, device=_device_of(workload.model), precision="bf16-mixed")
+            with _generators_kept(workload.tape), outside_autocast(), hurried():
+                device = _device_of(workload.model)
+                return self._kept.of(
+                    Prediction,
+                    "mixed",
+                    workload,
+                    None,
+                    lambda: estimate(workload, device=device, precision="bf16-mixed"),
+                )
         except MemfitError:  # autocast refuses some losses
             return None
 
@@ -588,19 +608,28 @@ class Fitted:
         if not plan.is_proven:
             self._proving.enter_context(checking())
 
-    def _planned(self, workload: Workload, budget: int | float | str) -> Plan:
+    def _planned(self, workload: LoopWorkload, budget: int | float | str, *, is_first: bool = False) -> Plan:
+        """Return a plan for steps, or, in a hurry, for the first one, which is the only one that runs under it."""
         options = {"device": _device_of(workload.model)} | self._options | {"budget": budget}
-        with outside_autocast(), self._stages() as progress:  # autocast is where the module is called; the step has it
-            return make_plan(
-                workload,
-                **options,
-                precisions=("32-true",),
-                optimizers=(),
-                world_size=1,
-                points=_POINTS,
-                measure=False,  # the loop's steps are its own
-                progress=progress,
-            )
+        if is_first:
+            asked = options.get("time_limit_seconds", _FIRST_SECONDS)
+            options["time_limit_seconds"] = min(_FIRST_SECONDS, asked)
+
+        def make() -> Plan:
+            with self._stages() as progress:
+                return make_plan(
+                    workload,
+                    **options,
+                    precisions=("32-true",),
+                    optimizers=(),
+                    world_size=1,
+                    points=1 if is_first else _POINTS,
+                    measure=False,  # the loop's steps are its own
+                    progress=progress,
+                )
+
+        with outside_autocast(), hurried():  # autocast is where the module is called; the step enters its own
+            return self._kept.of(Plan, "plan", workload, options, make)
 
     def _optimizers_of(self, modules: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:
         return _updating(self._optimizers(), (p for module in modules for p in self._watcher.held_by(module)))
@@ -635,7 +664,8 @@ def fit(
             it holds the loop's steps. Its budget, numerics and host budget are taken.
         numerics: "exact", or "reordered", with which losses of language models are chunked too.
         host_budget: As of `memfit.plan`.
-        time_limit_seconds: As of `memfit.plan`, for each of the two plans that are made.
+        time_limit_seconds: As of `memfit.plan`; the plan for the first step takes two seconds of it at most, and the
+            frontier one.
         tell: Takes what is to be said; None writes it to standard error.
         progress: Called with (stage, done, total) while memfit plans.
         log: Given a dict for each step: `step`, `seconds`, `peak_bytes` (None where it was not measured, as on the CPU)
@@ -870,7 +900,7 @@ class LargerBatches:
 def predicted_under(plan: Plan, workload: LoopWorkload) -> Prediction:
     """Predict steps of a loop under a plan that was made for others."""
     device = find_device(plan.device)
-    with outside_autocast():
+    with outside_autocast(), hurried():
         trace = capture_levers(workload, plan.levers, device)
         return predict(trace, costs_of([trace], device), device)[0]
 

@@ -64,6 +64,7 @@ _SLOW = 2.0  # a step with all of its forward pass computed again takes less tha
 _SIZES_BETWEEN = 2  # captured at most: the first one's peak tells whether fewer microbatches fit
 _NEAR = 0.03  # a size between that is expected to be slower by no more may be faster, and is for measuring to tell
 _FIRST_SHARE = 0.9  # of the time for solving: what the plan may take; the frontier has the rest
+_LOOP_FRONTIER_SECONDS = 1.0  # while a loop waits
 
 
 def assemble(request: Request) -> Plan:
@@ -164,7 +165,7 @@ class _Assembly:
         steps.share()
         self._take_budget()
         steps.coupling = coupling(first, self.request.workload)
-        wanted = self._proposed()
+        wanted = [steps.plain] if self._waits() else self._proposed()
         waiting = {levers: before for levers in wanted if (before := self._waits_for(levers)) is not None}
         early = steps.captured([levers for levers in wanted if levers not in waiting])
         seconds = {levers: steps.predicted(levers).step_seconds for levers in early}
@@ -178,6 +179,17 @@ class _Assembly:
         self.postponed = Postponed(steps, postponed, early)
         wanted = [levers for levers in wanted if levers in early or levers in waiting and levers not in postponed]
         self.wanted = self._with_any(steps.captured(wanted))
+
+    def _waits(self) -> bool:
+        """Tell whether a loop waits for a plan that needs no levers but regions, as far as is known.
+
+        Its levers only save memory, and none is needed where the plain step fits. For the first step alone they hardly
+        pay for their captures. Where no regions are enough, all levers are tried after all.
+        """
+        workload, budget_bytes = self.request.workload, self.steps.budget_bytes
+        assert budget_bytes is not None
+        fits = self._as_is.peak_upper_bytes <= budget_bytes
+        return isinstance(workload, LoopWorkload) and (fits or not workload.tape.entries)
 
     def _proposed(self) -> list[Levers]:
         """Return the combinations that levers propose."""
@@ -426,8 +438,12 @@ class _Assembly:
 
     def _frontier(self, chosen: Confirmed) -> list[Candidate]:
         """Solve for the frontier; return its points but that of the plan chosen, with what is held against a budget."""
-        limit = self.request.time_limit_seconds
+        limit, workload = self.request.time_limit_seconds, self.request.workload
         left = min(max((1 - _FIRST_SHARE) * limit, limit - self.solving_seconds), limit / 2)
+        if isinstance(workload, LoopWorkload):
+            if not workload.tape.entries:  # for the first step alone
+                return []
+            left = min(left, _LOOP_FRONTIER_SECONDS)
         progress = functools.partial(self.request.progress, "frontier")
         points = frontier(self.combinations, self.request.points, progress, left)
         excess = chosen.excess if chosen.point.levers.regions else 1.0

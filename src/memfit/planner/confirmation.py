@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable
 
 from msgspec.structs import replace
@@ -10,7 +11,7 @@ from msgspec.structs import replace
 from memfit.errors import MemfitError, RecomputationError
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Prediction, Proof, levers_key
-from memfit.ir.remat import enclosing
+from memfit.ir.remat import Region, enclosing
 from memfit.ir.sharding import Sharding
 from memfit.ir.trace import Trace
 from memfit.levers import registry
@@ -21,6 +22,8 @@ from memfit.planner.trials import Trials, failing, fails, first_line
 from memfit.recomputation.probe import Differences, probing
 from memfit.sharding.one_rank import of_engine
 from memfit.workload import Workload
+
+_GROWS = "it takes larger tensors than before"
 
 
 class LeftOut(Exception):
@@ -69,11 +72,14 @@ class Confirmation:
             MemfitError: Nor can the step as the user wrote it.
         """
         try:
-            return self.capture(levers)
+            trace = self.capture(levers)
         except RecomputationError as e:
             raise self._without_differing(self._differences(levers) or {e.modules: e}, levers) from e
         except MemfitError as e:
             raise self._without_failing(levers, e, self.capture) from e
+        if found := self._growing(trace):
+            raise self._without_differing(found, levers)
+        return trace
 
     def proof(self, levers: Levers, as_is: Prediction, step_seconds: float, progress: Progress) -> Proof:
         """Hold a plan's recomputed tensors against the user's step, where that can run here.
@@ -111,13 +117,45 @@ class Confirmation:
 
     def _without_differing(self, found: Differences, levers: Levers) -> LeftOut:
         """Leave out the regions around modules that differ when they run again, or lean modules."""
-        regions = {region.modules for region in levers.regions}
+        found = {**found, **self._growing_alike(found, levers)}
+        regions = {region.modules for region in levers.regions} | {e.modules for e in found.values() if e.how == _GROWS}
         notes = [f"{e.module} is not recomputed: run again, it does something else ({e.how})" for e in found.values()]
         modules = {fqn for of, e in found.items() if of in regions for fqn in enclosing(e.module)}
         error = next(iter(found.values()))
         if found.keys() <= regions:
             return LeftOut(error, notes, modules)
         return LeftOut(error, notes, modules, registry.recomputes)  # with what runs again outside of regions
+
+    def _growing(self, trace: Trace) -> Differences:
+        """Return the modules that call an operator whose recomputation takes larger tensors than the forward pass.
+
+        So does an attention that puts its keys into a cache once more. Its values may be right, and its peak is not
+        that of what was solved for.
+        """
+        once, again = Counter[str](), Counter[str]()
+        for op in trace.ops:
+            if op.phase in ("forward", "recompute"):
+                most = once if op.phase == "forward" else again
+                most[op.name] = max(most[op.name], trace.works[op.signature].read_bytes)
+        grown = {name for name, nbytes in again.items() if nbytes > once[name] > 0}
+        calls = {op.call for op in trace.ops if op.phase == "forward" and op.name in grown and op.call >= 0}
+        names = dict.fromkeys(trace.modules[trace.calls[call].module].fqn for call in sorted(calls))
+        return {(fqn,): RecomputationError((fqn,), fqn, _GROWS) for fqn in names if fqn}
+
+    def _growing_alike(self, found: Differences, levers: Levers) -> Differences:
+        """Return the modules of the classes of those that differ which take larger tensors when they run again.
+
+        The search would find one after the other of them, each with captures of its own.
+        """
+        modules = dict(self._part.model.named_modules())
+        classes = {type(modules[e.module]) for e in found.values() if e.module in modules}
+        alike = [fqn for fqn, module in modules.items() if fqn and type(module) in classes and (fqn,) not in found]
+        if not alike or any(e.how == _GROWS for e in found.values()):
+            return {}
+        with contextlib.suppress(MemfitError):
+            trace = self.capture(replace(self._plain, regions=tuple(Region((fqn,)) for fqn in alike)))
+            return {of: e for of, e in self._growing(trace).items() if of[0] in alike}
+        return {}
 
     def _without_failing(self, levers: Levers, error: Exception, attempt: Callable[[Levers], object]) -> LeftOut:
         """Leave out those regions without which a step works, or its other levers.

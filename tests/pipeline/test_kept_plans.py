@@ -1,0 +1,150 @@
+"""Plans that are kept for the next start of the same program, and what makes it another one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memfit
+from memfit.pipeline import _fit, kept_plans
+from memfit.pipeline._fit import Fitted
+
+
+class Block(nn.Module):
+    """A block with a setting that no shape shows."""
+
+    def __init__(self, width: int, slope: float = 0.1) -> None:
+        super().__init__()
+        self.up, self.down, self.slope = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), slope
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.leaky_relu(self.up(x), self.slope).sin())
+
+
+@pytest.fixture
+def plans_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[object]:
+    """Keep plans in a folder of the test's own, for a program of its own; return the list of those that are made."""
+    script = tmp_path / "train.py"
+    script.write_text("print('training')")
+    monkeypatch.setattr(kept_plans, "is_on", True)
+    monkeypatch.setattr(sys, "argv", [str(script), "--seed", "1"])
+    monkeypatch.setenv("MEMFIT_CACHE_DIR", str(tmp_path))
+    made: list[object] = []
+    make = _fit.make_plan
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        made.append(make(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(_fit, "make_plan", noted)
+    return made
+
+
+def trained(
+    width: int = 16,
+    rows: int = 256,
+    slope: float = 0.1,
+    budget: str = "0.8x",
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    squared: bool = True,
+) -> tuple[Fitted, list[float], list[str]]:
+    """Return a fitted loop of four steps, its losses, and what was told."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(width, slope) for _ in range(4)))
+    updates = optimizer(model.parameters(), lr=0.01)
+    losses, told = [], list[str]()
+    with memfit.fit(model, updates, budget=budget, tell=told.append, time_limit_seconds=0.5) as fitted:
+        for _ in range(4):
+            out = model(torch.randn(rows, width))
+            loss = out.square().mean() if squared else out.abs().mean()
+            updates.zero_grad()
+            loss.backward()
+            updates.step()
+            losses.append(loss.item())
+    return fitted, losses, told
+
+
+def test_the_second_start_of_a_program_plans_nothing(plans_made: list[object]) -> None:
+    first, losses, told = trained()
+    count = len(plans_made)
+    assert count == 2 and not any("an earlier start" in line for line in told)
+    second, again, told_again = trained()
+    assert len(plans_made) == count and again == losses
+    assert second.plan == first.plan and second.plan is not None and second.plan.levers.regions
+    assert any("an earlier start" in line for line in told_again)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"width": 24},
+        {"rows": 320},
+        {"slope": 0.2},
+        {"budget": "0.7x"},
+        {"optimizer": torch.optim.AdamW},
+        {"squared": False},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_another_program_is_planned_anew(changed: dict[str, Any], plans_made: list[object]) -> None:
+    trained()
+    count = len(plans_made)
+    trained(**changed)
+    assert len(plans_made) > count
+
+
+def test_changed_sources_arguments_and_settings_make_another_program(
+    plans_made: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained()
+    count, script = len(plans_made), Path(sys.argv[0])
+    script.write_text("print('training otherwise')")
+    trained()
+    assert len(plans_made) == count + 2
+    monkeypatch.setattr(sys, "argv", [str(script), "--seed", "2"])
+    trained()
+    assert len(plans_made) == count + 4
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        trained()
+    assert len(plans_made) == count + 6
+
+
+def test_damaged_records_are_made_again(plans_made: list[object], tmp_path: Path) -> None:
+    trained()
+    count, paths = len(plans_made), list((tmp_path / "plans").iterdir())
+    assert len(paths) >= 2
+    for path in paths:
+        path.write_text(path.read_text()[:100])
+    trained()
+    assert len(plans_made) == 2 * count
+
+
+def test_a_loop_that_fails_keeps_nothing_of_what_it_took(plans_made: list[object], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    trained()
+    count = len(plans_made)
+    model = nn.Sequential(*(Block(16) for _ in range(4)))
+    updates = torch.optim.SGD(model.parameters(), lr=0.01)
+    with (
+        pytest.raises(ValueError, match="bad"),
+        memfit.fit(model, updates, budget="0.8x", tell=lambda _: None, time_limit_seconds=0.5),
+    ):
+        model(torch.randn(256, 16))
+        raise ValueError("bad")
+    trained()
+    assert len(plans_made) > count
+
+
+def test_a_program_without_a_file_keeps_nothing(
+    plans_made: list[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", [""])
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    trained()
+    assert not (tmp_path / "plans").exists()
