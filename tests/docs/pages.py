@@ -105,18 +105,13 @@ def run_alone(page: Path, block: Block, folder: Path, environment: Mapping[str, 
     Raises:
         AssertionError: It fails.
     """
-    write_files(page, block, folder)
-    run = run_python if block.language == "python" else run_shell
-    return run(block.code, folder, environment)
-
-
-def write_files(page: Path, block: Block, folder: Path) -> None:
-    """Write the files that a block names: those that its page shows, and the examples."""
     for shown in blocks(page):
         if shown.file and block.names(shown.file):
             (folder / shown.file).write_text(shown.code)
     if "examples/" in block.code:
         (folder / "examples").symlink_to(ROOT / "examples")
+    run = run_python if block.language == "python" else run_shell
+    return run(block.code, folder, environment)
 
 
 def run_python(program: str, folder: Path, environment: Mapping[str, str] | None = None) -> str:

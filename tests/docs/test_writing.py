@@ -104,6 +104,7 @@ def test_help_begins_plainly() -> None:
         "the lowest peak there is is 804.9 KiB",
         "what is recomputed was held against a real step here",
         "what follows of what was found",
+        "Calls that a later step adds are timed beside the largest known ones, and told at the pace of those.",
         "A prediction error is predicted over measured, less one.",
         "word " * 31,
     ],

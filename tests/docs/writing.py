@@ -13,7 +13,7 @@ _FORMS = {
     "a ratio of a time": r"×\d[\d.]* of (?:the|its|plain|what)\b",
     "a tensor or a device that lives": r"\b(?:live|lives|lived) (?:on|in|until|there)\b",
     "'held against'": r"\b(?:hold|holds|held) (?:\w+ )?against\b",
-    "'is told'": r"\b(?:is|are|be|was) told\b",
+    "'told'": r"\b(?:told|tells)\b",
     "'comes on top'": r"\b(?:come|comes|came) on top\b",
     "'goes back'": r"\b(?:go|goes|went) back\b",
     "'less one'": r"\bless one\b",

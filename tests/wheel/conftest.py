@@ -31,7 +31,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the sdist of this tree, and the wheel that is built from the sdist."""
     folder = tmp_path_factory.mktemp("dist")
-    subprocess.run([sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT)], check=True, env=clean())
+    subprocess.run([sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT)], check=True, env=_clean())
     return folder
 
 
@@ -49,7 +49,7 @@ def environment(distributions: Path, tmp_path_factory: pytest.TempPathFactory) -
 def install(python: Path, *packages: str) -> None:
     constraints = ("--constraint", str(ROOT / "constraints.txt"))
     subprocess.run(
-        [python, "-m", "pip", "install", "--quiet", "--no-compile", *constraints, *packages], check=True, env=clean()
+        [python, "-m", "pip", "install", "--quiet", "--no-compile", *constraints, *packages], check=True, env=_clean()
     )
 
 
@@ -59,7 +59,8 @@ def memfit(environment: Path, tmp_path: Path) -> Run:
 
     def run(*arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
         line = [str(environment.parent / "memfit"), *arguments]
-        done = subprocess.run(line, cwd=tmp_path, env=own(environment), capture_output=True, text=True, check=False)
+        own = {"MEMFIT_CACHE_DIR": str(environment.parent / "cache"), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(line, cwd=tmp_path, env=_clean() | own, capture_output=True, text=True, check=False)
         assert done.returncode == status, done.stdout + done.stderr
         assert "Traceback" not in done.stderr
         return done
@@ -67,12 +68,6 @@ def memfit(environment: Path, tmp_path: Path) -> Run:
     return run
 
 
-def own(environment: Path) -> dict[str, str]:
-    """Return what processes of an environment have: its programs first, and a cache of its own."""
-    path = os.pathsep.join([str(environment.parent), os.environ["PATH"]])
-    return clean() | {"PATH": path, "MEMFIT_CACHE_DIR": str(environment.parent / "cache"), "OMP_NUM_THREADS": "1"}
-
-
-def clean() -> dict[str, str]:
+def _clean() -> dict[str, str]:
     """Return this process's environment without what makes this tree importable."""
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
