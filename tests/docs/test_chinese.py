@@ -52,10 +52,10 @@ def test_the_readmes_lead_to_one_another() -> None:
 
 def test_links_to_english_pages_are_marked() -> None:
     for page in CHINESE:
-        for target, after in re.findall(r"\]\(([^)\s]+\.md[^)\s]*)\)(.{0,3})", page.read_text()):
+        for target, after in re.findall(r"\]\(([^)\s]+\.md[^)\s]*)\)\s*(.?\s*.{0,2})", page.read_text()):
             path = (page.parent / target.partition("#")[0]).resolve()
             if path.is_relative_to(DOCS) and not path.is_relative_to(DOCS / "zh") and page != MADE:
-                assert re.match(r"（英文|，英文", after), f"{name_of(page)}: {target}"
+                assert re.match(r"（英文|，\s*英文", after), f"{name_of(page)}: {target}"
 
 
 @pytest.mark.parametrize("name", ["quickstart", "guides/script", "concepts/levers"])
