@@ -36,6 +36,7 @@ from memfit.units import format_bytes, format_seconds
 ROOT = Path(__file__).parent.parent
 PAGES = (
     ROOT / "README.md",
+    ROOT / "README.zh-CN.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / "examples" / name / "README.md" for name in ("compress", "brain_segmentation", "language_model")),
 )
@@ -58,6 +59,28 @@ def results(name: str) -> dict[str, Any]:
 def summary_table(result: dict[str, Any]) -> str:
     """Return how far predictions are off, ours and others'."""
     return f"{_rivals(result)}\n\n{_sources(result)}"
+
+
+def summary_table_in_chinese(result: dict[str, Any]) -> str:
+    """Return how far predictions are off, ours and others', in Chinese."""
+    table, summary = _rivals(result), result["summary"]
+    for english, chinese in _CHINESE.items():
+        table = table.replace(english, chinese)
+    return (
+        f"{table}\n\n{len({c['workload'] for c in result['cases']})} 个 workload 的 {summary['cases']} 个训练步（失败"
+        f" {summary['failed']} 个）。“偏低”是实测峰值超过所述上限的比例（对其他方法：超过其数值的比例）。"
+        f"{summary['planned']} 个按方案运行的训练步中，{summary['over_budget']} 个超出预算。{made_by(result)}。"
+    )
+
+
+_CHINESE = {
+    "| prediction | steps | failed | median error |": "| 预测方法 | 训练步 | 失败 | 误差中位数 |",
+    "| 95th percentile | largest | too low |": "| 第 95 百分位 | 最大 | 偏低 |",
+    ", plain and planned": "，不改动与按方案",
+    ", plain": "，不改动",
+    "parameter count": "按参数量估算",
+}
+"""Words of the table of predictions, each before what is part of it."""
 
 
 def cases_table(result: dict[str, Any]) -> str:
@@ -213,6 +236,7 @@ def _sources(result: dict[str, Any]) -> str:
 
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "prediction": ("prediction", summary_table),
+    "prediction_zh": ("prediction", summary_table_in_chinese),
     "cases": ("prediction", cases_table),
     "faults": ("faults", faults_table),
     "verbs": ("faults.verbs", verbs_table),

@@ -27,3 +27,13 @@ if (location.protocol === "file:") {
     }
   }
 }
+
+// The search separates Chinese words where nothing else is beside them: "训练时OOM" becomes "训练时 OOM".
+{
+  const QUERY = 2
+  const post = Worker.prototype.postMessage
+  Worker.prototype.postMessage = function (message, ...more) {
+    const apart = message.type === QUERY ? message.data.replace(/[\u4e00-\u9fff]+/g, " $& ") : message.data
+    post.call(this, { ...message, data: apart }, ...more)
+  }
+}

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.docs.chinese import copy_blocks
 from tests.docs.pages import ALONE, ROOT, blocks, name_of, run_alone
 
 LEFT_OUT = "…"
@@ -65,6 +66,7 @@ def main() -> None:
             assert text.count(old) == 1, old
             text = text.replace(old, new)
         page.write_text(text)
+    copy_blocks()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,12 @@ from tests import warm
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
-PAGES = (README, *sorted(DOCS.rglob("*.md")))
+CHINESE = {
+    ROOT / "README.zh-CN.md": README,
+    **{page: DOCS / page.relative_to(DOCS / "zh") for page in sorted((DOCS / "zh").rglob("*.md"))},
+}
+"""The pages in Chinese, with the page in English that each one says the same as."""
+PAGES = (README, ROOT / "README.zh-CN.md", *sorted(DOCS.rglob("*.md")))
 ALONE = (README, DOCS / "index.md", DOCS / "quickstart.md", *sorted((DOCS / "guides").glob("*.md")))
 """Pages whose blocks stand by themselves: each runs in a folder with nothing but the files that it names and its page
 shows. Those of any other page are read, and run, from its top."""

@@ -3,7 +3,7 @@
 A block of the README, the home page, the Quickstart and the guides stands by itself: it runs in a folder with nothing
 but the files that it names, as its page shows them. All blocks of Python of any other page are one program, those of
 the shell one script; a `mine.py` or `plan.json` that such a page does not show is a small one. A block with a title is
-a file.
+a file. Pages in Chinese have the blocks of those in English (`test_chinese.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tests import workloads
 from tests.docs import outputs
 from tests.docs.pages import (
     ALONE,
+    CHINESE,
     DOCS,
     PAGES,
     README,
@@ -113,7 +114,7 @@ def test_what_is_done_otherwise_is_there() -> None:
 def pages_in_order() -> Iterator[object]:
     """Yield the pages whose examples are read from the top."""
     for page in PAGES:
-        if page not in ALONE and any(map(is_run, blocks(page))):
+        if page not in ALONE and page not in CHINESE and any(map(is_run, blocks(page))):
             yield pytest.param(name_of(page), marks=(pytest.mark.ci,) * (name_of(page) in LONG))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import mkdocs_hooks
 from tests.docs.conftest import Site
 from tests.docs.pages import DOCS, blocks
 
@@ -96,6 +97,21 @@ TASKS = {
             "pytorch lightning",
         ),
     ),
+    "make it fit, in Chinese": Task(
+        "zh/guides/out-of-memory",
+        r"memfit run --budget \S+ train\.py",
+        ("显存不足", "解决显存不足", "报错 out of memory 怎么办", "训练时 OOM", "让训练放得下", "爆显存"),
+    ),
+    "fit my script, in Chinese": Task(
+        "zh/guides/script",
+        r"memfit run --budget \S+ train\.py",
+        ("训练脚本", "我的脚本放得下吗", "退出码", "脚本 一行不改"),
+    ),
+    "Jittor, in Chinese": Task(
+        "zh/guides/jittor",
+        r"mj\.plan\(mine, budget=",
+        ("计图", "计图 梯度检查点", "Jittor 显存", "set_memory_limit 计图"),
+    ),
 }
 
 
@@ -118,7 +134,7 @@ class Search:
 
     def pages(self, query: str) -> list[str]:
         """Return pages, best first, without their endings."""
-        words = self._split(query).split()
+        words = self._split(mkdocs_hooks.with_words_apart(query)).split()
         best: dict[str, float] = {}
         for found in self._index.search(" ".join(words)):
             found_terms = len(found["match_data"].metadata) / len(words)
@@ -153,7 +169,9 @@ def test_a_task_is_found(name: str, search: Search) -> None:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_the_home_page_leads_to_a_task(name: str) -> None:
-    assert f"]({TASKS[name].page}.md)" in (DOCS / "index.md").read_text()
+    page = DOCS / f"{TASKS[name].page}.md"
+    home = DOCS / "zh" if (DOCS / "zh") in page.parents else DOCS
+    assert f"]({page.relative_to(home)})" in (home / "index.md").read_text()
 
 
 @pytest.mark.parametrize("name", TASKS)

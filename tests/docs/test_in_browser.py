@@ -68,7 +68,8 @@ def searched(browser: Any, address: str, words: str) -> list[str]:
 def test_pages_ask_nothing_of_elsewhere_and_fit_a_telephone(browser: Any, address: str) -> None:
     page, asked = browser.new_page(viewport={"width": 400, "height": 800}), []
     page.on("request", lambda request: asked.append(request.url))
-    for name in ("index", "quickstart", "concepts/peak", "guides/cards", "reference/api", "results/frontier"):
+    names = ("index", "quickstart", "concepts/peak", "guides/cards", "reference/api", "results/frontier", "zh/index")
+    for name in names:
         page.goto(f"{address}{Path(name)}.html")
         assert page.evaluate("document.documentElement.scrollWidth") <= 400, name
     assert asked and [url for url in asked if not url.startswith((address, "data:"))] == []
