@@ -167,9 +167,10 @@ class RecomputationError(MemfitError):
         self.how = how
         run = "" if len(modules) == 1 else f" with the run {modules[0]!r} to {modules[-1]!r}"
         super().__init__(
-            f"the module {module!r} can't be recomputed{run}: its recomputation in the backward pass does something"
-            f" else ({how}). Such a module updates a cache (with transformers: set use_cache=False), counts its calls,"
-            " reads values that change, or has its inputs changed in place. Take it out of the plan's levers.regions"
+            f"the module {module!r} can't be recomputed{run}: its recomputation in the backward pass differs"
+            f" from its first run ({how}). Such a module updates a cache (with transformers: set"
+            " use_cache=False), counts its calls, reads values that change, or has its inputs changed in"
+            " place. Take it out of the plan's levers.regions"
         )
 
 
@@ -198,7 +199,7 @@ class OutOfMemoryError(MemfitError):
 
 
 class MemoryLimitError(OutOfMemoryError):
-    """A step would hold more bytes than its limit; the operator that would have exceeded it was not run.
+    """A step needs more bytes than its limit; the operator that would exceed the limit was not run.
 
     Args:
         message: What failed and what to do, with the bytes by category.

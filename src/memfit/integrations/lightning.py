@@ -308,8 +308,9 @@ def _configured(module: Any) -> torch.optim.Optimizer | None:
             returned = module.configure_optimizers()
     except Exception as e:
         raise UsageError(
-            f"{name}.configure_optimizers() failed before there is a trainer ({type(e).__name__}: {e}): give"
-            " MemfitCallback(optimizer=...), the same optimizer over the module's parameters without its scheduler"
+            f"{name}.configure_optimizers() failed without a trainer ({type(e).__name__}: {e}): give"
+            " MemfitCallback(optimizer=...), the same optimizer over the module's parameters without its"
+            " scheduler"
         ) from e
     optimizers = _optimizers_in(returned)
     if len(optimizers) > 1:

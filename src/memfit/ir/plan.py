@@ -277,7 +277,7 @@ class Frontier(ShownList[Candidate]):
 
 
 class Plan(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plan, as it is written to a file. Edit it by hand if you like: `memfit verify` will say what it does.
+    """A plan, as in its file. You may edit the file by hand; `memfit verify` then checks it.
 
     Attributes:
         schema: Version of the file's format.
@@ -378,9 +378,9 @@ class Plan(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if not fitting:
             least = min((_upper_bytes(self, point) for point in allowed), default=self.predicted.peak_upper_bytes)
             raise InfeasibleError(
-                f"Does not fit: needs {format_bytes(least)} of {format_bytes(budget_bytes)}.\nNo point of the plan's"
-                f" frontier that numerics={self.allowed!r} allows needs less. Raise budget=, or call memfit.plan for"
-                " it, which may find a leaner plan",
+                f"Does not fit: needs {format_bytes(least)} of {format_bytes(budget_bytes)}.\nNo point of the"
+                f" plan's frontier with numerics={self.allowed!r} needs less. Raise budget=, or call"
+                " memfit.plan with it to search for a leaner plan",
                 budget_bytes=budget_bytes,
                 lowest_peak_bytes=least,
                 where=self.predicted.where,
@@ -395,17 +395,17 @@ class Plan(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def classes(self) -> dict[str, Numerics]:
-        """The numerics class of each lever that is used, by its name."""
+        """The numerics class of each used lever, by its name."""
         return {use.name: use.numerics for use in self.uses}
 
     @property
     def measured_seconds(self) -> float | None:
-        """The measured step of the plan; None where it was not run before it was chosen."""
+        """The measured seconds of the plan's step; None if the plan was chosen without running it."""
         return next((step.measured_seconds for step in self.measured if step.levers == self.levers), None)
 
     @property
     def is_proven(self) -> bool:
-        """Whether all that the plan recomputes was held against the step; levers changed since have not been."""
+        """True if all recomputed tensors matched a real step; False too for levers that were changed since."""
         return self.proof.levers == levers_key(self.levers)
 
 

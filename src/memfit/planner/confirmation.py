@@ -112,7 +112,9 @@ class Confirmation:
     def _without_differing(self, found: Differences, levers: Levers) -> LeftOut:
         """Leave out the regions around modules that differ when they run again, or lean modules."""
         regions = {region.modules for region in levers.regions}
-        notes = [f"{e.module} is not recomputed: run again, it does something else ({e.how})" for e in found.values()]
+        notes = [
+            f"{e.module} is not recomputed: its second run differs from the first ({e.how})" for e in found.values()
+        ]
         modules = {fqn for of, e in found.items() if of in regions for fqn in enclosing(e.module)}
         error = next(iter(found.values()))
         if found.keys() <= regions:
@@ -133,7 +135,7 @@ class Confirmation:
             return LeftOut(error, [], set(), self._trials.has_failed)
         regions = failing(levers, levers.regions, attempt)
         notes = [
-            f"{', '.join(region.modules)} is not recomputed: the step then fails ({first_line(error)})"
+            f"{', '.join(region.modules)} is not recomputed: with it the step fails ({first_line(error)})"
             for region in regions
         ]
         return LeftOut(error, notes, {fqn for region in regions for fqn in region.modules})
