@@ -85,7 +85,7 @@ TABLE: list[tuple[str, int, str]] = [
     ("estimate mine:wrong_key_in_loss", 2, "KeyError: 'z'"),
     ("estimate mine:loss_of_the_wrong_shape", 2, "loss"),
     ("estimate mine:no_loss", 2, "loss"),
-    ("estimate mine:no_samples", 2, "Workload.batch holds no samples"),
+    ("estimate mine:no_samples", 2, "Workload.batch has no samples"),
     ("estimate mine:original_model", 2, "a loss that does not depend on any parameter of Workload.optimizer"),
     ("estimate mine:foreign_optimizer", 2, "Give an optimizer whose step() takes no closure"),
     ("estimate mine:bad_scaling", 2, "LossScaling.growth_factor=0.5 is out of its range"),

@@ -160,7 +160,7 @@ def test_verify(memfit: Shell, plan_file: Path, tmp_path: Path) -> None:
     (tmp_path / "edited.json").write_text(json.dumps(edited))
     status, output, errors = memfit("verify", LEAN, "--plan", str(tmp_path / "edited.json"), "--steps", "0")
     assert status == 4
-    assert "does not hold" in output and "Plain and planned step" not in output
+    assert "fails its checks" in output and "Plain and planned step" not in output
     assert "Traceback" not in errors
 
 
@@ -440,7 +440,7 @@ def test_an_interrupt_says_that_nothing_is_left(
     verb, *options = arguments.split()
     status, _, errors = memfit(verb, "slow.py:workload", *options)
     assert status == 130
-    assert errors.splitlines()[-1] == "interrupted; nothing was written; the same command starts again"
+    assert errors.splitlines()[-1] == "interrupted; nothing was written; run the same command again"
 
 
 def test_an_interrupt_says_where_a_training_goes_on(

@@ -439,7 +439,7 @@ def test_outputs_that_an_evaluation_keeps_are_held_against_the_budget(tmp_path: 
         callback = MemfitCallback(trainer, budget="1x", numerics="exact", points=1, time_limit_seconds=0.5)
         return trainer, callback.plan
 
-    words = r"outputs of 120 batches .*keeps on the device.*eval_accumulation_steps=1"
+    words = r"outputs of 120 batches .*kept on the device.*eval_accumulation_steps=1"
     if strategy == "no":
         trainer, plan = planned()
         assert any(re.search(words, note) for note in plan.notes)

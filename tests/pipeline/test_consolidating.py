@@ -80,5 +80,5 @@ def test_transformers_reads_it(tmp_path: Path) -> None:
 
 
 def test_without_a_checkpoint_it_says_so(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="has no complete checkpoint"):
         pipeline.consolidate(tmp_path, tmp_path / "whole")

@@ -175,7 +175,7 @@ def test_regions_that_a_planned_step_fails_with_are_left_out(monkeypatch: pytest
     plan = planned(made, budget, **options)
     assert plan.predicted.peak_upper_bytes <= budget
     assert not any(culprit in region.modules for region in plan.levers.regions)
-    assert any(f"{culprit} is not recomputed: the step then fails" in note for note in plan.notes), plan.notes
+    assert any(f"{culprit} is not recomputed: with it the step fails" in note for note in plan.notes), plan.notes
 
 
 @pytest.mark.ci

@@ -306,7 +306,7 @@ class Fitted:
         gc.collect()  # the error's frames held copies
         self._tell(
             f"memfit: a batch is larger than planned ({difference}), and the recorded step can't be resized to it."
-            " This step runs under a plan for its modules alone; the next steps are planned anew"
+            " This step runs under a plan for its modules alone; memfit plans the next steps again"
         )
         self._proving.close()
         self._under, self._kinds = [], []

@@ -218,7 +218,7 @@ def _run(what: str, call: Callable[[], Any]) -> Any:
     except SystemExit as e:
         raise WorkloadError(
             f"{what} ended Python with status {e.code!r}{users_place(e)}. memfit runs it without arguments,"
-            " so sys.argv holds its name alone: give every argument of its parser a default, call"
+            " so sys.argv is its name alone: give every argument of its parser a default, call"
             ' parse_args([]), or read the command line under `if __name__ == "__main__":`'
         ) from e
     except Exception as e:
