@@ -71,7 +71,7 @@ TABLE: list[tuple[str, int, str]] = [
     ("estimate nowhere.py:workload", 2, "the workload's file 'nowhere.py' does not exist"),
     ("estimate nowhere:workload", 2, "there is no module 'nowhere' in"),
     ("estimate no.where:workload", 2, "there is no module 'no.where' in"),
-    ("estimate mine", 2, "the workload 'mine' can't be found: name it as file.py:function"),
+    ("estimate mine", 2, "the workload 'mine' can't be found: write file.py:function"),
     ("estimate mine:", 2, "the workload 'mine:' can't be found"),
     ("estimate mine:huge", 2, "mine has no function 'huge'; it has bad_scaling"),
     ("estimate mine:torch", 2, "mine has no function 'torch'"),

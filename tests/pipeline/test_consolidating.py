@@ -35,7 +35,7 @@ def test_a_model_in_shards_is_written_whole(run: tuple[Path, dict[str, torch.Ten
     found = model.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    with pytest.raises(OutputError, match="holds model.safetensors already"):
+    with pytest.raises(OutputError, match="has model.safetensors already"):
         pipeline.consolidate(out, tmp_path / "whole")
 
 

@@ -125,7 +125,7 @@ class CompileName(enum.StrEnum):
 
 
 CompileOption = Annotated[
-    CompileName, typer.Option(help="Compile the model and the loss: no, yes, or auto, which searches both.")
+    CompileName, typer.Option(help="Compile the model and the loss: no, yes, or auto to search both.")
 ]
 COMPILE: dict[CompileName, bool | Literal["auto"]] = {
     CompileName.no: False,

@@ -74,9 +74,8 @@ def _fully_sharded(accelerator: Any, model: nn.Module, reduces: Reduces) -> Shar
     if accelerator.mixed_precision != "no" or getattr(plugin.mixed_precision_policy, "param_dtype", None) is not None:
         raise UsageError(
             f"mixed_precision={accelerator.mixed_precision!r} under {where}: memfit does not predict the casts of"
-            " FSDP2."
-            " Give mixed_precision='no' (TrainingArguments: leave bf16 and fp16 out), use DistributedDataParallel, or"
-            " memfit.train with a plan of world_size="
+            " FSDP2. Give mixed_precision='no' (TrainingArguments: leave bf16 and fp16 out), use"
+            " DistributedDataParallel, or memfit.train with a plan of world_size="
         )
     units, kept = fully_sharded_modules(plugin, model)
     return Sharding(
