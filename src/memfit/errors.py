@@ -80,7 +80,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class OutputError(UsageError):
-    """A place that can't be written to, or that holds work which must not be overwritten."""
+    """A path that can't be written, or with files that memfit must not overwrite."""
 
 
 class MissingExtraError(UsageError):
@@ -252,7 +252,7 @@ class NonFiniteError(MemfitError):
 
 
 class RankError(MemfitError):
-    """Another rank of a run failed, or this one does not do what the others do."""
+    """Another rank of a run failed, or this rank differs from the others."""
 
 
 def _rebuilt(kind: type[MemfitError], args: tuple[Any, ...]) -> MemfitError:
