@@ -152,7 +152,7 @@ def plan(
     if numerics not in NUMERICS:
         raise UsageError(f"numerics={numerics!r} is unknown: use one of {', '.join(NUMERICS)}")
     if points < 1:
-        raise UsageError(f"points={points} is not above 0: give the budgets to solve the frontier for")
+        raise UsageError(f"points={points} is not above 0: give the number of budgets on the frontier")
     updates = {lever.value: lever for lever in registry.UPDATES}
     for value in set(optimizers or ()) - {"as-is", *updates}:
         raise UsageError(f"optimizers={value!r} is unknown: use some of {', '.join(updates)}")

@@ -190,7 +190,7 @@ def why_not_here(workload: Workload, device: Device, ranks: int) -> str:
     if not device.is_here:
         return f"{device.name} is not on this machine"
     if ranks > 1:
-        return f"it is a step of one of {ranks} ranks"
+        return f"the step is shared by {ranks} ranks"
     if isinstance(workload, LoopWorkload):
         return "the step is part of your own loop"
     if not has_data(workload):

@@ -262,7 +262,7 @@ def _infeasible(
         )
     advice.append(f"make {batch} smaller, or the model")
     verdict = infeasible_verdict(budget_bytes, needed_bytes, plain_bytes=plain_bytes, is_proven=is_proven)
-    is_least = "needs" if is_proven else "was found that needs"
+    is_least = "needs" if is_proven else "that memfit found needs"
     return InfeasibleError(
         f"{verdict}\nNo plan with numerics={limits.numerics!r} {is_least} less than this one:"
         f" {uses_text(leanest.point.uses)}. Its peak is {'; '.join(place_lines(prediction))}.\nWhat to do:"
