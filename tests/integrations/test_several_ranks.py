@@ -120,7 +120,7 @@ def test_a_plan_for_another_engine_or_with_levers_that_the_trainer_owns_is_refus
     for changes, message in (
         ({"sharding": DDP}, "memfit's own engine"),
         ({"optimizer": "fused"}, "plan= uses fused"),
-        ({"precision": "tf32"}, "precision 'tf32' is none that this trainer offers"),
+        ({"precision": "tf32"}, "this trainer has no precision 'tf32'"),
     ):
         with pytest.raises(PlanError, match=message):
             Fitted(workload(), engine=DDP, given=replace(made, levers=replace(made.levers, **changes)))

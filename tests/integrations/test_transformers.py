@@ -420,7 +420,7 @@ def test_a_collator_that_makes_two_rows_of_each_sample_is_planned_by_samples(tmp
 
 
 def test_batches_that_are_lists_point_to_the_script(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"Listing takes batches of type list.* memfit run --budget"):
+    with pytest.raises(UsageError, match=r"Listing makes tensors from batches of type list.* memfit run --budget"):
         MemfitCallback(trainer_of(tmp_path, kind=Listing), budget="8GiB")
 
 

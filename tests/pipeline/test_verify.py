@@ -206,4 +206,4 @@ def test_a_region_that_is_recomputed_to_other_values_is_named() -> None:
     assert not probe_regions(workload, Levers(microbatch_size=256, regions=regions[:1]))
     plan = memfit.plan(workload, budget="1GiB", numerics="exact", points=1)
     verification = verify(replace(plan, levers=replace(plan.levers, regions=regions)), workload, steps=0)
-    assert "a region of the plan can't be recomputed: 2, run again" in "".join(verification.failures)
+    assert "a region of the plan can't be recomputed: the second run of 2" in "".join(verification.failures)
