@@ -165,5 +165,5 @@ def test_a_model_without_data_is_refused() -> None:
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         name="meta",
     )
-    with pytest.raises(WorkloadError, match="holds no data"):
+    with pytest.raises(WorkloadError, match="has no data"):
         tools.ladder(workload)

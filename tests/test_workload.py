@@ -60,11 +60,11 @@ def test_a_slice_has_as_many_samples_as_fit(n: int, start: int, stop: int) -> No
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({}, "holds no samples"),
-        ("text", "holds no samples"),
-        (None, "holds no samples"),
-        (torch.tensor(3.0), "holds no samples"),
-        ({"x": torch.zeros(0, 4)}, "holds no samples"),
+        ({}, "has no samples"),
+        ("text", "has no samples"),
+        (None, "has no samples"),
+        (torch.tensor(3.0), "has no samples"),
+        ({"x": torch.zeros(0, 4)}, "has no samples"),
     ],
 )
 def test_batches_without_samples_are_refused(batch: Any, message: str) -> None:

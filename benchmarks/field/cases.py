@@ -25,7 +25,7 @@ start = subprocess.run
 LARGER, GROWS, NO_PLAN = r"larger|as large|more than", r"grow", r"no plan"
 WARNS = re.compile(
     r"over (its|the) budget|grow|larger than|no plan|not planned|can't be planned|nothing was promised"
-    r"|no budget (is|was) held",
+    r"|no budget (is|was) held|budget (is|was) not applied",
     re.IGNORECASE,
 )
 """What a line of memfit's has that tells of a budget which may be passed."""

@@ -74,7 +74,7 @@ def ladder(
     min_run_seconds: float = 2.0,
     progress: Progress = silent,
 ) -> Ladder:
-    """Climb the advised levers one by one, and measure what each buys on top of those that paid.
+    """Add the advised levers one by one, and measure the effect of each; those that pay are kept.
 
     Args:
         workload: The user's workload; nothing of it is changed.
@@ -99,9 +99,9 @@ def ladder(
     if not min_run_seconds > 0:
         raise UsageError(f"min_run_seconds={min_run_seconds} is not above 0: give seconds to time each step for")
     if not found.is_here:
-        raise UsageError(f"device={device!r} is not on this machine, on which the ladder measures: name cpu, or cuda")
+        raise UsageError(f"device={device!r} is not on this machine, and the ladder measures here: give cpu, or cuda")
     if any(p.device.type == "meta" for p in workload.model.parameters()):
-        raise WorkloadError("Workload.model is on torch.device('meta') and holds no data: build it on the CPU")
+        raise WorkloadError("Workload.model is on torch.device('meta') and has no data: build it on the CPU")
     check_workload(workload, found)
     climb = _Climb(workload, found, asked, numerics, min_run_seconds)
     with nothing_changes(workload) as around:
@@ -148,7 +148,7 @@ class _Climb:
         offered = list(registry.rungs())
         total = len(offered) + 2
         progress("rungs", 0, total)
-        rungs = [self._measured("plain", self.plain, "the step as it is", None)]
+        rungs = [self._measured("plain", self.plain, "the plain step", None)]
         for index, (name, propose) in enumerate(offered):
             progress("rungs", index + 1, total)
             rungs.append(self._rung(name, propose, next(rung for rung in reversed(rungs) if rung.outcome == "kept")))
@@ -256,7 +256,10 @@ class _Climb:
         return Rung(
             name=name,
             outcome="proposed",
-            why=f"{len(found.changes)} separable convolutions, against the plain step; accuracy is yours to judge",
+            why=(
+                f"{len(found.changes)} separable convolutions, compared with the plain step; check the accuracy"
+                " yourself"
+            ),
             numerics="changed",
             peak_bytes=now.measured_peak_bytes,
             step_seconds=now.measured_step_seconds,
@@ -290,7 +293,7 @@ class _Climb:
         costs = costs_of([self.trace(levers)], self.device)
         choices = options(regions, costs, set())
         if not choices:
-            raise NotOffered("the model has no modules whose recomputation saves anything")
+            raise NotOffered("recomputing the model's modules saves no memory")
         return Combination(levers, build(regions, costs, choices, 0), self.uses)
 
 

@@ -109,8 +109,8 @@ def _samples(batch: Any) -> tuple[int | None, bool]:
         given = f"its tensors have the shapes {shapes}" if shapes else f"it is a {name} without a tensor"
         like = tuple(batch) if isinstance(batch, tuple) and batch and all(isinstance(n, int) for n in batch) else (8, 3)
         raise WorkloadError(
-            f"Workload.batch holds no samples: {given}. Give tensors whose first dimension is the batch, such as"
-            f" torch.randn{like}. If Workload.loss_fn makes its own data, give Workload.batch_size=1"
+            f"Workload.batch has no samples: {given}. Give tensors whose first dimension is the batch, such"
+            f" as torch.randn{like}. If Workload.loss_fn makes its own data, give Workload.batch_size=1"
         )
     if len(sizes) == 1 and not any(map(is_uncut, leaves)):
         return int(sizes.pop()), True

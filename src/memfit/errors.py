@@ -84,7 +84,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class OutputError(UsageError):
-    """A place that can't be written to, or that holds work which must not be overwritten."""
+    """A path that can't be written, or with files that memfit must not overwrite."""
 
 
 class MissingExtraError(UsageError):
@@ -191,9 +191,10 @@ class RecomputationError(MemfitError):
         self.how = how
         run = "" if len(modules) == 1 else f" with the run {modules[0]!r} to {modules[-1]!r}"
         super().__init__(
-            f"the module {module!r} can't be recomputed{run}: its recomputation in the backward pass does something"
-            f" else ({how}). Such a module updates a cache (with transformers: set use_cache=False), counts its calls,"
-            " reads values that change, or has its inputs changed in place. Take it out of the plan's levers.regions"
+            f"the module {module!r} can't be recomputed{run}: its recomputation in the backward pass differs"
+            f" from its first run ({how}). Such a module updates a cache (with transformers: set"
+            " use_cache=False), counts its calls, reads values that change, or has its inputs changed in"
+            " place. Take it out of the plan's levers.regions"
         )
 
 
@@ -222,7 +223,7 @@ class OutOfMemoryError(MemfitError):
 
 
 class MemoryLimitError(OutOfMemoryError):
-    """A step would hold more bytes than its limit; the operator that would have exceeded it was not run.
+    """A step needs more bytes than its limit; the operator that would exceed the limit was not run.
 
     Args:
         message: What failed and what to do, with the bytes by category.
@@ -275,7 +276,7 @@ class NonFiniteError(MemfitError):
 
 
 class RankError(MemfitError):
-    """Another rank of a run failed, or this one does not do what the others do."""
+    """Another rank of a run failed, or this rank differs from the others."""
 
 
 def _rebuilt(kind: type[MemfitError], args: tuple[Any, ...]) -> MemfitError:

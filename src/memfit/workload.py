@@ -472,8 +472,8 @@ def samples_of(workload: Workload, batch: Any = None) -> int:
     if size > 1 and workload.split is None and (found := samples_in(batch)) != size:
         have = "different first dimensions" if found is None else f"{found} samples"
         raise WorkloadError(
-            f"Workload.batch_size={size}, and the tensors of Workload.batch have {have}: give"
-            " Workload.split, which cuts the batch, or batch_size=1, so that it is not cut"
+            f"Workload.batch_size={size}, and the tensors of Workload.batch have {have}: give Workload.split"
+            " to cut the batch, or batch_size=1 to leave it whole"
         )
     return size
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from memfit.errors import WorkloadError
 
-NAME = "name it as file.py:function or package.module:function, where the function"
-HOW = f"{NAME} takes no argument and returns a memfit.Workload"
+NAME = "write file.py:function or package.module:function; the function"
+HOW = f"{NAME} has no arguments and returns a memfit.Workload"
 
 
 def parts_of(name: str, noun: str = "workload", how: str = HOW) -> tuple[str, str]:

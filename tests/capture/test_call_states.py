@@ -223,7 +223,7 @@ def refused(blocks: list[nn.Module], before: Before, microbatch_size: int = 4) -
 def test_a_module_that_reads_what_has_changed_is_refused(name: str) -> None:
     make, before, what = CHANGED[name]
     found = refused(make(), before)
-    assert f"reads {what}, which has changed" in found["blocks.0"]
+    assert f"reads {what}, and this has changed" in found["blocks.0"]
     assert not {fqn for fqn in found if fqn.endswith(("linear", ".2"))}
 
 

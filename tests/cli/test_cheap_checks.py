@@ -19,7 +19,7 @@ LINES = [
     ("run --budget 1GiB --host-budget 90% script.py", "--host-budget 90% can't be read"),
     ("run --budget 1GiB -o script.py/plan.json script.py", "script.py is a file"),
     ("run --budget 1GiB -o script.py script.py", "--output script.py already exists"),
-    ("run --budget 1GiB --plan plan.json script.py", "give one of --budget and --plan"),
+    ("run --budget 1GiB --plan plan.json script.py", "give --budget or --plan, not both"),
     ("run --plan plan.json --numerics exact script.py", "leave it out with --plan"),
     ("run --plan nowhere.json script.py", "can't read nowhere.json"),
     ("run --plan script.py script.py", "script.py"),

@@ -440,7 +440,7 @@ def test_an_interrupt_says_that_nothing_is_left(
     verb, *options = arguments.split()
     status, _, errors = memfit(verb, "slow.py:workload", *options)
     assert status == 130
-    assert errors.splitlines()[-1] == "interrupted; nothing was written; the same command starts again"
+    assert errors.splitlines()[-1] == "interrupted; nothing was written; run the same command again"
 
 
 def test_an_interrupt_says_where_a_training_goes_on(

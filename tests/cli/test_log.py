@@ -95,7 +95,7 @@ def test_a_script_gives_a_record_for_each_step(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("log", "words"),
     [
-        ("tracker", "the log 'tracker' can't be found: name it as file.py:function"),
+        ("tracker", "the log 'tracker' can't be found: write file.py:function"),
         ("nowhere.py:log", "the log's file 'nowhere.py' does not exist"),
         ("tracker.py:lod", "tracker.py has no function 'lod'; it has full, log, workload"),
         ("nowhere:log", "there is no module 'nowhere'"),

@@ -32,11 +32,16 @@ def forms_in(text: str) -> Iterator[str]:
             yield f"{name}: …{text[max(0, match.start() - 30) : match.end() + 30]}…"
 
 
+def clauses_in(text: str) -> Iterator[str]:
+    """Yield the clause that a text begins with, if it does."""
+    if _OPENING.match(text):
+        yield f"begins with a clause: {text[:60]}…"
+
+
 def faults_of_opening(text: str) -> Iterator[str]:
     """Yield what is wrong with a first line or a first paragraph."""
     text = " ".join(text.split())
-    if _OPENING.match(text):
-        yield f"begins with a clause: {text[:60]}…"
+    yield from clauses_in(text)
     for sentence in re.split(r"(?<=[.:;?!])\s", re.sub(r"\([^)]*\)", "", text)):
         if len(sentence.split()) > MOST_WORDS:
             yield f"a sentence of {len(sentence.split())} words: {sentence[:60]}…"

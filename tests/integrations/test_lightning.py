@@ -296,7 +296,7 @@ def test_several_optimizers_and_manual_optimization_are_refused_by_name() -> Non
 @pytest.mark.ci
 def test_an_optimizer_that_needs_a_trainer_is_given(tmp_path: Path) -> None:
     module = Several(of_the_trainer)
-    with pytest.raises(UsageError, match=r"configure_optimizers\(\) failed before there is a trainer.*optimizer="):
+    with pytest.raises(UsageError, match=r"configure_optimizers\(\) failed without a trainer.*optimizer="):
         MemfitCallback(module, first(64), budget="8GiB", **OPTIONS)
     wrong, right = torch.optim.AdamW(module.parameters()), torch.optim.SGD(module.parameters(), lr=0.1)
     memory = MemfitCallback(module, first(64), budget="8GiB", optimizer=wrong, **OPTIONS)

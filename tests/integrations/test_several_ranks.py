@@ -93,7 +93,7 @@ def test_an_engine_changes_what_a_rank_holds_and_not_the_class() -> None:
         held = made.predicted.by_category["parameters"]
         assert shards == 2 or held == plain.by_category["parameters"]
         assert any("another library's engine" in note for note in made.notes)
-    with pytest.raises(UsageError, match="world_size=2 has memfit share the step, and engine="):
+    with pytest.raises(UsageError, match="with world_size=2 memfit shares the step, and with engine="):
         make_plan(workload(), budget="8GiB", engine=DDP, world_size=2)
 
 
@@ -120,7 +120,7 @@ def test_a_plan_for_another_engine_or_with_levers_that_the_trainer_owns_is_refus
     for changes, message in (
         ({"sharding": DDP}, "memfit's own engine"),
         ({"optimizer": "fused"}, "plan= uses fused"),
-        ({"precision": "tf32"}, "precision 'tf32' is none that this trainer offers"),
+        ({"precision": "tf32"}, "this trainer has no precision 'tf32'"),
     ):
         with pytest.raises(PlanError, match=message):
             Fitted(workload(), engine=DDP, given=replace(made, levers=replace(made.levers, **changes)))
@@ -158,9 +158,9 @@ def test_an_accelerators_engine_is_read_with_its_arguments() -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        (DistributedType.DEEPSPEED, {}, "DEEPSPEED, which memfit does not count"),
+        (DistributedType.DEEPSPEED, {}, "DEEPSPEED, which memfit does not predict"),
         (DistributedType.MULTI_CPU, {"parallelism_config": SimpleNamespace(tp_size=2)}, "tp_size=2"),
-        (DistributedType.FSDP, {"fsdp_version": 1}, "fsdp_version=1: memfit counts FSDP2"),
+        (DistributedType.FSDP, {"fsdp_version": 1}, "fsdp_version=1: memfit predicts FSDP2"),
         (DistributedType.FSDP, {"cpu_offload": CPUOffloadPolicy()}, "cpu_offload"),
         (DistributedType.FSDP, {"ignored_modules": [nn.Linear(1, 1)]}, "ignored_modules"),
         (DistributedType.FSDP, {"mixed_precision": "bf16"}, "mixed_precision='bf16' under"),

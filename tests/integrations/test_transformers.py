@@ -420,7 +420,7 @@ def test_a_collator_that_makes_two_rows_of_each_sample_is_planned_by_samples(tmp
 
 
 def test_batches_that_are_lists_point_to_the_script(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"Listing takes batches of type list.* memfit run --budget"):
+    with pytest.raises(UsageError, match=r"Listing makes tensors from batches of type list.* memfit run --budget"):
         MemfitCallback(trainer_of(tmp_path, kind=Listing), budget="8GiB")
 
 
@@ -439,7 +439,7 @@ def test_outputs_that_an_evaluation_keeps_are_held_against_the_budget(tmp_path: 
         callback = MemfitCallback(trainer, budget="1x", numerics="exact", points=1, time_limit_seconds=0.5)
         return trainer, callback.plan
 
-    words = r"outputs of 120 batches .*keeps on the device.*eval_accumulation_steps=1"
+    words = r"outputs of 120 batches .*kept on the device.*eval_accumulation_steps=1"
     if strategy == "no":
         trainer, plan = planned()
         assert any(re.search(words, note) for note in plan.notes)

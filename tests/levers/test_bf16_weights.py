@@ -69,7 +69,8 @@ def test_they_are_lost_in_bf16_alone_which_is_refused() -> None:
     ):
         pass
     assert any(
-        "16 bits" in note for note in estimate(dataclasses.replace(workload, batch=workload.batch.bfloat16())).notes
+        "16-bit weights" in note
+        for note in estimate(dataclasses.replace(workload, batch=workload.batch.bfloat16())).notes
     )
 
 

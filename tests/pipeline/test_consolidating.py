@@ -35,7 +35,7 @@ def test_a_model_in_shards_is_written_whole(run: tuple[Path, dict[str, torch.Ten
     found = model.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    with pytest.raises(OutputError, match="holds model.safetensors already"):
+    with pytest.raises(OutputError, match="has model.safetensors already"):
         pipeline.consolidate(out, tmp_path / "whole")
 
 
@@ -80,5 +80,5 @@ def test_transformers_reads_it(tmp_path: Path) -> None:
 
 
 def test_without_a_checkpoint_it_says_so(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="has no complete checkpoint"):
         pipeline.consolidate(tmp_path, tmp_path / "whole")

@@ -44,7 +44,7 @@ def test_the_rank_with_the_most_samples_is_predicted(
     workload = SHAPES[name](batch=samples)
     found = memfit.estimate(workload, world_size=ranks, sharding=mode)
     assert found.peak_bytes == by_hand(workload, most, ranks, mode)
-    said = f"of the batch's {samples} samples, the rank with the most has {most}"
+    said = f"the rank with the largest part of the batch's {samples} samples has {most}"
     assert any(said in note for note in found.notes)
 
 
@@ -67,5 +67,7 @@ def test_a_batch_is_cut_as_the_workload_says() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "a100-80gb"])
 def test_more_ranks_than_samples_are_refused(device: str) -> None:
-    with pytest.raises(UsageError, match="world_size=9 ranks share a batch of 8 samples, so that some would have none"):
+    with pytest.raises(
+        UsageError, match="world_size=9 ranks share a batch of 8 samples, so some ranks would have none"
+    ):
         memfit.estimate(transformer(batch=8), world_size=9, device=device)

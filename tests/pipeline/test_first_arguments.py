@@ -245,7 +245,7 @@ FIRST: dict[str, tuple[Callable[[Plan], Any], list[str]]] = {
     "no batch": (lambda plan: workload(batch=None), ["Workload.batch is None", "next(iter(loader))", "batch_size=1"]),
     "a shape for a batch": (
         lambda plan: planned(workload(batch=(6, 8))),
-        ["Workload.batch holds no samples: it is a tuple without a tensor", "such as torch.randn(6, 8)"],
+        ["Workload.batch has no samples: it is a tuple without a tensor", "such as torch.randn(6, 8)"],
     ),
     "a budget that is a tensor": (lambda plan: planned(workload(), budget=torch.ones(())), ["budget is a Tensor"]),
     "a budget that is missing": (lambda plan: planned(workload(), budget=None), ["budget is None", "('90%')"]),

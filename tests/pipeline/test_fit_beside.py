@@ -113,7 +113,7 @@ def test_a_first_step_above_the_budget_is_told(share: float) -> None:
 
     told: list[str] = []
     run(told, f"{share}x")
-    assert any("the first step took about" in line for line in told) == (share < 1)
+    assert any("the first step needed about" in line for line in told) == (share < 1)
 
 
 class Lazy(dict[str, torch.Tensor]):

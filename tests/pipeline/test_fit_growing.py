@@ -124,7 +124,7 @@ def fitted(name: str, sizes: list[int], budget: int) -> tuple[list[float], list[
         pytest.param("text", 0.8, "planned again", marks=pytest.mark.ci),
         pytest.param("crowds", 0.95, "planned again", marks=pytest.mark.ci),
         pytest.param("pairs", 0.8, "can't be run on it", marks=pytest.mark.ci),
-        pytest.param("rows", 1.2, "the plan holds it", marks=pytest.mark.ci),
+        pytest.param("rows", 1.2, "the plan still fits", marks=pytest.mark.ci),
     ],
 )
 def test_a_larger_batch_stays_within_the_budget(name: str, share: float, said: str) -> None:

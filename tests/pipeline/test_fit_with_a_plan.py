@@ -81,7 +81,7 @@ def test_a_batch_that_it_does_not_hold_is_planned_anew(plans: list[str]) -> None
             nn.functional.cross_entropy(models[0](x), y).backward()
             optimizers[0].step()
             optimizers[0].zero_grad()
-    assert len(plans) == 1 and any("is planned anew" in text for text in told)
+    assert len(plans) == 1 and any("plans it again" in text for text in told)
     assert fitted.plan is not None and fitted.plan.predicted.peak_upper_bytes <= tight.budget_bytes
 
 

@@ -68,7 +68,7 @@ def test_the_plan_that_ran_fastest_is_taken_and_holds(
     assert {step.levers for step in plan.measured} == set(ran)
     assert plan.predicted.peak_upper_bytes <= plan.budget_bytes
     assert allows(plan.allowed, plan.numerics)
-    assert any("chosen by measured times" in note for note in plan.notes)
+    assert any("chosen by measured and predicted times" in note for note in plan.notes)
     assert [c.levers for c in plan.frontier].count(plan.levers) == 1
     chosen = next(c for c in plan.frontier if c.levers == plan.levers)
     assert not any(dominates(c, chosen) for c in plan.frontier)  # as predicted, the one that ran slower did
@@ -111,7 +111,7 @@ def test_auto_runs_the_compiled_plans_whose_code_is_made_in_time(
     ran = times_are(monkeypatch, lambda levers: 1.0, runs=False)
     plan = memfit.plan(quick(), compile="auto", **OPTIONS)
     compiled = [levers for levers in ran if levers.compiler != "none"]
-    too_long = any("its code is predicted to take 2.2 min to make: measure=True" in note for note in plan.notes)
+    too_long = any("compiling it is predicted to take 2.2 min: measure=True" in note for note in plan.notes)
     if seconds == 50.0:
         assert 1 <= len(compiled) <= 2 and not too_long  # two take 100 of 120 seconds
     else:

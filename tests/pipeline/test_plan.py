@@ -311,7 +311,7 @@ def test_a_model_without_data_is_estimated_alike_and_not_run() -> None:
         empty = lean()
     assert memfit.estimate(empty).peak_bytes == memfit.estimate(lean()).peak_bytes
     plan = memfit.plan(lean(), budget="1GiB")
-    with pytest.raises(WorkloadError, match="holds no data"):
+    with pytest.raises(WorkloadError, match="has no data"):
         memfit.verify(plan, empty, steps=0)
 
 

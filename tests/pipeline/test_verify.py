@@ -202,8 +202,8 @@ def test_a_region_that_is_recomputed_to_other_values_is_named() -> None:
     regions = (Region(("0", "1")), Region(("2", "3")))
     found = probe_regions(workload, Levers(microbatch_size=256, regions=regions))
     assert list(found) == [regions[1]]
-    assert found[regions[1]].startswith("2, run again, does something else (")
+    assert found[regions[1]].startswith("the second run of 2 differs from the first (")
     assert not probe_regions(workload, Levers(microbatch_size=256, regions=regions[:1]))
     plan = memfit.plan(workload, budget="1GiB", numerics="exact", points=1)
     verification = verify(replace(plan, levers=replace(plan.levers, regions=regions)), workload, steps=0)
-    assert "a region of the plan can't be recomputed: 2, run again" in "".join(verification.failures)
+    assert "a region of the plan can't be recomputed: the second run of 2" in "".join(verification.failures)

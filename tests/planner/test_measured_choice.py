@@ -205,4 +205,4 @@ def test_copies_of_compiled_plans_need_room_beside_the_step(monkeypatch: pytest.
 def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(monkeypatch, [0.1, 0.2, 0.3], own_seconds=0.5)
     (note,) = choice(plans()).notes
-    assert "busy" in note and "50%" in note
+    assert "using this machine" in note and "50%" in note

@@ -107,8 +107,8 @@ def test_a_plan_is_proven_and_what_differs_is_left_out() -> None:
     assert plan.proof.levers == levers_key(plan.levers)
     multiplied = {fqn for r in plan.levers.regions if "aten.mul.Tensor#0" not in r.keep for fqn in r.modules}
     assert not multiplied & {"1", "4"}
-    assert any("is not recomputed: run again, it does something else" in note for note in plan.notes)
-    assert "bit by bit" in proof_text(plan)
+    assert any("is not recomputed: its second run differs from the first" in note for note in plan.notes)
+    assert "bit for bit" in proof_text(plan)
     assert "Proof" in str(plan)
     assert are_equal(plain_loop(workload(1, 4)), planned_loop(plan, workload(1, 4)))
     assert verify(plan, workload(), steps=0).bitwise
@@ -181,11 +181,11 @@ def test_what_can_not_run_here_is_not_proven(monkeypatch: pytest.MonkeyPatch) ->
     assert "a step is predicted to take" in why_not_here(made, cpu, plain, 61.0)
     assert "free here" in why_not_here(made, cpu, replace(plain, peak_bytes=2**60), 1.0)
     meta = dataclasses.replace(made, batch=made.batch.to("meta"))
-    assert "holds no data" in why_not_here(meta, cpu, plain, 1.0)
+    assert "has no data" in why_not_here(meta, cpu, plain, 1.0)
     monkeypatch.setattr(proof, "LONGEST_SECONDS", 0.0)
     plan = planned(workload())
     assert plan.levers.regions and not plan.is_proven
-    assert "by the first step" in proof_text(plan)
+    assert "the first step compares" in proof_text(plan)
 
 
 def test_a_step_that_fails_with_data_is_planned_without_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:

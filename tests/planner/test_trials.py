@@ -89,22 +89,22 @@ FAILING: dict[str, tuple[Loss, dict[str, Any], str]] = {
     "weights that another loss needs": (
         _adversarial,
         {"numerics": "exact", "optimizers": ["as-is", "in-backward"]},
-        "optimizer in-backward: left out, since the step then fails (RuntimeError: one of the variables needed",
+        "optimizer in-backward: left out, since the step fails with it (RuntimeError: one of the variables needed",
     ),
     "weights without their history": (
         _with_detached_weights,
         {"numerics": "exact", "optimizers": ["as-is", "in-backward"]},
-        "optimizer in-backward: left out, since the step then fails (RuntimeError: one of the variables needed",
+        "optimizer in-backward: left out, since the step fails with it (RuntimeError: one of the variables needed",
     ),
     "half a batch": (
         _whole_batches_only,
         {"numerics": "reordered", "optimizers": ["as-is"]},
-        "microbatch 16: left out, since the step then fails (ValueError: pairs of 32 samples are compared",
+        "microbatch 16: left out, since the step fails with it (ValueError: pairs of 32 samples are compared",
     ),
     "an operator without a kernel": (
         _in_fp32,
         {"numerics": "reduced", "precisions": ["32-true", "bf16-mixed"], "optimizers": ["as-is"]},
-        'bf16-mixed: left out, since the step then fails (NotImplementedError: "only_in_fp32" not',
+        'bf16-mixed: left out, since the step fails with it (NotImplementedError: "only_in_fp32" not',
     ),
 }
 
@@ -175,7 +175,7 @@ def test_regions_that_a_planned_step_fails_with_are_left_out(monkeypatch: pytest
     plan = planned(made, budget, **options)
     assert plan.predicted.peak_upper_bytes <= budget
     assert not any(culprit in region.modules for region in plan.levers.regions)
-    assert any(f"{culprit} is not recomputed: the step then fails" in note for note in plan.notes), plan.notes
+    assert any(f"{culprit} is not recomputed: with it the step fails" in note for note in plan.notes), plan.notes
 
 
 @pytest.mark.ci
@@ -192,7 +192,7 @@ def test_levers_that_fail_once_regions_are_chosen_are_left_out(monkeypatch: pyte
     plan = planned(made, budget, numerics="reordered", optimizers=["as-is"])
     assert plan.predicted.peak_upper_bytes <= budget
     assert plan.levers.regions and not plan.levers.lean and plan.levers.microbatch_size == 256
-    told = any("left out, since the step then fails (these do not go together)" in note for note in plan.notes)
+    told = any("left out, since the step fails with it (these do not go together)" in note for note in plan.notes)
     assert told == bool(refused), plan.notes
 
 

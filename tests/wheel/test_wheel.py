@@ -86,7 +86,7 @@ def test_an_estimate_for_a_card_runs_its_kernels(memfit: Run, tmp_path: Path) ->
     (tmp_path / "mine.py").write_text(MINE)
     found = json.loads(memfit("estimate", "mine:workload", "--device", "a100-80gb", "--json").stdout)
     assert found["peak_reserved_bytes"] > found["peak_bytes"] > 0
-    degraded = any("fake CUDA tensors can't be had" in note for note in found["notes"])
+    degraded = any("fake CUDA tensors are not available" in note for note in found["notes"])
     assert degraded == (shutil.which("g++") is None)
 
 

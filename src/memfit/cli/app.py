@@ -21,10 +21,10 @@ app = commands.Commands(
     help=(
         "Make PyTorch training fit the memory you have.\n\n"
         "Fit your training script, unchanged: memfit run --budget 6GiB train.py\n\n"
-        "A WORKLOAD is file.py:function or package.module:function, where the function takes nothing and returns"
+        "A WORKLOAD is file.py:function or package.module:function. The function has no arguments and returns"
         " a memfit.Workload.\n\n"
-        "Exit status: 0 done, 1 your own code raised an error, 2 wrong use or a step that can't be captured,"
-        " 3 no plan fits the budget, 4 a plan is not what it says, 5 the loss is not finite,"
+        "Exit status: 0 done, 1 your own code raised an error, 2 wrong use, or the step can't be captured,"
+        " 3 no plan fits the budget, 4 a plan fails its checks, 5 the loss is not finite,"
         " 6 out of memory with no lower plan left, 75 stopped by SIGTERM with a checkpoint, 130 interrupted by Ctrl-C."
     ),
 )
@@ -32,7 +32,7 @@ app = commands.Commands(
 tools = commands.Commands(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Measure levers, number ranges and devices; make whole models of shards; prepare other frameworks.",
+    help="Measure levers, number ranges and devices; join the shards of a model; prepare other frameworks.",
 )
 
 

@@ -25,8 +25,8 @@ words = Words({})
 """The words of the command that runs: its options."""
 
 _QUIET = typer.Option("--quiet", "-q", help="Print the result and errors, without progress and notes.")
-_TRACEBACK = typer.Option("--traceback", help="Show an error's whole traceback, memfit's frames too.")
-_NOTHING_LEFT = "nothing was written; the same command starts again"
+_TRACEBACK = typer.Option("--traceback", help="Show the whole traceback of an error, with memfit's own frames.")
+_NOTHING_LEFT = "nothing was written; run the same command again"
 
 
 class Commands(typer.Typer):

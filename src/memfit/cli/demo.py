@@ -52,7 +52,7 @@ def run_demo(folder: Path, steps: int | None, budget: str, device: str, overwrit
         out.print(plan_table(plan))
         out.print(frontier_table(plan))
         steps = steps or max(_FEWEST, min(_MOST, int(_TRAINING_SECONDS / plan.predicted.step_seconds)))
-        out.print(Rule(f"The plain step beside the planned one, then {steps} steps of training with the plan"))
+        out.print(Rule(f"The plain step and the planned step, compared; then {steps} steps of training with the plan"))
         record = train_with_bar(
             plan,
             workload,
@@ -66,7 +66,7 @@ def run_demo(folder: Path, steps: int | None, budget: str, device: str, overwrit
         report = pipeline.write_report(folder)
         comparison = codec.read(folder / VIEWS, Views).comparison
         assert comparison is not None  # asked for above
-        out.print(Rule("What was predicted, and what was measured"))
+        out.print(Rule("Predicted and measured"))
         out.print(comparison_table(plan, comparison))
         peak = format_bytes(record.measured_peak_bytes or 0)
         loss = f"{record.first_loss:.3f} → {record.last_loss:.3f}"
@@ -78,4 +78,4 @@ def _one_thread_on_a_busy_machine() -> None:
     """Compute in one thread on a busy machine, where threads that wait for each other are many times slower."""
     if torch.get_num_threads() > 1 and is_busy():
         torch.set_num_threads(1)
-        out.print("Other programs keep this machine busy, so one thread computes.", highlight=False)
+        out.print("Other programs are using this machine: memfit computes with one thread.", highlight=False)

@@ -24,7 +24,7 @@ def list_devices(as_json: bool) -> None:
         print_json({"machine": here, "catalogue": others})
         return
     out.print(device_table(here))
-    out.print(device_table(others, "Catalogue: vendors' peaks, and what probe-devices measured"))
+    out.print(device_table(others, "Catalogue: vendors' peaks, and rates measured by probe-devices"))
 
 
 def show_device(name: str, as_json: bool) -> None:
@@ -43,12 +43,15 @@ def measure_devices(path: Path | None, as_json: bool) -> None:
     read(path or user_file())  # an invalid file is refused before the measurements
     codec.check_writable(path or user_file())
     if psutil.getloadavg()[0] > psutil.cpu_count() / 2:
-        err.print("This machine is busy: figures may come out low. Probe again when it is idle.", highlight=False)
+        err.print(
+            "Other programs are using this machine: the rates may be too low. Probe again when it is idle.",
+            highlight=False,
+        )
     with stages() as progress:
         probed = probe_all(progress)
     for device in probed:
         if missing := missing_figures(device):
-            err.print(f"{device.name} is not kept: {', '.join(missing)} could not be measured", highlight=False)
+            err.print(f"{device.name} is not saved: {', '.join(missing)} could not be measured", highlight=False)
     probed = [device for device in probed if not missing_figures(device)]
     written = keep(probed, path)
     if as_json:

@@ -28,7 +28,7 @@ def rank_numbers(text: str) -> list[int]:
         first = int(match[1]) if match else 0
         last = int(match[2] or first) if match else 0
         if not 1 <= first <= last <= _MOST:
-            raise UsageError(f"--ranks {text} names no numbers of ranks: give a range (1-64), or numbers (1,2,4,8)")
+            raise UsageError(f"--ranks {text} can't be read: give a range (1-64), or numbers (1,2,4,8)")
         found.update(range(first, last + 1))
     return sorted(found)
 

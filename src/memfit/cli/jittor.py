@@ -51,7 +51,7 @@ def plan_in_jittor(
     """
     if device not in (None, "cpu"):
         raise UsageError(
-            f"--device {device} can't be given with --framework jittor, which measures on its own device: leave it out"
+            f"--device {device} can't be given with --framework jittor, since Jittor uses its own device: leave it out"
         )
     _prepare()
     from memfit import jittor

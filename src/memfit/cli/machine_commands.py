@@ -29,17 +29,21 @@ def ladder(
     workload: WorkloadName,
     budget: Annotated[
         str | None,
-        typer.Option(help="Bytes, or a share as `plan` takes it; what the plain step takes by default."),
+        typer.Option(help="Bytes, or a share as in `memfit plan`; by default the plain step's peak."),
     ] = None,
     numerics: NumericsOption = NumericsName.reduced,
-    seconds: Annotated[float, typer.Option(help="How long each step is timed for, at least.", min=0.01)] = 2.0,
+    seconds: Annotated[float, typer.Option(help="Least time to run each step for, in seconds.", min=0.01)] = 2.0,
     device: DeviceHere = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the ladder there, as JSON.")] = None,
-    page: Annotated[Path | None, typer.Option("--html", help="Write a page with table and plot there.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the ladder to this file, as JSON.")
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="Write an HTML page with table and plot to this file.")
+    ] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure on this machine what each way of saving memory costs and saves."""
+    """Measure the cost and the saving of each lever on this machine."""
     check_inputs(workload, device=device)
     check_new("--output", output, overwrite)
     check_new("--html", page, overwrite)
@@ -70,7 +74,7 @@ def ladder(
 
 def devices(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Show all of one device.", show_default=False)
+        str | None, typer.Argument(metavar="[NAME]", help="Show all data of one device.", show_default=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -84,7 +88,7 @@ def devices(
 
 
 def probe_devices(
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="The file of devices to write to.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File of devices to write.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine's devices, and keep the figures for predictions."""
@@ -94,11 +98,13 @@ def probe_devices(
 
 
 def doctor(
-    framework: Annotated[DoctorFramework, typer.Argument(help="What to look at.", show_default=False)],
-    prepare: Annotated[bool, typer.Option(help="Compile it where that was not done; takes minutes, once.")] = True,
+    framework: Annotated[DoctorFramework, typer.Argument(help="Framework to check.", show_default=False)],
+    prepare: Annotated[
+        bool, typer.Option(help="Compile it, if that was not done yet; this takes minutes, once.")
+    ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Check what a second framework needs on this machine, and prepare it."""
+    """Check a second framework on this machine, and prepare it."""
     from memfit.cli.jittor import examine
 
     examine(prepare, as_json)
@@ -108,13 +114,13 @@ def demo(
     output: Annotated[Path, typer.Option("--out", help="The run's folder.")] = Path("runs/demo"),
     steps: Annotated[
         int | None,
-        typer.Option(help="Optimizer updates; as many as take a quarter of a minute by default.", min=2),
+        typer.Option(help="Optimizer updates; by default as many as fit in 15 seconds.", min=2),
     ] = None,
     budget: Annotated[str, typer.Option(help="Memory budget; the plain step needs about 573 MiB.")] = "128MiB",
     device: DeviceHere = "cpu",
     overwrite: Overwrite = False,
 ) -> None:
-    """Train a byte-level GPT on Python's standard library under a budget that the plain step does not meet."""
+    """Train a byte-level GPT on Python's standard library under a budget too small for the plain step."""
     read_budget(budget)
     check_device(device or "cpu")
     codec.check_writable(output / "plan.json")

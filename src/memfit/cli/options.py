@@ -28,12 +28,12 @@ AsJson = Annotated[
 ]
 DeviceHere = Annotated[
     str | None,
-    typer.Option(help="Device of this machine to run on; by default the one that the model is on.", show_default=False),
+    typer.Option(help="Device of this machine to run on; by default the model's own.", show_default=False),
 ]
 DeviceName = Annotated[
     str | None,
     typer.Option(
-        help="Device to predict for; see `memfit devices`. By default the one that the model is on.",
+        help="Device to predict for; see `memfit devices`. By default the model's own.",
         show_default=False,
     ),
 ]
@@ -43,17 +43,17 @@ MicrobatchSize = Annotated[
 BUDGET_HELP = "With a unit (24GiB or 24G, 22GB), or a share of the device (90%) or of the plain step's peak (0.5x)"
 BudgetText = Annotated[str | None, typer.Option(help=f"{BUDGET_HELP}. Must be given.", show_default=False)]
 HostBudget = Annotated[
-    str | None, typer.Option(help="Pinned host memory that activations may wait in (32GiB); for GPUs.")
+    str | None, typer.Option(help="Pinned host memory for offloaded activations (32GiB); GPUs only.")
 ]
-PlanFile = Annotated[Path, typer.Option("--plan", help="A plan that `memfit plan` wrote.", show_default=False)]
+PlanFile = Annotated[Path, typer.Option("--plan", help="Plan file, written by `memfit plan`.", show_default=False)]
 LogName = Annotated[
     str | None,
     typer.Option(
-        help="A function that takes each step's record, a dict: file.py:function or package.module:function.",
+        help="Function to call with each step's record, a dict: file.py:function or package.module:function.",
         show_default=False,
     ),
 ]
-Overwrite = Annotated[bool, typer.Option(help="Replace what is there already.")]
+Overwrite = Annotated[bool, typer.Option(help="Replace existing files.")]
 
 
 class NumericsName(enum.StrEnum):
@@ -75,7 +75,7 @@ class LoopNumericsName(enum.StrEnum):
     reordered = "reordered"
 
 
-NumericsOption = Annotated[NumericsName, typer.Option(help="How far the numbers of the training may change.")]
+NumericsOption = Annotated[NumericsName, typer.Option(help="Allowed change in the numbers of the training.")]
 
 
 class PrecisionName(enum.StrEnum):
@@ -92,7 +92,7 @@ class PrecisionName(enum.StrEnum):
 PrecisionsOption = Annotated[
     list[PrecisionName] | None,
     typer.Option(
-        help="Precisions to search, repeatable; auto, the default, is 32-true and the mixed one for the device.",
+        help="Precisions to search, repeatable. auto, the default: 32-true and the mixed precision of the device.",
         show_default=False,
     ),
 ]
@@ -125,7 +125,7 @@ class CompileName(enum.StrEnum):
 
 
 CompileOption = Annotated[
-    CompileName, typer.Option(help="Whether the model and the loss may be compiled; auto searches compiled steps too.")
+    CompileName, typer.Option(help="Compile the model and the loss: no, yes, or auto to search both.")
 ]
 COMPILE: dict[CompileName, bool | Literal["auto"]] = {
     CompileName.no: False,
@@ -173,7 +173,7 @@ def given_budget(budget: str | None, device: str | None = None) -> str:
         read_budget(budget)
         return budget
     fit = "90%" if device not in (None, "cpu") else suggested_budget()
-    raise UsageError(f"--budget is missing: the memory that a step may take. Type {typed('--budget', fit)}")
+    raise UsageError(f"--budget is missing: the memory for a step. Type {typed('--budget', fit)}")
 
 
 def read_plan(path: Path) -> Plan:

@@ -56,31 +56,33 @@ def estimate(
     precision: Annotated[
         PrecisionName | None,
         typer.Option(
-            help="Precision of the step; auto takes the mixed one that suits the device. By default auto for a card of"
-            " the catalogue, with what 32-true would give, and 32-true elsewhere.",
+            help="Precision of the step; auto is the mixed precision of the device. Default: auto for a card of"
+            " the catalogue, shown beside 32-true; elsewhere 32-true.",
             show_default=False,
         ),
     ] = None,
     microbatch_size: MicrobatchSize = None,
-    world_size: Annotated[
-        int, typer.Option(help="Ranks that share the step; each runs its part of the batch.", min=1)
-    ] = 1,
+    world_size: Annotated[int, typer.Option(help="Number of ranks; each runs its part of the batch.", min=1)] = 1,
     sharding: Annotated[
-        ShardingName | None, typer.Option(help="How they share it; ddp by default.", show_default=False)
+        ShardingName | None, typer.Option(help="How ranks share the step; ddp by default.", show_default=False)
     ] = None,
     parallel: Annotated[
         str | None,
         typer.Option(
-            help="Ranks that share one copy of the model, on paper: tensor, context and pipeline parallelism, as in"
-            " tp=4,pp=2.",
+            help="Ranks that share one copy of the model, on paper: tensor, context and pipeline parallelism, as"
+            " in tp=4,pp=2.",
             show_default=False,
         ),
     ] = None,
     snapshot: Annotated[
         Path | None,
-        typer.Option(help="Write the allocator's simulated history there, for pytorch.org/memory_viz; GPUs only."),
+        typer.Option(
+            help="Write the allocator's simulated history to this file, for pytorch.org/memory_viz; GPUs only."
+        ),
     ] = None,
-    chrome_trace: Annotated[Path | None, typer.Option(help="Write the step's timeline there, for Perfetto.")] = None,
+    chrome_trace: Annotated[
+        Path | None, typer.Option(help="Write the step's timeline to this file, for Perfetto.")
+    ] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -140,34 +142,36 @@ def estimate(
 def plan(
     workload: WorkloadName,
     budget: BudgetText = None,
-    path: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan there, as JSON.")] = None,
+    path: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file, as JSON.")] = None,
     device: DeviceName = None,
     numerics: NumericsOption = NumericsName.reordered,
     precision: PrecisionsOption = None,
-    world_size: Annotated[
-        int, typer.Option(help="Ranks that share the step; each runs its part of the batch.", min=1)
-    ] = 1,
-    sharding: Annotated[SharedName, typer.Option(help="How they share it; auto searches all.")] = SharedName.auto,
-    points: Annotated[int, typer.Option(help="Budgets on the frontier, per precision and microbatch size.", min=1)] = 8,
+    world_size: Annotated[int, typer.Option(help="Number of ranks; each runs its part of the batch.", min=1)] = 1,
+    sharding: Annotated[
+        SharedName, typer.Option(help="How ranks share the step; auto searches all.")
+    ] = SharedName.auto,
+    points: Annotated[
+        int, typer.Option(help="Number of budgets on the frontier, per precision and microbatch size.", min=1)
+    ] = 8,
     host_budget: HostBudget = None,
     measure: Annotated[
         bool | None,
         typer.Option(
             "--measure/--no-measure",
-            help="Run plans that are predicted to be about as fast for a few steps, on copies, and take the fastest; by"
-            " default where the device is here and steps are short enough for 30 seconds (60 if compiled);"
-            " --measure takes up to 120.",
+            help="Run plans of about equal predicted time for a few steps, on copies, and choose the fastest."
+            " Default: if the device is here and this needs at most 30 seconds (60 if compiled); --measure"
+            " allows 120.",
             show_default=False,
         ),
     ] = None,
     compile: CompileOption = CompileName.no,
     framework: Annotated[
-        FrameworkName, typer.Option(help="What the workload is written in; one in Jittor is measured here.")
+        FrameworkName, typer.Option(help="Framework of the workload; a Jittor workload is measured on this machine.")
     ] = FrameworkName.pytorch,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Choose the fastest settings whose predicted peak fits a memory budget."""
+    """Choose the fastest settings that fit a memory budget, by their predicted peak."""
     if framework is FrameworkName.pytorch:
         check_inputs(workload, device=device)
     check_new("--output", path, overwrite)
@@ -226,14 +230,15 @@ def fleet(
     workload: WorkloadName,
     steps: Annotated[int, typer.Option(help="Optimizer updates of the whole training.", min=1, show_default=False)],
     budget: Annotated[
-        str, typer.Option(help="What a card may hold: bytes, or with a unit (70GiB), or a share of each card (90%).")
+        str,
+        typer.Option(help="Memory to use on each card: bytes, or with a unit (70GiB), or a share of the card (90%)."),
     ] = "90%",
     within: Annotated[
-        str | None, typer.Option(help="What the training may take (24h, 3d, 90min); any time by default.")
+        str | None, typer.Option(help="Longest training time (24h, 3d, 90min); no limit by default.")
     ] = None,
     device: Annotated[
         list[str] | None,
-        typer.Option(help="Cards to look at, repeatable; all of the catalogue by default.", show_default=False),
+        typer.Option(help="Cards to compare, repeatable; all of the catalogue by default.", show_default=False),
     ] = None,
     ranks: Annotated[str, typer.Option(help="Numbers of ranks to try: 1-64, or 1,2,4,8.")] = "1-64",
     sharding: Annotated[
@@ -243,8 +248,8 @@ def fleet(
     precision: Annotated[
         list[PrecisionName] | None,
         typer.Option(
-            help="Precisions to search, repeatable; auto, the default, is the mixed one that each card is made for,"
-            " where --numerics allows it.",
+            help="Precisions to search, repeatable. auto, the default: the mixed precision of each card, if"
+            " --numerics allows it.",
             show_default=False,
         ),
     ] = None,
@@ -252,13 +257,15 @@ def fleet(
         Path | None, typer.Option(help="TOML file of your prices, each with its date.", show_default=False)
     ] = None,
     each: Annotated[
-        bool, typer.Option("--each", help="Solve for numbers of ranks too that can't be faster than fewer are.")
+        bool, typer.Option("--each", help="Solve for every number of ranks, even where more ranks can't be faster.")
     ] = False,
-    page: Annotated[Path | None, typer.Option("--html", help="Write a page with table and plot there.")] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="Write an HTML page with table and plot to this file.")
+    ] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find the fewest cards that train a workload in time, the cheapest and the fastest."""
+    """Find the fewest, the cheapest and the fastest cards that train a workload in time."""
     from memfit.cli.fleet_options import check_cards, rank_numbers
 
     check_inputs(workload)
@@ -303,20 +310,20 @@ def run(
     budget: Annotated[
         str | None,
         typer.Option(
-            help=f"{BUDGET_HELP}; by default 90% of the GPU. On a CPU it must be given, or --plan.", show_default=False
+            help=f"{BUDGET_HELP}; by default 90% of the GPU. On a CPU give it, or --plan.", show_default=False
         ),
     ] = None,
     plan: Annotated[
         Path | None,
-        typer.Option("--plan", help="Begin with a plan that `memfit run -o` wrote.", show_default=False),
+        typer.Option("--plan", help="Start with this plan, written by `memfit run -o`.", show_default=False),
     ] = None,
     path: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the plan there as soon as it is made, as JSON.")
+        Path | None, typer.Option("--output", "-o", help="Write the plan to this file as soon as it is made, as JSON.")
     ] = None,
     is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for `python -m`.")] = False,
     numerics: Annotated[
         LoopNumericsName | None,
-        typer.Option(help="How far the numbers of the training may change; by default exact.", show_default=False),
+        typer.Option(help="Allowed change in the numbers of the training; by default exact.", show_default=False),
     ] = None,
     host_budget: HostBudget = None,
     log: LogName = None,
@@ -328,16 +335,18 @@ def run(
     from it.
     """
     if script.startswith("-"):
-        raise UsageError(f"memfit run has no option {script}: `memfit run --help` lists them. The script comes after")
+        raise UsageError(
+            f"memfit run has no option {script}: `memfit run --help` lists them. Give the script after them"
+        )
     if is_module and not has_module(script.partition(".")[0]):
         raise UsageError(f"there is no module {script!r} in {Path.cwd()}, and none is installed")
     if not is_module and not Path(script).is_file():
         raise UsageError(f"there is no script {script!r}: give a file and its arguments, or -m and a module")
     if budget is not None and plan is not None:
-        raise UsageError("give one of --budget and --plan, which has a budget")
+        raise UsageError("give --budget or --plan, not both: a plan has its own budget")
     for name, value in {"--numerics": numerics, "--host-budget": host_budget}.items():
         if plan is not None and value:
-            raise UsageError(f"{name} is for the plan that --budget makes: leave it out with --plan, which says it")
+            raise UsageError(f"{name} is for the plan that --budget makes: leave it out with --plan, which sets it")
     if budget is not None:
         read_budget(budget)
     if host_budget is not None:
@@ -359,11 +368,11 @@ def run(
 
 def probe_range(
     workload: WorkloadName,
-    batches: Annotated[int, typer.Option(help="First batches of the workload to look at.", min=1)] = 1,
+    batches: Annotated[int, typer.Option(help="Number of batches to check, from the first.", min=1)] = 1,
     microbatch_size: MicrobatchSize = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show which modules' activations or gradients leave the range of fp16, and what to do about it."""
+    """Find the modules with activations or gradients outside the range of fp16, and give advice."""
     check_inputs(workload)
     from memfit import pipeline
 

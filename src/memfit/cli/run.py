@@ -123,12 +123,12 @@ def _default_budget(call: Call) -> str:
         if stray is not None:
             raise UsageError(f"--budget stands before the script: {typed(*stray, without=stray)}")
         raise UsageError(
-            "--budget is missing, and there is no GPU to take 90% of: give the memory that a step may take. Type"
-            f" {typed('--budget', suggested_budget())}"
+            "--budget is missing, and there is no GPU for its default of 90%: give the memory for a step."
+            f" Type {typed('--budget', suggested_budget())}"
         )
     _note(f"memfit: the budget is {_GPU_BUDGET} of the device; --budget before the script sets another")
     if stray is not None and not _is_in_script("--budget", call):
-        _tell(f"memfit: {' '.join(stray)} goes to the script. {_stray_text(stray)}")
+        _tell(f"memfit: {' '.join(stray)} is passed to the script. {_stray_text(stray)}")
     return _GPU_BUDGET
 
 

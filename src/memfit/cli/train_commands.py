@@ -39,9 +39,7 @@ from memfit.units import parse_budget
 def verify(
     workload: WorkloadName,
     plan: PlanFile,
-    steps: Annotated[
-        int, typer.Option(help="Training steps of each, for times; 0 for none, which is faster.", min=0)
-    ] = 5,
+    steps: Annotated[int, typer.Option(help="Training steps of each to time; 0 times none and is faster.", min=0)] = 5,
     as_json: AsJson = False,
 ) -> None:
     """Run the plain and the planned step side by side: numerics, peak bytes, and seconds a step.
@@ -82,19 +80,19 @@ def train(
     output: Annotated[Path, typer.Option("--out", help="The run's folder.", show_default=False)],
     plan: Annotated[
         Path | None,
-        typer.Option("--plan", help="A plan that `memfit plan` wrote; or give --budget.", show_default=False),
+        typer.Option("--plan", help="Plan file, written by `memfit plan`; or give --budget.", show_default=False),
     ] = None,
     budget: Annotated[
         str | None,
         typer.Option(
-            help="Plan for this budget first, as `memfit plan` does, for the ranks that are there; or give --plan.",
+            help="Plan for this budget first, as `memfit plan` does, for the ranks that were started; or give --plan.",
             show_default=False,
         ),
     ] = None,
     device: DeviceHere = None,
     numerics: Annotated[
         NumericsName | None,
-        typer.Option(help="How far the numbers of the training may change; by default reordered.", show_default=False),
+        typer.Option(help="Allowed change in the numbers of the training; by default reordered.", show_default=False),
     ] = None,
     precision: PrecisionsOption = None,
     compile: CompileOption = CompileName.no,
@@ -104,7 +102,7 @@ def train(
     ] = None,
     evaluate_every: Annotated[int | None, typer.Option(help="Steps between evaluations.", min=1)] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.", min=1)] = None,
-    keep_checkpoints: Annotated[int, typer.Option(help="Checkpoints that are kept.", min=1)] = 2,
+    keep_checkpoints: Annotated[int, typer.Option(help="Number of checkpoints to keep.", min=1)] = 2,
     async_checkpoints: Annotated[
         bool,
         typer.Option(
@@ -112,12 +110,12 @@ def train(
         ),
     ] = False,
     prefetch_batches: Annotated[
-        int, typer.Option(help="Batches that a thread makes ahead, while steps run.", min=0)
+        int, typer.Option(help="Number of batches to make ahead, in a thread, while steps run.", min=0)
     ] = 0,
     measure_every: Annotated[
         int | None,
         typer.Option(
-            help="Steps between measurements of the peak; the second, of DDP the third, is measured in any case.",
+            help="Steps between measurements of the peak. Step 2 (with DDP step 3) is always measured.",
             min=1,
         ),
     ] = None,
@@ -128,14 +126,14 @@ def train(
         bool | None,
         typer.Option(
             "--recover/--no-recover",
-            help="Run a step that runs out of memory again, under the next lower plan; by default where it can be.",
+            help="After out of memory, run the step again under the next lower plan; by default where possible.",
             show_default=False,
         ),
     ] = None,
     limit: Annotated[
         str | None,
         typer.Option(
-            help="What a step may hold at a time: bytes, or with a unit (1.5GiB). It fails before it exceeds that.",
+            help="Limit of a step's memory: bytes, or with a unit (1.5GiB). A step fails before it exceeds the limit.",
             show_default=False,
         ),
     ] = None,
@@ -145,13 +143,13 @@ def train(
     host_budget: Annotated[
         str | None,
         typer.Option(
-            help="What the run may take of the host's memory (64GiB, 90%); by default what the host has left.",
+            help="Host memory for the run (64GiB, 90%); by default the host's free memory.",
             show_default=False,
         ),
     ] = None,
     log: LogName = None,
     tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard scalars too.")] = False,
-    resume: Annotated[bool, typer.Option(help="Go on from the run's latest checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option(help="Continue from the run's latest checkpoint.")] = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -180,7 +178,7 @@ def train(
         "--compile": None if compile is CompileName.no else compile,
     }
     for name in (name for name, value in of_budget.items() if plan is not None and value):
-        raise UsageError(f"{name} is for the plan that --budget makes: leave it out with --plan, which says it")
+        raise UsageError(f"{name} is for the plan that --budget makes: leave it out with --plan, which sets it")
     searched = precisions_of(precision or [])
     codec.check_writable(output / "plan.json")
     from memfit import pipeline
@@ -192,8 +190,8 @@ def train(
         check_folder(output, overwrite=overwrite, resume=resume)
     if device is not None and pipeline.on_this_machine(pipeline.find_device(device)) is None:
         raise UsageError(
-            f"--device {device} is not on this machine, and training runs here: name cpu or cuda, or make a plan for"
-            f" it with memfit plan --device {device} and train there"
+            f"--device {device} is not on this machine, and training runs here: give cpu or cuda, or make a"
+            f" plan for it with memfit plan --device {device} and train there"
         )
     read = plan_of(plan, output if resume else None)
     if read is not None:
@@ -274,7 +272,7 @@ def consolidate(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a run's model as whole tensors in safetensors files, however many ranks wrote its shards."""
+    """Write a run's model as whole tensors in safetensors files, from the shards of all ranks."""
     from memfit import pipeline
 
     with stages() as progress:

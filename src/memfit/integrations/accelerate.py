@@ -92,7 +92,7 @@ class FittedLoop(Fitted):
         )
         if launched_size() > 1 and (found := engine_of(made, self._model)) != self.plan.engine:
             raise UsageError(
-                f"accelerator({', '.join(arguments)}) shares the step otherwise than the plan: {found}, and not"
-                f" {self.plan.engine}. Give these arguments as FittedLoop(arguments=...)"
+                f"accelerator({', '.join(arguments)}) shares the step by {found}, and the plan by"
+                f" {self.plan.engine}: give these arguments as FittedLoop(arguments=...)"
             )
         return made

@@ -29,8 +29,8 @@ def engine_of(accelerator: Any, model: nn.Module, arguments: dict[str, Any] | No
     check_shared(
         accelerator.num_processes,
         "accelerate's step",
-        "on CPUs give FittedLoop(arguments={'cpu': True}) or TrainingArguments(use_cpu=True), which shares it among"
-        " them, or start one process, without torchrun",
+        "on CPUs give FittedLoop(arguments={'cpu': True}) or TrainingArguments(use_cpu=True) to share the step, or"
+        " start one process, without torchrun",
     )
     kind = accelerator.distributed_type
     if kind == DistributedType.NO:
@@ -42,8 +42,8 @@ def engine_of(accelerator: Any, model: nn.Module, arguments: dict[str, Any] | No
         return _fully_sharded(accelerator, model, reduces)
     if not kind.value.startswith("MULTI_"):
         raise UsageError(
-            f"accelerate runs the step by {kind.value}, which memfit does not count: use DistributedDataParallel or"
-            " FullyShardedDataParallelPlugin(fsdp_version=2)"
+            f"accelerate runs the step by {kind.value}, which memfit does not predict: use"
+            " DistributedDataParallel or FullyShardedDataParallelPlugin(fsdp_version=2)"
         )
     if arguments is None:
         arguments = {} if accelerator.ddp_handler is None else accelerator.ddp_handler.to_kwargs()
@@ -55,8 +55,9 @@ def _check_parallelism(config: Any) -> None:
     for name in names:
         if (size := getattr(config, name, 1) or 1) > 1:
             raise UsageError(
-                f"ParallelismConfig.{name}={size}: memfit counts plain data parallelism and FSDP2 over all processes."
-                f" Give {name}=1; memfit.estimate(parallel=...) predicts tensor, context and pipeline parallelism"
+                f"ParallelismConfig.{name}={size}: memfit predicts plain data parallelism and FSDP2 over all"
+                f" processes. Give {name}=1; memfit.estimate(parallel=...) predicts tensor, context and"
+                " pipeline parallelism"
             )
 
 
@@ -64,17 +65,17 @@ def _fully_sharded(accelerator: Any, model: nn.Module, reduces: Reduces) -> Shar
     plugin, where = accelerator.state.fsdp_plugin, "FullyShardedDataParallelPlugin"
     if plugin.fsdp_version != 2:
         raise UsageError(
-            f"{where}.fsdp_version={plugin.fsdp_version}: memfit counts FSDP2 (fully_shard). Give fsdp_version=2"
+            f"{where}.fsdp_version={plugin.fsdp_version}: memfit predicts FSDP2 (fully_shard). Give fsdp_version=2"
         )
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-        raise UsageError(f"{where}.cpu_offload: memfit does not count shards in the host's memory. Give False")
+        raise UsageError(f"{where}.cpu_offload: memfit does not predict shards in the host's memory. Give False")
     if plugin.ignored_modules is not None:
-        raise UsageError(f"{where}.ignored_modules: memfit counts every parameter as sharded. Give None")
+        raise UsageError(f"{where}.ignored_modules: memfit predicts every parameter as sharded. Give None")
     if accelerator.mixed_precision != "no" or getattr(plugin.mixed_precision_policy, "param_dtype", None) is not None:
         raise UsageError(
-            f"mixed_precision={accelerator.mixed_precision!r} under {where}: memfit does not count the casts of FSDP2."
-            " Give mixed_precision='no' (TrainingArguments: leave bf16 and fp16 out), use DistributedDataParallel, or"
-            " memfit.train with a plan of world_size="
+            f"mixed_precision={accelerator.mixed_precision!r} under {where}: memfit does not predict the casts of"
+            " FSDP2. Give mixed_precision='no' (TrainingArguments: leave bf16 and fp16 out), use"
+            " DistributedDataParallel, or memfit.train with a plan of world_size="
         )
     units, kept = fully_sharded_modules(plugin, model)
     return Sharding(

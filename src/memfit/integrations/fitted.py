@@ -47,9 +47,9 @@ _log = logging.getLogger("memfit")
 _MIB = 2**20
 _OWN = {
     "optimizers": "the trainer updates the parameters",
-    "world_size": "the trainer's engine has ranks share the step, as many as were started",
-    "sharding": "the trainer's engine has ranks share the step, in its own way",
-    "engine": "it is known from the trainer",
+    "world_size": "the trainer's engine shares the step among the started ranks",
+    "sharding": "the trainer's engine shares the step in its own way",
+    "engine": "memfit reads it from the trainer",
 }
 """Options of `memfit.plan` that a trainer answers itself, and why."""
 
@@ -132,9 +132,9 @@ class Fitted:
             self._planned.append(shape)
             known = max(alike or self._planned[:-1], key=math.prod, default=())
             text = (
-                f"the trainer gives a batch of {shape_text(shape)} where {shape_text(known)} was planned for: what is"
-                f" predicted does not hold for it, and it may exceed budget={format_bytes(self.plan.budget_bytes)}."
-                f" What to do: {self._advice}"
+                f"the trainer gives a batch of {shape_text(shape)}, and the plan is for {shape_text(known)}:"
+                " the prediction is not valid for it, and the step may exceed"
+                f" budget={format_bytes(self.plan.budget_bytes)}. What to do: {self._advice}"
             )
             self.events.append(("larger batch", text))
             _log.warning("larger batch: %s", text)
@@ -168,7 +168,7 @@ class Fitted:
 
         evaluation = dataclasses.replace(workload, batch=batch, loss_fn=loss_fn, batch_size=1)
 
-        smaller = f"evaluate at most {self.microbatch_size} samples at once, which need no more than the training does"
+        smaller = f"evaluate at most {self.microbatch_size} samples at once: they need no more memory than the training"
 
         def check() -> None:
             device = find_device(self._device["device"])
@@ -211,16 +211,15 @@ def _check(made: Plan, workload: Workload, engine: Sharding | None) -> None:
         )
     if made.levers.sharding is not None:
         raise PlanError(
-            f"plan= has levers.sharding of {made.levers.sharding.world_size} ranks, which is memfit's own engine, and"
-            " the trainer brings its own: make a plan under this trainer, with budget="
+            f"plan= shares the step over {made.levers.sharding.world_size} ranks by memfit's own engine"
+            " (levers.sharding), and the trainer uses another: make a plan under this trainer, with budget="
         )
     for lever in registry.used(made.levers, made.batch_size):
         if lever in registry.UPDATES:
             raise PlanError(f"plan= uses {lever.name}, and {_OWN['optimizers']}: make a plan with optimizers=()")
     if made.levers.precision not in NAMES:
         raise PlanError(
-            f"precision {made.levers.precision!r} is none that this trainer offers: give precisions= of"
-            f" {', '.join(NAMES)}"
+            f"this trainer has no precision {made.levers.precision!r}: give precisions= of {', '.join(NAMES)}"
         )
 
 

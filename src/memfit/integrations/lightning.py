@@ -181,7 +181,7 @@ class MemfitCallback(Callback):  # type: ignore[misc]
             if planned is None or not planned.is_fully_sharded or units != wanted:
                 raise UsageError(
                     f"configure_model of {type(pl_module).__name__} calls fully_shard on {sorted(units)}, and the plan"
-                    f" counts with {sorted(wanted)}: give MemfitCallback(engine=Sharding(world_size={size},"
+                    f" assumes {sorted(wanted)}: give MemfitCallback(engine=Sharding(world_size={size},"
                     f' mode="zero3", units={tuple(sorted(units))}))'
                 )
         elif isinstance(wrapped, DistributedDataParallel):
@@ -200,7 +200,7 @@ class MemfitCallback(Callback):  # type: ignore[misc]
                 )
         elif size > 1:
             raise UsageError(
-                f"Trainer(strategy=...) is {name}, which memfit does not count: give strategy='ddp', or"
+                f"Trainer(strategy=...) is {name}, which memfit does not predict: give strategy='ddp', or"
                 " ModelParallelStrategy with fully_shard in configure_model (FSDPStrategy is FSDP1)"
             )
 
@@ -252,9 +252,9 @@ class MemfitCallback(Callback):  # type: ignore[misc]
     def _check_validated(self, size: int) -> None:
         if size > self._validated:
             raise UsageError(
-                f"a validation loader gives batches of {size} samples, and the plan counted with {self._validated}:"
-                f" create it with batch_size={self._validated}, or give one of its batches as"
-                " MemfitCallback(validation_batch=...)"
+                f"a validation loader gives batches of {size} samples, and the plan assumes"
+                f" {self._validated}: create it with batch_size={self._validated}, or give one of its batches"
+                " as MemfitCallback(validation_batch=...)"
             )
 
     def _zero_grad(self, trainer: Any, pl_module: Any, batch_idx: int) -> None:
@@ -266,8 +266,8 @@ class MemfitCallback(Callback):  # type: ignore[misc]
             pl_module.optimizer_zero_grad(trainer.current_epoch, batch_idx, optimizer)
         if any(p.grad is not None for optimizer in trainer.optimizers for p in parameters_of(optimizer)):
             raise UsageError(
-                f"{type(pl_module).__name__}.optimizer_zero_grad leaves gradients in memory, and the plan counts with"
-                " none in the forward pass: call optimizer.zero_grad(set_to_none=True) in it"
+                f"{type(pl_module).__name__}.optimizer_zero_grad leaves gradients in memory, and the plan"
+                " assumes none in the forward pass: call optimizer.zero_grad(set_to_none=True) in it"
             )
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -306,8 +306,9 @@ def _configured(module: Any) -> torch.optim.Optimizer | None:
             returned = module.configure_optimizers()
     except Exception as e:
         raise UsageError(
-            f"{name}.configure_optimizers() failed before there is a trainer ({type(e).__name__}: {e}): give"
-            " MemfitCallback(optimizer=...), the same optimizer over the module's parameters without its scheduler"
+            f"{name}.configure_optimizers() failed without a trainer ({type(e).__name__}: {e}): give"
+            " MemfitCallback(optimizer=...), the same optimizer over the module's parameters without its"
+            " scheduler"
         ) from e
     optimizers = _optimizers_in(returned)
     if len(optimizers) > 1:

@@ -242,8 +242,9 @@ def _first_batch(trainer: Any, samples: int) -> dict[str, Any]:
         set_train_batch_size(trainer, before)
     if not isinstance(found, Mapping):
         raise UsageError(
-            f"{type(trainer).__name__} takes batches of type {type(found).__name__}, and makes tensors of them while it"
-            " trains, so that no plan can be made before: run the script as it is, by memfit run --budget ... train.py"
+            f"{type(trainer).__name__} makes tensors from batches of type {type(found).__name__} only during"
+            " training, so memfit can't plan before: run the script as it is, by memfit run --budget ..."
+            " train.py"
         )
     return dict(found)
 
@@ -367,10 +368,10 @@ def _check_evaluations(trainer: Any, fitted: Fitted, workload: Workload, dtype: 
         if keeps and hasattr(loader, "__len__"):
             count = min(len(loader), args.eval_accumulation_steps or len(loader))
             loss = _Evaluation(trainer, dtype, count)
-            argument = f"the outputs of {count:,} batches of {argument}, which the trainer keeps on the device"
+            argument = f"the outputs of {count:,} batches of {argument}, kept on the device by the trainer"
             remedy = (
-                "give TrainingArguments(eval_accumulation_steps=1), which moves them to the host, a"
-                " preprocess_logits_for_metrics that keeps less of them, or prediction_loss_only=True"
+                "give TrainingArguments(eval_accumulation_steps=1) to move them to the host, a"
+                " preprocess_logits_for_metrics to keep less of them, or prediction_loss_only=True"
             )
         try:
             fitted.check_evaluation(workload, batch, loss, argument, remedy)

@@ -34,11 +34,11 @@ def allows(allowed: Numerics, used: Numerics) -> bool:
 
 
 class ChunkedLoss(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The loss of a few rows of logits at a time, so that they are never whole in memory.
+    """The loss of a few rows of logits at a time: the logits are never whole in memory.
 
     Attributes:
-        head: FQN of the `nn.Linear` whose product the logits are.
-        rows: Rows of logits that there are at a time (> 0): tokens, of one language model's batch.
+        head: FQN of the `nn.Linear` that computes the logits.
+        rows: Rows of logits in memory at a time (> 0): tokens, for the batch of a language model.
     """
 
     head: str
@@ -46,22 +46,23 @@ class ChunkedLoss(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a plan sets.
+    """The settings of a plan.
 
     Attributes:
-        precision: Of the forward pass and the gradients it leads to.
+        precision: Precision of the forward pass and of its gradients.
         microbatch_size: Samples in one forward and backward pass; gradients are accumulated over them.
-        regions: Modules to checkpoint. One inside another is checkpointed again while the outer one is recomputed.
-        chunked_loss: How the loss of a language model is cut; None computes it whole.
-        lean: Normalisations, activations and dropouts whose outputs are made again in the backward pass: FQNs, in which
-            * stands for anything.
-        optimizer: How parameters are updated: "as-is" by the user's optimizer, "in-backward" as soon as each gradient
-            is there, by its "fused" step, with its states "offloaded" to the host's memory, or by "adamw-8bit" or
-            "adafactor", with less state, in its place.
-        compiler: What compiles the model and the loss: "none", "inductor" (`torch.compile`), or
-            "inductor-channels-last", with the channels of convolutions last. Regions are then recomputed within the
-            compiled code, and are named as its graphs call modules.
-        sharding: How ranks share the step; None for one process. `microbatch_size` is then of one rank's samples.
+        regions: Modules to checkpoint. A region inside another is checkpointed again while the outer one is recomputed.
+        chunked_loss: Chunks of a language model's loss; None computes the loss whole.
+        lean: FQNs of normalisations, activations and dropouts that recompute their outputs in the backward pass; *
+            matches anything.
+        optimizer: The update of parameters: "as-is" by the user's optimizer, "in-backward" as soon as each gradient is
+            computed, "fused" by its fused step, "offloaded" with its states in the host's memory, "adamw-8bit" or
+            "adafactor" by these optimizers, with less state.
+        compiler: The compiler of the model and the loss: "none", "inductor" (`torch.compile`), or
+            "inductor-channels-last", with the channels of convolutions last. The compiled code then recomputes regions;
+            their names are the module calls of its graphs.
+        sharding: How ranks share the step; None for one process. With ranks, `microbatch_size` is of one rank's
+            samples.
     """
 
     precision: Precision = "32-true"
@@ -78,11 +79,11 @@ class LeverUse(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A lever that a plan uses, in words: reports show it without knowing the lever.
 
     Attributes:
-        name: Of the lever ("microbatches").
-        setting: How it is set ("4 of 16 samples, 4 microbatches").
+        name: Name of the lever ("microbatches").
+        setting: Its setting ("4 of 16 samples, 4 microbatches").
         brief: The same, for a table of many plans ("microbatch 4").
-        numerics: Its class.
-        recomputes: Whether it has modules run again in the backward pass.
+        numerics: Its numerics class.
+        recomputes: Whether it runs modules again in the backward pass.
     """
 
     name: str
@@ -118,30 +119,29 @@ class PeakPart(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Prediction(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a step is predicted to take.
+    """The predicted memory and time of a step.
 
     Attributes:
         peak_bytes: Peak allocated.
-        peak_upper_bytes: Upper end of the interval around what the step takes: on a GPU around what
-            the allocator reserves, elsewhere around the peak. This is held against the budget. On the CPU
-            the measured peak is at most this in 98 % of steps like those of `benchmarks.zoo`, which the
-            interval was calibrated on (`memfit.cost.error_bars`).
-        step_seconds: One optimizer update at the global batch.
-        by_category: Bytes at the peak.
+        peak_upper_bytes: Upper end of the prediction, with its error: on a GPU of the reserved memory, elsewhere of the
+            peak. memfit compares it with the budget. On the CPU the measured peak is at most this in 98 % of steps like
+            those of `benchmarks.zoo`, on which the error was calibrated (`memfit.cost.error_bars`).
+        step_seconds: Seconds of one optimizer update at the global batch.
+        by_category: Bytes at the peak, by category.
         where: The place of the peak: pass, module and operator.
-        peak_reserved_bytes: What PyTorch's allocator takes from a GPU; None elsewhere.
-        device_bytes: What the device has for a step; None where that was not recorded.
-        throughput: How fast the step is; None where that was not recorded.
-        notes: What was assumed.
-        after_step_bytes: What is allocated once the step is over; None where that was not recorded.
-        phase_seconds: How `step_seconds` is spent, by phase ("forward", "backward", "recompute", "optimizer").
-        context_bytes: What a GPU holds for the process outside of the allocator: the driver's context with the
-            libraries' handles and the kernels that were launched. None elsewhere.
-        context_upper_bytes: The same with every kernel of the libraries, as processes with drivers older than CUDA 12.2
-            may hold it (`memfit.cost.outside`). None elsewhere.
-        retries: How often the allocator gives its cache back to a full GPU and tries again, in a first and a steady
-            step; 0 where all that it reserves has room. None where the step runs out of memory, and elsewhere.
-        largest: The largest groups of tensors at the peak, the largest first. Empty where that was not recorded.
+        peak_reserved_bytes: Memory that PyTorch's allocator reserves on a GPU; None elsewhere.
+        device_bytes: The device's memory for a step; None if not recorded.
+        throughput: The throughput of the step; None if not recorded.
+        notes: Assumptions of the prediction.
+        after_step_bytes: Bytes still allocated after the step; None if not recorded.
+        phase_seconds: Parts of `step_seconds`, by phase ("forward", "backward", "recompute", "optimizer").
+        context_bytes: GPU memory of the process outside of the allocator: the driver's context, the libraries' handles
+            and the launched kernels. None elsewhere.
+        context_upper_bytes: The same with every kernel of the libraries, which drivers older than CUDA 12.2 may load
+            (`memfit.cost.outside`). None elsewhere.
+        retries: Number of times that the allocator releases its cache on a full GPU and tries again, in a first and a
+            steady step; 0 if all reserved memory has room. None if the step runs out of memory, and on other devices.
+        largest: The largest groups of tensors at the peak, the largest first. Empty if not recorded.
     """
 
     peak_bytes: int
@@ -177,17 +177,18 @@ class Candidate(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A point of the frontier.
 
     Attributes:
-        levers: What the plan sets.
-        uses: The levers that are used, in words.
+        levers: The settings of the plan.
+        uses: The used levers, in words.
         numerics: The freest class of its levers.
-        budget_bytes: What it was solved for.
-        peak_bytes: Peak allocated, as the solver has it; where `is_captured`, as predicted for the step captured with
-            the levers applied.
-        step_seconds: One optimizer update at the global batch, known in the same way.
-        status: "optimal" where the solver proved it for its precision and microbatch size, else "feasible".
-        bound_seconds: No plan of this precision and microbatch size within `budget_bytes` is faster, in the model.
-        peak_upper_bytes: What is held against the budget, as in `Prediction`; where not `is_captured`, as far above the
-            peak as that of captured steps of these levers. None where that is not known.
+        budget_bytes: The budget that it was solved for.
+        peak_bytes: Peak allocated: the prediction for the step captured with the levers if `is_captured`, else the
+            value of the solver.
+        step_seconds: Seconds of one optimizer update at the global batch, from the same source.
+        status: "optimal" if the solver proved it for its precision and microbatch size, else "feasible".
+        bound_seconds: No plan of this precision and microbatch size within `budget_bytes` is faster than this, in the
+            solver's model.
+        peak_upper_bytes: Upper end of the peak, as in `Prediction`; if not `is_captured`, with the error of captured
+            steps of these levers. None if unknown.
         is_captured: Whether the step was captured with the levers applied.
     """
 
@@ -209,14 +210,14 @@ class Candidate(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Solution(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a plan was found.
+    """The search for a plan.
 
     Attributes:
-        status: "optimal" if the model solved has no plan that fits and is faster, or more than `gap` faster than the
-            captured step of the plan; "feasible" otherwise.
-        bound_seconds: A lower bound on the step time of every plan that fits, in the model solved.
+        status: "optimal" if no plan that fits is faster in the solver's model, or more than `gap` faster than the
+            captured step of the plan; else "feasible".
+        bound_seconds: A lower bound on the step time of every plan that fits, in the solver's model.
         gap: (step_seconds − bound) / step_seconds.
-        solve_seconds: What solving took.
+        solve_seconds: Seconds that the solver needed.
     """
 
     status: Literal["optimal", "feasible"]
@@ -226,14 +227,14 @@ class Solution(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class MeasuredStep(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plan that was run for a few steps, on copies of the workload, before one was chosen.
+    """A plan that memfit ran for a few steps, on copies of the workload, before it chose one.
 
     Attributes:
-        levers: What it sets.
-        uses: The levers that are used, in words.
-        predicted_seconds: Its predicted step.
-        measured_seconds: The median of its steps.
-        steps: The number of steps that were timed (> 0).
+        levers: The settings of the plan.
+        uses: The used levers, in words.
+        predicted_seconds: The predicted seconds of its step.
+        measured_seconds: The median of its measured seconds.
+        steps: Number of timed steps (> 0).
     """
 
     levers: Levers
@@ -244,11 +245,11 @@ class MeasuredStep(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Proof(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whether what a plan recomputes was held against the user's own step, bit by bit.
+    """The comparison of recomputed tensors with the user's own step, bit by bit.
 
     Attributes:
-        levers: The key of the levers that were (`levers_key`), or that recompute nothing; "" for none.
-        why: Why none were; "" where some were.
+        levers: The key of the compared levers (`levers_key`), or of levers that recompute nothing; "" for none.
+        why: The reason for no comparison; "" if there was one.
     """
 
     levers: str = ""
@@ -277,36 +278,34 @@ class Frontier(ShownList[Candidate]):
 
 
 class Plan(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plan, as it is written to a file. Edit it by hand if you like: `memfit verify` will say what it does.
+    """A plan, as in its file. You may edit the file by hand; `memfit verify` then checks it.
 
     Attributes:
         schema: Version of the file's format.
-        memfit_version: That made the plan.
-        torch_version: That made the plan.
+        memfit_version: Version of memfit that made the plan.
+        torch_version: Version of PyTorch that made the plan.
         workload: Name of the workload.
-        fingerprint: Of the recorded step. A plan for another step is refused.
-        device: That the plan was made for.
+        fingerprint: Hash of the recorded step. memfit refuses a plan for another step.
+        device: Device that the plan was made for.
         batch_size: Samples of the global batch.
-        budget_bytes: What the plan had to fit.
-        levers: What the plan sets.
-        numerics: The freest class of the levers that are used.
-        uses: The levers that are used, in words, with their classes.
-        allowed: The class that the user allowed.
+        budget_bytes: The budget of the plan.
+        levers: The settings of the plan.
+        numerics: The freest class of the used levers.
+        uses: The used levers, in words, with their classes.
+        allowed: The numerics class that the user allowed.
         plain: The prediction for the unchanged step.
         predicted: The prediction for this plan, from a capture of the step with the plan applied.
-        solution: How the plan was found.
-        frontier: Plans from the fastest to the leanest, so that another budget is a look-up.
-        notes: What was assumed, excluded or skipped, and why.
-        host_budget_bytes: Pinned host memory that offloaded activations may take.
-        proof: Whether what the plan recomputes was held against the step. Where it was not, the first step under the
-            plan does so.
-        budget_share: What the budget was a share of ("50% of the 21.9 GiB that cpu has for a step"); "" for bytes.
-        engine: How another library's engine has ranks share the step, on paper; `batch_size` and what is predicted are
-            then of one rank. None where no other library does.
-        measured: Plans whose predicted times were too near to each other to choose by, as they ran here, the fastest
-            first. Empty where none was run.
-        code_seconds: About how long the code of a compiled step takes to make on this CPU, once; 0 where none is made,
-            or where that can't be said.
+        solution: The search for the plan.
+        frontier: Plans from the fastest to the leanest, to look up another budget.
+        notes: Assumptions, exclusions and skipped steps, with reasons.
+        host_budget_bytes: Limit of pinned host memory for offloaded activations.
+        proof: The comparison of recomputed tensors with the step. Without one, the first step under the plan compares
+            them.
+        budget_share: The budget as a share ("50% of the 21.9 GiB that cpu has for a step"); "" for bytes.
+        engine: How another library's engine has ranks share the step, on paper; `batch_size` and predictions are then
+            of one rank. None without another library.
+        measured: Plans of nearly equal predicted time that memfit ran here, the fastest first. Empty if none was run.
+        code_seconds: Estimated seconds to compile the step on this CPU, once; 0 if nothing is compiled, or if unknown.
     """
 
     schema: str = "memfit.plan/1"
@@ -378,9 +377,9 @@ class Plan(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if not fitting:
             least = min((_upper_bytes(self, point) for point in allowed), default=self.predicted.peak_upper_bytes)
             raise InfeasibleError(
-                f"Does not fit: needs {format_bytes(least)} of {format_bytes(budget_bytes)}.\nNo point of the plan's"
-                f" frontier that numerics={self.allowed!r} allows needs less. Raise budget=, or call memfit.plan for"
-                " it, which may find a leaner plan",
+                f"Does not fit: needs {format_bytes(least)} of {format_bytes(budget_bytes)}.\nNo point of the"
+                f" plan's frontier with numerics={self.allowed!r} needs less. Raise budget=, or call"
+                " memfit.plan with it to search for a leaner plan",
                 budget_bytes=budget_bytes,
                 lowest_peak_bytes=least,
                 where=self.predicted.where,
@@ -395,17 +394,17 @@ class Plan(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def classes(self) -> dict[str, Numerics]:
-        """The numerics class of each lever that is used, by its name."""
+        """The numerics class of each used lever, by its name."""
         return {use.name: use.numerics for use in self.uses}
 
     @property
     def measured_seconds(self) -> float | None:
-        """The measured step of the plan; None where it was not run before it was chosen."""
+        """The measured seconds of the plan's step; None if the plan was chosen without running it."""
         return next((step.measured_seconds for step in self.measured if step.levers == self.levers), None)
 
     @property
     def is_proven(self) -> bool:
-        """Whether all that the plan recomputes was held against the step; levers changed since have not been."""
+        """True if all recomputed tensors matched a real step; False too for levers that were changed since."""
         return self.proof.levers == levers_key(self.levers)
 
 

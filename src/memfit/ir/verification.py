@@ -56,5 +56,5 @@ class Verification(Shown, frozen=True, kw_only=True):
 
     @property
     def holds(self) -> bool:
-        """Whether all statements of the plan hold."""
+        """True if all statements of the plan hold."""
         return not self.failures

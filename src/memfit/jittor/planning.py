@@ -53,7 +53,7 @@ def plan(
     time_limit_seconds: float = 8.0,
     progress: Progress = silent,
 ) -> Plan:
-    """Choose the fastest combination of levers whose measured peak fits a budget.
+    """Choose the fastest combination of levers that fits a budget, by its measured peak.
 
     Searched are microbatch sizes, checkpointing of modules at any depth and of runs of a container's layers, and
     precisions. What modules keep, and their times, are measured on a part of the batch; the solver is that for

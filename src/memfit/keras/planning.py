@@ -44,7 +44,7 @@ def plan(
     time_limit_seconds: float = 6.0,
     progress: Progress = silent,
 ) -> Plan:
-    """Choose the runs of layers to recompute that cost the least time and whose measured peak fits a budget.
+    """Choose the runs of layers to recompute: they fit a budget by their measured peak, and cost the least time.
 
     Each layer is measured by itself on the batch: the bytes that its backward pass needs, and its times. The solver for
     PyTorch's plans makes the frontier of time and memory from that. The plans on it are applied and measured, from the
@@ -70,7 +70,7 @@ def plan(
 
 
 def apply(plan: Plan, model: Any) -> Any:
-    """Return a model of the same layers and weights that recomputes what a plan says.
+    """Return a model of the same layers and weights that recomputes the plan's runs of layers.
 
     Raises:
         PlanMismatchError: The plan was made for another model, or not for Keras.

@@ -45,8 +45,8 @@ if TYPE_CHECKING:  # distributed packages take a second to import
 
 
 _UNUSED = (
-    "the step that memfit.apply(...) returned was never called, so no step ran under the plan as a whole: call"
-    " step(batch) in the place of forward, backward, optimizer.step() and zero_grad(), and close the step at the end"
+    "the step of memfit.apply(...) was never called, so no step ran under the whole plan: call step(batch)"
+    " instead of forward, backward, optimizer.step() and zero_grad(), and close the step at the end"
 )
 
 
@@ -150,8 +150,9 @@ def _admission(switch: Switch, plan: Plan, workload: Workload) -> Callable[[Any]
         if sharding is not None:
             if not covers(planned, extent):
                 raise UsageError(
-                    f"a batch is larger than the plan's ({difference_text(extent, planned)}), and what each of"
-                    f" {sharding.world_size} ranks takes on it is not predicted while they train. {advice}"
+                    f"a batch is larger than the plan's ({difference_text(extent, planned)}), and memfit"
+                    f" can't predict its peak on each of {sharding.world_size} ranks during training."
+                    f" {advice}"
                 )
             return
         if step.options.prediction is not seen:  # a lower plan, after a step ran out of memory

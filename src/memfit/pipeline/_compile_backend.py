@@ -115,7 +115,7 @@ class CompileBackend:
         total = parse_budget(self.budget, device.usable_bytes)
         if total <= self.reserved_bytes:
             raise BudgetError(
-                f"budget={self.budget!r} is {format_bytes(total)}, of which reserved_bytes= takes"
+                f"budget={self.budget!r} is {format_bytes(total)}, and reserved_bytes= is"
                 f" {format_bytes(self.reserved_bytes)}: nothing is left for the step"
             )
         return total - self.reserved_bytes
@@ -127,8 +127,8 @@ class CompileBackend:
         if self._frames and frame not in self._frames:
             warnings.warn(
                 f"compile_backend plans graph {compiled} by itself: the model is compiled in several graphs,"
-                f" each within budget={self.budget!r}. Give the bytes that the others hold as reserved_bytes=, or"
-                " compile with fullgraph=True to see where the graph breaks",
+                f" each within budget={self.budget!r}. Give the bytes of the other graphs as reserved_bytes=,"
+                " or compile with fullgraph=True to see where the graph breaks",
                 stacklevel=2,
             )
         self._frames.add(frame)
@@ -137,7 +137,7 @@ class CompileBackend:
 def compile_backend(
     budget: int | float | str, *, reserved_bytes: int | str = 0, lowering: str = "inductor"
 ) -> CompileBackend:
-    """Return a back end for `torch.compile` whose graphs train within a budget: `torch.compile(model, backend=...)`.
+    """Return a back end that keeps training within a budget: `torch.compile(model, backend=...)`.
 
     For each graph by itself it solves for the fastest recomputation whose peak over the forward and backward pass is
     within the budget. The peak counts parameters, buffers, inputs, gradients, saved tensors and temporaries. Random
@@ -280,8 +280,9 @@ class GraphPlanner(JointRewriter):
         lowest = min((trial.timeline for trial in self.trials), key=lambda timeline: timeline.peak_bytes)
         lowest_bytes = self._upper_bytes(lowest.peak_bytes)
         return InfeasibleError(
-            f"{infeasible_verdict(budget_bytes, lowest_bytes)}\nGraph {self.name} has budget= less reserved_bytes=. Its"
-            f" lowest peak is at the {lowest.where()}. Give a larger budget= or smaller batches",
+            f"{infeasible_verdict(budget_bytes, lowest_bytes)}\nThe budget of graph {self.name} is budget="
+            f" minus reserved_bytes=. Its lowest peak is at the {lowest.where()}. Give a larger budget= or"
+            " smaller batches",
             budget_bytes=budget_bytes,
             lowest_peak_bytes=lowest_bytes,
             where=lowest.where(),

@@ -39,10 +39,10 @@ def consolidate(
     run, out = Path(run), Path(out)
     path = run if (run / checkpoint_folders.MANIFEST).is_file() else checkpoint_folders.latest(run)
     if path is None:
-        raise CheckpointError(f"{run} holds no complete checkpoint: name the folder of a run, or of a checkpoint")
+        raise CheckpointError(f"{run} has no complete checkpoint: give the folder of a run, or of a checkpoint")
     there = sorted(file.name for file in out.glob("model*.safetensors*")) if out.is_dir() else []
     if there and not overwrite:
-        raise OutputError(f"{out} holds {there[0]} already: give another folder, or overwrite=True")
+        raise OutputError(f"{out} has {there[0]} already: give another folder, or overwrite=True")
     model = checkpoint.read_model(path)
     files: list[list[str]] = [[]]
     filled = 0

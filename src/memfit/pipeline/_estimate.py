@@ -89,11 +89,12 @@ def estimate(
     shared = Parallel() if parallel is None else read_parallel(parallel)
     if shared.ranks > 1 and world_size > 1:
         raise UsageError(
-            f"parallel={parallel!r} and world_size={world_size}: memfit predicts one copy of a model that ranks share,"
-            " or copies that train together. Leave out one of them, and give the batch of one copy with parallel="
+            f"parallel={parallel!r} and world_size={world_size} can't be predicted together. With parallel="
+            " ranks share one copy of the model; with world_size= they share the batch. Leave out one of"
+            " them, and give the batch of one copy with parallel="
         )
     if snapshot is not None and found.kind != "cuda":
-        raise UsageError(f"snapshot= shows the allocator of a GPU, and device={device!r} has none: name a GPU")
+        raise UsageError(f"snapshot= shows the allocator of a GPU, and device={device!r} has none: give a GPU")
     for path in (snapshot, chrome_trace):
         if path is not None:
             codec.check_writable(path)
@@ -150,8 +151,8 @@ def _part(workload: Workload, world_size: int) -> Workload:
         return workload
     if world_size > (samples := samples_of(workload)):
         raise UsageError(
-            f"world_size={world_size} ranks share a batch of {samples} samples, so that some would have none: give a"
-            " Workload.batch of all ranks' samples, or fewer ranks"
+            f"world_size={world_size} ranks share a batch of {samples} samples, so some ranks would have"
+            " none: give a Workload.batch of all ranks' samples, or fewer ranks"
         )
     from memfit.ranks.mesh import of_one_rank  # distributed packages take a second to import
 
@@ -161,12 +162,12 @@ def _part(workload: Workload, world_size: int) -> Workload:
 def _sharded(trace: Trace, sharding: Sharding, device: Device, samples: int) -> Trace:
     """Return one rank's step of a batch that ranks share, with a note on the bytes that it sends."""
     note = (
-        f"{sharding.mode} over {sharding.world_size} ranks, on paper: of the batch's {samples} samples, the rank with"
-        f" the most has {trace.batch_size}"
+        f"{sharding.mode} over {sharding.world_size} ranks, on paper: the rank with the largest part of the"
+        f" batch's {samples} samples has {trace.batch_size}"
     )
     if device.link_bytes_per_second:
         sent = communication(trace, sharding, device.link_bytes_per_second)
         total = sent.all_gather_bytes + sent.reduce_scatter_bytes + sent.all_reduce_bytes
-        note += f". A rank sends {format_bytes(total)} a step, which the step's time counts"
+        note += f". A rank sends {format_bytes(total)} a step; the step's time includes it"
     sharded = with_share_of_update(shard(trace, sharding), sharding)
     return replace(sharded, notes=[*sharded.notes, note])

@@ -154,7 +154,7 @@ class Fitted:
             if watcher.verdict is not None:
                 raise watcher.verdict
             if self.plan is None and self._reason:
-                raise UsageError(f"nothing was planned, and no budget was held: {self._reason}")
+                raise UsageError(f"nothing was planned, and the budget was not applied: {self._reason}")
             if self.plan is None:
                 self._tell("memfit: nothing was planned: the loop made fewer than two training steps")
         except BaseException as e:
@@ -311,7 +311,7 @@ class Fitted:
         gc.collect()  # the error's frames held copies
         self._tell(
             f"memfit: a batch is larger than planned ({difference}), and the recorded step can't be resized to it."
-            " This step runs under a plan for its modules alone; the next steps are planned anew"
+            " This step runs under a plan for its modules alone; memfit plans the next steps again"
         )
         self._proving.close()
         self._under, self._kinds = [], []
@@ -342,7 +342,7 @@ class Fitted:
                 self._on_plan(plan)
                 self._larger.forget()
             else:
-                how = "the plan holds it"
+                how = "the plan still fits"
         self._proving.close()
         self.plan, self._under = plan, [(workload.model, plan)]
         self._switch(workload.model, plan)
@@ -361,19 +361,21 @@ class Fitted:
         names = ", ".join(sorted({type(module).__name__ for module in called}))
         who = f"{names} had" if names else "the loop calls no torch.nn.Module in"
         self._reason = (
-            f"{who} {self._passes} backward passes, and no torch.optim.Optimizer holds the parameters of what is"
-            " called, so memfit does not see where a step ends. Update them by a torch.optim.Optimizer (a class of your"
-            " own may derive from it), or write the step as a memfit.Workload"
+            f"{who} {self._passes} backward passes, and no torch.optim.Optimizer has the parameters of the"
+            " called modules, so memfit cannot tell the end of a step. Update them by a torch.optim.Optimizer"
+            " (a class of your own may derive from it), or write the step as a memfit.Workload"
         )
-        self._tell_once("no optimizer", f"memfit: nothing is planned so far, and no budget is held: {self._reason}")
+        self._tell_once(
+            "no optimizer", f"memfit: nothing is planned so far, and the budget is not applied: {self._reason}"
+        )
         self._watcher.next_step()
 
     def _stepped_elsewhere(self, optimizer: torch.optim.Optimizer) -> None:
         self._reason = (
-            f"{type(optimizer).__name__} steps in another thread than the one that memfit watches: train in the thread"
-            " that enters memfit.fit, or that runs the script"
+            f"{type(optimizer).__name__} steps in another thread than memfit watches: train in the thread of"
+            " `with memfit.fit(...)`, or of the script"
         )
-        self._tell_once("thread", f"memfit: that loop is not planned, and its budget not held: {self._reason}")
+        self._tell_once("thread", f"memfit: this loop is not planned, and its budget is not applied: {self._reason}")
 
     def _tell_once(self, key: object, text: str) -> None:
         if key not in self._told:
@@ -438,8 +440,9 @@ class Fitted:
             under, kind.is_planned, is_kept = self._under, False, False
             self.plan = self.plan or under[0][1]
             self._tell(
-                f"memfit: the loop can't be planned as it is ({first_line(e)}), so its modules stay under plans for"
-                " each by itself. Memory that your loop keeps outside of these modules is not in the prediction"
+                f"memfit: the loop can't be planned as it is ({first_line(e)}), so each of its modules keeps"
+                " a plan of its own. Memory that your loop keeps outside of these modules is not in the"
+                " prediction"
             )
         kind.step = kind.step.light()
         self._kinds, self._under, self._unplanned = kinds, under, []
@@ -472,8 +475,8 @@ class Fitted:
             ).peak_bytes
             if took > plan.budget_bytes:
                 self._tell(
-                    f"memfit: the first step took about {format_bytes(took)}, over the budget of"
-                    f" {format_bytes(plan.budget_bytes)}: its loss was not known before it ran"
+                    f"memfit: the first step needed about {format_bytes(took)}, over the budget of"
+                    f" {format_bytes(plan.budget_bytes)}: memfit did not know its loss before it ran"
                 )
 
     def _tell_beside(self, workload: LoopWorkload, plan: Plan, given: Sequence[torch.Tensor | Geometry]) -> None:
@@ -530,8 +533,8 @@ class Fitted:
         if predicted.peak_upper_bytes <= given.budget_bytes:
             return with_fields(given, predicted=predicted)
         self._note(
-            f"memfit: under the plan that was given the step needs {format_bytes(predicted.peak_upper_bytes)} of"
-            f" {format_bytes(given.budget_bytes)}: it is planned anew"
+            f"memfit: under the given plan the step needs {format_bytes(predicted.peak_upper_bytes)} of"
+            f" {format_bytes(given.budget_bytes)}: memfit plans it again"
         )
         return None
 
@@ -550,7 +553,7 @@ class Fitted:
                 lines.append(
                     f"memfit: {len(waiting)} parameters{_owner_of(waiting)} ({nbytes}) in optimizer"
                     f" {type(optimizer).__name__} have not trained yet. The plan does not cover steps that"
-                    " train them; such steps are planned when they come"
+                    " train them; memfit plans such a step when it runs"
                 )
         return lines
 
@@ -649,7 +652,7 @@ def fit(
     progress: Progress = silent,
     log: LogFunction | None = None,
 ) -> contextlib.AbstractContextManager[Fitted]:
-    """Fit somebody's own training loop into a budget: whatever loop runs in this context, as it is.
+    """Fit your own training loop, unchanged, into a memory budget: the loop that runs in this context.
 
     The first step is watched where it runs; the steps after it run under the plan for it. Modules are recomputed in the
     backward pass, their norms and activations made again, and, on a GPU with `host_budget`, kept in host memory. What
@@ -817,18 +820,19 @@ def advice(plan: Plan, mixed: Mixed) -> list[str]:
     lines = ["", "Changes to your loop that would make it faster or smaller:"]
     if isinstance(mixed, Prediction) and _helps(mixed, plan):
         peak, seconds = format_bytes(mixed.peak_bytes), format_seconds(mixed.step_seconds)
-        times = mixed.step_seconds / plan.plain.step_seconds
+        change = mixed.step_seconds / plan.plain.step_seconds - 1
+        than_plain = f"{abs(change):.0%} {'slower' if change > 0 else 'faster'} than plain"
         lines += [
             "  mixed precision:  with torch.autocast(device.type, dtype=torch.bfloat16):",
             "                        loss = ...  # the forward pass, and not the backward pass",
-            f"                    predicted, with that alone: {peak}, {seconds}, ×{times:.2f} of plain",
+            f"                    predicted, with that alone: {peak}, {seconds}, {than_plain}",
         ]
     return [
         *lines,
         "  microbatches:     for part in batch.split(size // 2):",
         "                        (loss_of(part) / 2).backward()  # then one optimizer.step()",
         "                    not predicted: memfit cannot tell which dimension is the batch",
-        "memfit.plan predicts and applies both, for a step that is written as a memfit.Workload.",
+        "memfit.plan predicts and applies both, for a step written as a memfit.Workload.",
     ]
 
 

@@ -143,8 +143,9 @@ def _in_fp32(fastest: FleetRow, in_fp32: worlds.Worlds) -> str:
         return f"in {fastest.levers.precision}, which numerics='reduced' allows; in 32-true nothing fits {row}"
     seconds = in_fp32.found[0].step_seconds
     return (
-        f"in {fastest.levers.precision}, which numerics='reduced' allows; in 32-true {row} take"
-        f" {format_seconds(seconds)} a step, ×{seconds / fastest.step_seconds:.2f}: numerics='reordered' compares so"
+        f"in {fastest.levers.precision}, which numerics='reduced' allows; in 32-true {row} need"
+        f" {format_seconds(seconds)} a step, {seconds / fastest.step_seconds - 1:.0%} more: numerics='reordered'"
+        " compares in 32-true"
     )
 
 
@@ -243,14 +244,14 @@ def _nothing_fits(misfits: Sequence[Misfit], numerics: Numerics) -> InfeasibleEr
 def _notes(cards: Sequence[Device], rows: Sequence[FleetRow], prices: Mapping[str, Price]) -> list[str]:
     """Return what was assumed of cards, links and prices."""
     found = [
-        "times are modelled, and links run at the rates that their vendors give: hold an interval of"
-        f" {STEP_ERROR:.0%} around them, and time a few steps before you rent many cards"
+        f"times are modelled, and links run at their vendors' rates: expect an error of {STEP_ERROR:.0%}, and"
+        " time a few steps before you rent many cards"
     ]
     if any(row.nodes > 1 for row in rows):
         found.append("cards of several nodes are linked as in their vendor's own servers (`memfit devices NAME`)")
     slow = [card.name for card in cards if not card.peer_bytes_per_second and any(r.ranks > 1 for r in rows)]
     if slow:
-        found.append(f"without links of their own, over PCI Express: {', '.join(slow)}")
+        found.append(f"cards without links of their own use PCI Express: {', '.join(slow)}")
     alone = [card.name for card in cards if not card.node_bytes_per_second and card.kind == "cuda"]
     if any(row.nodes > 1 and row.device in alone for row in rows):
         found.append(

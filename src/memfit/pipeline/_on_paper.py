@@ -41,7 +41,9 @@ def on_paper(trace: Trace, costs: CostTable, parallel: Parallel, device: Device)
     passes = [sum(p.phase_seconds.get(phase, 0.0) for phase in _PASSES) for p in found]
     bubble = (parallel.pp - 1) / trace.scale_microbatches * max(passes)
     waits = max(p.step_seconds for p in found) + bubble - found[most].step_seconds
-    note = f"stage {most} of 0 to {parallel.pp - 1} holds most: {', '.join(map(format_bytes, peaks))} at their peaks"
+    note = (
+        f"stage {most} of 0 to {parallel.pp - 1} has the largest peak; the peaks: {', '.join(map(format_bytes, peaks))}"
+    )
     return _waiting(stages[most], costs, max(0.0, waits - costs.dispatch_seconds), note)
 
 

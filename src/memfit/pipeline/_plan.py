@@ -67,7 +67,7 @@ def plan(
     compile: bool | Literal["auto"] = False,
     progress: Progress = silent,
 ) -> Plan:
-    """Choose the fastest combination of levers whose predicted peak fits a budget.
+    """Choose the fastest combination of levers that fits a budget, by its predicted peak.
 
     Searched are precision, microbatch size (the global batch stays), chunked losses of language models, lean
     normalisations and activations, activation checkpointing of any modules, whole or selective, and, for a GPU
@@ -152,15 +152,15 @@ def plan(
     if numerics not in NUMERICS:
         raise UsageError(f"numerics={numerics!r} is unknown: use one of {', '.join(NUMERICS)}")
     if points < 1:
-        raise UsageError(f"points={points} is not above 0: give the budgets to solve the frontier for")
+        raise UsageError(f"points={points} is not above 0: give the number of budgets on the frontier")
     updates = {lever.value: lever for lever in registry.UPDATES}
     for value in set(optimizers or ()) - {"as-is", *updates}:
         raise UsageError(f"optimizers={value!r} is unknown: use some of {', '.join(updates)}")
     check_ranks(world_size, sharding, numerics)
     if engine is not None and world_size > 1:
         raise UsageError(
-            f"world_size={world_size} has memfit share the step, and engine= says that another library does: leave out"
-            " one of them"
+            f"with world_size={world_size} memfit shares the step, and with engine= another library does:"
+            " leave out one of them"
         )
     _check_compilation(compile, workload, found, numerics, world_size)
     for precision in precisions or ():
@@ -225,8 +225,8 @@ def _check_compilation(
         return
     if not allows(numerics, "reordered"):
         raise UsageError(
-            f"numerics={numerics!r} does not allow compile={compile!r}: compiled code rounds otherwise. Allow"
-            " numerics='reordered'"
+            f"numerics={numerics!r} does not allow compile={compile!r}: compiled code rounds differently."
+            " Allow numerics='reordered'"
         )
     shared = {SHARDING} if world_size > 1 else set()
     registry.check_names({COMPILATION} | shared | circumstances(workload, device), where=f"compile={compile!r}: ")

@@ -24,7 +24,7 @@ from memfit.workload import Loss, Workload, samples_of
 def probe_range(
     workload: Workload, *, batches: int = 1, microbatch_size: int | None = None, progress: Progress = silent
 ) -> RangeReport:
-    """Tell which modules' activations or gradients leave fp16's range or flush to zero, and what to do about it.
+    """Find the modules with activations or gradients outside fp16's range or flushed to zero, and give advice.
 
     Runs forward and backward passes in bf16-mixed, on a copy of the workload as it is: probe again after some
     training, since ranges move.
@@ -40,7 +40,7 @@ def probe_range(
         UsageError: `batches` is not above 0, or a plan is applied to the workload.
     """
     if batches < 1:
-        raise UsageError(f"batches={batches} is not above 0: give how many batches to look at")
+        raise UsageError(f"batches={batches} is not above 0: give the number of batches to check")
     kind = next((p.device.type for p in workload.model.parameters()), "cpu")
     check_workload(workload, find_device(kind))
     levers = Levers(precision="bf16-mixed", microbatch_size=microbatch_size or samples_of(workload))

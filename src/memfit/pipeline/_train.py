@@ -92,7 +92,7 @@ def train(
     on_step: Callable[[Progress], None] | None = None,
     log: LogFunction | None = None,
 ) -> RunRecord:
-    """Train a workload with a plan; the run's folder then holds all that `write_report` needs.
+    """Train a workload with a plan, and write metrics, checkpoints and plan to the run's folder.
 
     The workload's own model and optimizer are trained, on the device that the plan was made for: what is on the CPU is
     moved there (`memfit.apply`), and so is each batch; `Workload.evaluate` must move its own data. For arguments not
@@ -229,7 +229,7 @@ def _can_undo(plan: Plan) -> bool:
 
 def _check_for_ranks(adaptive: bool) -> None:
     if adaptive:
-        raise UsageError("adaptive=True does not go with levers.sharding: leave it out")
+        raise UsageError("adaptive=True can't be used with levers.sharding: leave it out")
 
 
 def _views_of_ranks(plan: Plan, workload: Workload) -> Views | None:
@@ -266,11 +266,11 @@ def write_report(run: str | Path, path: str | Path | None = None) -> Path:
     """
     folder = Path(run)
     if not (folder / RUN).is_file():
-        raise UsageError(f"{folder} holds no {RUN}: name the folder of a run, which `memfit train --out` makes")
+        raise UsageError(f"{folder} has no {RUN}: give the folder of a run, made by `memfit train --out`")
     if not (folder / VIEWS).is_file():
         raise UsageError(
-            f"{folder} holds no {VIEWS}: its ranks were joined before memfit.train, which then can't predict the step."
-            " Have memfit.train join them, by leaving out torch.distributed.init_process_group"
+            f"{folder} has no {VIEWS}: its ranks were joined before memfit.train, so it can't predict the"
+            " step. Leave out torch.distributed.init_process_group: memfit.train joins the ranks"
         )
     written = write_html(
         path or folder / REPORT,

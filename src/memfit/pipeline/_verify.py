@@ -47,7 +47,7 @@ _NAMED = 3  # differences of a copy that a note names
 @with_bars(stages)
 @verb
 def verify(plan: Plan, workload: Workload, *, steps: int = 5, progress: Progress = silent) -> Verification:
-    """Run the plain and the planned step on copies of a workload, and hold the plan to what it says.
+    """Run the plain and the planned step on copies of a workload, and check the plan's statements.
 
     First numerics and peaks are held to the plan. Then both steps train in turn, on the same batches from the same
     start, for their times and losses: `Verification.comparison`. Steps are interleaved, so that a busy machine slows
@@ -117,7 +117,7 @@ def _held(plan: Plan, workload: Workload, progress: Progress) -> Verification:
     failures = [f"a region of the plan can't be recomputed: {how}" for how in differences.values()]
     if plan.numerics == "exact":
         moved = [name for name, buffer in plain_buffers.items() if not torch.equal(buffer, buffers[name])]
-        failures += [f"the step leaves other values in the buffer {name} than the plain one" for name in moved]
+        failures += [f"after the step the buffer {name} has other values than after the plain step" for name in moved]
     progress("prediction", 0, 1)
     failures += _failures(plan, workload, found)
     progress("prediction", 1, 1)
@@ -130,7 +130,7 @@ def _unlike(workload: Workload, place: torch.device) -> list[str]:
     if not found:
         return []
     more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return [f"the copies that were run are not in all as your objects: {'; '.join(found[:_NAMED])}{more}"]
+    return [f"memfit ran copies, and they differ from your objects: {'; '.join(found[:_NAMED])}{more}"]
 
 
 class _Runs:
@@ -188,5 +188,7 @@ def _failures(plan: Plan, workload: Workload, found: Verification) -> list[str]:
     """Return the statements of a plan that do not hold."""
     failures = prediction_failures(workload, plan=plan) + peak_failures(plan, found)
     if plan.numerics == "exact" and not found.bitwise:
-        failures.append("the plan is of class exact, but the loss or a gradient is not bitwise equal to the plain one")
+        failures.append(
+            "the plan is of class exact, but the loss or a gradient is not bit-identical to the plain step's"
+        )
     return failures + numerics_failures(found, TOLERANCE[plan.numerics])

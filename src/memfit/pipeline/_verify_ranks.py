@@ -84,8 +84,8 @@ def _check_batches(ranks: SingleProcess, workload: Workload) -> None:
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
             raise UsageError(
-                f"Workload.batch of rank {rank} has other values than that of rank 0: it is the global batch, of which"
-                " each rank runs its part. Seed what makes it"
+                f"Workload.batch of rank {rank} has other values than that of rank 0. Give the global batch,"
+                " the same on all ranks: seed the code that makes it"
             )
 
 
@@ -200,8 +200,8 @@ def _verdict(
     size = samples_of(workload)
     if _is_bitwise(plan.levers, plan, size) and not made.bitwise:
         failures.append(
-            "two ranks are bitwise one process that adds up two halves, but the loss or a gradient is not:"
-            f" {_furthest(made)}"
+            "two ranks must be bit-identical to one process that adds up two halves, but the loss or a"
+            f" gradient is not: {_furthest(made)}"
         )
     failures += numerics_failures(made, ROUNDING if _only_reorders(plan) else TOLERANCE[plan.numerics])
     return msgspec.structs.replace(made, failures=failures)
@@ -209,7 +209,7 @@ def _verdict(
 
 def _furthest(made: Verification) -> str:
     unequal = [difference for difference in made.gradients if not difference.equal]
-    return f"{unequal[0].parameter} is {unequal[0].relative:.2e} apart" if unequal else "the loss"
+    return f"{unequal[0].parameter} differs by {unequal[0].relative:.2e}" if unequal else "the loss"
 
 
 def _disagreements(found: list[Any]) -> list[str]:
@@ -220,11 +220,11 @@ def _disagreements(found: list[Any]) -> list[str]:
         names = [name for name in {**digests, **own} if digests.get(name) != own.get(name)]
         if names or own_loss != loss:
             what = f"gradient of {', '.join(names)}" if names else f"loss ({own_loss:.9g} against {loss:.9g})"
-            failures.append(f"rank {rank} has another {what} than rank 0, where all have that of the whole batch")
+            failures.append(f"rank {rank} has another {what} than rank 0; all ranks must have that of the whole batch")
         if differing:
             failures.append(
-                f"rank {rank} has another gradient of {', '.join(differing)} where parameters stay gathered than where"
-                " they are gathered again"
+                f"rank {rank}: the gradient of {', '.join(differing)} differs between parameters that stay"
+                " gathered and parameters gathered again"
             )
     return failures
 
@@ -261,7 +261,7 @@ def _is_bitwise(levers: Levers, plan: Plan, batch_size: int) -> bool:
 def _notes(plan: Plan) -> list[str]:
     assert plan.levers.sharding is not None
     ranks = plan.levers.sharding.world_size
-    return [f"the plain step is one process that adds up the gradients of the parts of {ranks} ranks"]
+    return [f"the plain step runs in one process, and adds up the gradients of the parts of {ranks} ranks"]
 
 
 def _stated(plan: Plan, workload: Workload, progress: Progress) -> list[str]:

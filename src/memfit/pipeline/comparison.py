@@ -106,8 +106,9 @@ def _check_plain_fits(plan: Plan, ranks: SingleProcess) -> None:
     least = -int(ranks.most([-own])[0])
     if needed > least:
         raise PlainStepTooLargeError(
-            f"the plain step of the ranks takes {format_bytes(needed)} on each, and {plan.device} has"
-            f" {format_bytes(least)}: there is nothing to compare the plan with. Compare on a smaller batch or model"
+            f"the plain step needs {format_bytes(needed)} on each rank, and {plan.device} has"
+            f" {format_bytes(least)}: memfit can't run it to compare the plan with it. Compare on a smaller"
+            " batch or model"
         )
 
 

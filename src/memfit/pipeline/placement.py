@@ -80,7 +80,7 @@ def check_runs_here(plan: Plan, workload: Workload, *, makes_values: bool = Fals
     if makes_values and is_on_meta(workload.model):
         Initialisation(workload.model)
     elif is_on_meta(workload.model):
-        raise WorkloadError("Workload.model is on torch.device('meta') and holds no data: build it on the CPU")
+        raise WorkloadError("Workload.model is on torch.device('meta') and has no data: build it on the CPU")
     _check_place(workload, device, plan)
     check_workload(workload, device)
     check_plan(plan, workload)

@@ -103,15 +103,16 @@ def load_fake_workload(name: str, tell: Callable[[str], None] = lambda line: Non
     except WorkloadError as e:
         if e.__cause__ is None or isinstance(e.__cause__, SystemExit):
             raise
-        why = f"{name} can't be built on fake tensors, which take no memory ({e.__cause__!r}{users_place(e)})"
+        why = f"{name} can't be built on fake tensors ({e.__cause__!r}{users_place(e)})"
         nbytes = sum(made.by_storage.values())  # what the frames of the error hold
     around.set_back()  # or modules that it imported would keep fake tensors
     if nbytes > (free := free_bytes()):
         raise WorkloadError(
-            f"{why}. Built with data it takes {format_bytes(nbytes)} or more, and this machine has {format_bytes(free)}"
-            " free: don't read values of tensors in the function (item(), .numpy()), or build a smaller model"
+            f"{why}. Built with data it needs {format_bytes(nbytes)} or more, and this machine has"
+            f" {format_bytes(free)} free: don't read values of tensors in the function (item(), .numpy()), or"
+            " build a smaller model"
         )
-    tell(f"{why}: it is built with data, in {format_bytes(nbytes)} or more of this machine's memory")
+    tell(f"{why}: memfit builds it with data, in {format_bytes(nbytes)} or more of this machine's memory")
     return load_workload(name)
 
 
@@ -216,9 +217,9 @@ def _run(what: str, call: Callable[[], Any]) -> Any:
         raise WorkloadError(f"{what} imports {e.name!r}, which is not installed{users_place(e)}") from e
     except SystemExit as e:
         raise WorkloadError(
-            f"{what} ended Python with status {e.code!r}{users_place(e)}. memfit runs it without arguments, so"
-            " sys.argv holds its name alone: give every argument of its parser a default, call parse_args([]), or move"
-            ' what reads the command line under `if __name__ == "__main__":`'
+            f"{what} ended Python with status {e.code!r}{users_place(e)}. memfit runs it without arguments,"
+            " so sys.argv is its name alone: give every argument of its parser a default, call"
+            ' parse_args([]), or read the command line under `if __name__ == "__main__":`'
         ) from e
     except Exception as e:
         raise WorkloadError(f"{what} raised {type(e).__name__}: {e}") from e

@@ -91,20 +91,22 @@ class Admission:
             held = held or self._predicted(batch)
         except MemfitError as e:
             raise UsageError(
-                f"a batch is larger than the plan's ({difference}), and what the step takes on it can't be predicted"
+                f"a batch is larger than the plan's ({difference}), and memfit can't predict its peak"
                 f" ({first_line(e)}). {self._advice}"
             ) from e
         needed, budget = held.prediction.peak_upper_bytes, self._plan.budget_bytes
         if needed > budget:
             raise UsageError(
-                f"a batch is larger than the plan's ({difference}): the step would take {format_bytes(needed)} on it,"
-                f" above the budget of {format_bytes(budget)}. Nothing was run. {self._advice}"
+                f"a batch is larger than the plan's ({difference}): the step would need"
+                f" {format_bytes(needed)} for it, above the budget of {format_bytes(budget)}. Nothing was"
+                f" run. {self._advice}"
             )
         self._held = [*self._held, held][-_MOST:]
         self._note(
             "larger batch",
-            f"a batch is larger than the plan's ({difference}): the step is predicted to take"
-            f" {format_bytes(held.prediction.peak_bytes)} on it, within the budget of {format_bytes(budget)}",
+            f"a batch is larger than the plan's ({difference}): the step needs"
+            f" {format_bytes(held.prediction.peak_bytes)} for it, as predicted, within the budget of"
+            f" {format_bytes(budget)}",
         )
         return held
 

@@ -121,8 +121,8 @@ class _Assembly:
         notes = [*steps.traces[steps.plain].notes, *self.notes, *steps.trials.notes()]
         if request.engine is not None:
             notes.append(
-                f"another library's engine shares the step: {described(request.engine)}. It was counted on paper, and"
-                " not captured; the batch and what is predicted are one rank's"
+                f"another library's engine shares the step: {described(request.engine)}. memfit counted it on"
+                " paper and did not capture it; the batch and the prediction are one rank's"
             )
         return Plan(
             memfit_version=__version__,
@@ -461,19 +461,19 @@ class _Assembly:
         """Say that code is to be made, how much, and about how long that takes, where it can be said."""
         if registry.compiles(levers, self.steps.global_batch_size):
             kernels = kernels_of(self.steps.trace(replace(levers, regions=())))
-            takes = "which may take from seconds to minutes"
+            takes = "seconds to minutes"
             if seconds:
-                takes = f"which is predicted to take {format_seconds(seconds)} unless it is kept from an earlier run"
+                takes = f"about {format_seconds(seconds)}, unless an earlier run kept it"
             self.notes.append(
-                f"the first step makes code of about {kernels} kernels, {takes}; that is not in a step's time"
+                f"the first step compiles about {kernels} kernels: {takes}. Step times do not include this"
             )
 
     def _note_postponed(self) -> None:
         """Say which compiled steps were not searched."""
         if sizes := self.postponed.compiled_sizes:
             self.notes.append(
-                f"compiled microbatches of {', '.join(map(str, sizes))} were not searched: by the compiled steps that"
-                " were, they are expected to be no faster than this plan"
+                f"compiled microbatches of {', '.join(map(str, sizes))} were not searched: the searched"
+                " compiled steps predict no faster plan there"
             )
 
     # Confirm
@@ -506,7 +506,7 @@ class _Assembly:
             why = "another library's engine shares the step"
         code = self._code_seconds(predicted.confirmed.point.levers)
         if request.measure == "auto" and code > CODE_SECONDS:
-            why = why or f"its code is predicted to take {format_seconds(code)} to make: measure=True has it made"
+            why = why or f"compiling it is predicted to take {format_seconds(code)}: measure=True compiles it"
         if why:
             return unmeasured(predicted, why)
         return measured_choice(
@@ -558,7 +558,7 @@ class _Assembly:
             self.notes.append(f"{OTHER_DRAWS}microbatches differ from the whole batch's; their probability is the same")
         elif draws and registry.draws_otherwise(levers, self.steps.global_batch_size):
             self.notes.append(
-                f"{OTHER_DRAWS}compiled code differ from the step's as it is; their probability is the same"
+                f"{OTHER_DRAWS}compiled code differ from the uncompiled step's; their probability is the same"
             )
 
 

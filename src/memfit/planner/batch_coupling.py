@@ -66,7 +66,7 @@ def coupled_samples(workload: Workload) -> str | None:
     scale = max(abs(whole), abs(together))
     if not math.isfinite(whole) or abs(whole - together) <= TOLERANCE.get(kind, _TOLERANCE) * scale:
         return None
-    return f"the loss of {samples} samples is {whole:.5g}, that of them in two parts {together:.5g}"
+    return f"the loss of {samples} samples is {whole:.5g} at once, and {together:.5g} in two parts"
 
 
 def _losses(workload: Workload, samples: int) -> tuple[float, float]:
@@ -128,8 +128,8 @@ def _is_cut(plan: Plan, point: Candidate) -> bool:
 def _note(found: str) -> str:
     """Return the note of a plan that leaves microbatches out."""
     return (
-        f"microbatches are left out: Workload.loss_fn couples the samples of a batch ({found}), so that they would"
-        " change the training. A mean over tokens or voxels is no mean over samples: return (sum, count) for it. What a"
-        " Dice over the batch or a contrastive loss computes is another loss for each batch size; numerics='changed'"
-        " allows microbatches all the same"
+        f"microbatches are left out: Workload.loss_fn couples the samples of a batch ({found}), so they would"
+        " change the training. If the loss is a mean over tokens or voxels, return (sum, count). A Dice over"
+        " the batch or a contrastive loss is another loss for each batch size; numerics='changed' allows"
+        " microbatches even so"
     )

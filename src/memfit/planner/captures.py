@@ -152,8 +152,8 @@ def _captured_here(
     if _fake_device(device) is not None:
         return trace
     note = (
-        f"the step was captured as it runs on a CPU, since fake CUDA tensors can't be had: {shim.why_not()}."
-        " Attention, normalisation and the optimizer take other kernels on a GPU, so the error bar is wide"
+        f"memfit captured the step for a CPU: fake CUDA tensors are not available ({shim.why_not()})."
+        " Attention, normalisation and the optimizer use other kernels on a GPU, so the error bar is wide"
     )
     return replace(trace, device=device.name, notes=[*trace.notes, note])
 
@@ -161,12 +161,12 @@ def _captured_here(
 def _loop_notes(loop: Loop, is_described: bool, device: Device) -> list[str]:
     """Return notes on whose order of operations was captured."""
     if not is_described:
-        return ["memfit's own step was captured: it runs in its own order, whatever Workload.loop says"]
-    found = ["the user's loop was captured, as Workload.loop describes it"]
+        return ["memfit captured its own step; Workload.loop does not change its order"]
+    found = ["memfit captured your own loop, as Workload.loop describes it"]
     if loop.cudnn_benchmark and device.kind == "cuda":
         found.append(
-            "with Loop.cudnn_benchmark cuDNN takes the fastest kernels, whatever memory they need: the interval is"
-            f" {BENCHMARK_ERROR:.0%} wider"
+            "with Loop.cudnn_benchmark cuDNN chooses the fastest kernels, even if they need more memory: the"
+            f" error bar is {BENCHMARK_ERROR:.0%} wider"
         )
     return found
 

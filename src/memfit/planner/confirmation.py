@@ -119,7 +119,9 @@ class Confirmation:
         """Leave out the regions around modules that differ when they run again, or lean modules."""
         found = {**found, **self._growing_alike(found, levers)}
         regions = {region.modules for region in levers.regions} | {e.modules for e in found.values() if e.how == _GROWS}
-        notes = [f"{e.module} is not recomputed: run again, it does something else ({e.how})" for e in found.values()]
+        notes = [
+            f"{e.module} is not recomputed: its second run differs from the first ({e.how})" for e in found.values()
+        ]
         modules = {fqn for of, e in found.items() if of in regions for fqn in enclosing(e.module)}
         error = next(iter(found.values()))
         if found.keys() <= regions:
@@ -171,7 +173,7 @@ class Confirmation:
             return LeftOut(error, [], set(), self._trials.has_failed)
         regions = failing(levers, levers.regions, attempt)
         notes = [
-            f"{', '.join(region.modules)} is not recomputed: the step then fails ({first_line(error)})"
+            f"{', '.join(region.modules)} is not recomputed: with it the step fails ({first_line(error)})"
             for region in regions
         ]
         return LeftOut(error, notes, {fqn for region in regions for fqn in region.modules})

@@ -138,8 +138,8 @@ def _taken(
         except LeftOut:
             del left[index]
     note = (
-        f"chosen by measured times, weighed with predicted ones: {format_seconds(left[index])} a step. The plan that is"
-        f" predicted to be fastest ({uses_text(plans[0].point.uses)}) took {format_seconds(left[0])}"
+        f"chosen by measured and predicted times together: {format_seconds(left[index])} a step. The fastest"
+        f" plan by prediction ({uses_text(plans[0].point.uses)}) took {format_seconds(left[0])}"
     )
     taken = _of_same_search(plans[index], predicted.confirmed)
     return Choice(taken, proof, measured, (*predicted.notes, note, *notes))

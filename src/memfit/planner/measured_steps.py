@@ -190,11 +190,11 @@ def why_not_here(workload: Workload, device: Device, ranks: int) -> str:
     if not device.is_here:
         return f"{device.name} is not on this machine"
     if ranks > 1:
-        return f"it is a step of one of {ranks} ranks"
+        return f"the step is shared by {ranks} ranks"
     if isinstance(workload, LoopWorkload):
-        return "the step is a loop's own"
+        return "the step is part of your own loop"
     if not has_data(workload):
-        return "the model or the batch holds no data here"
+        return "the model or the batch has no data here"
     return ""
 
 
@@ -206,7 +206,7 @@ def why_no_room(device: Device, peak_bytes: int) -> str:
         free = accelerators.memory_info(place)[0] + accelerators.cached_bytes(place)
     if _ROOM * peak_bytes <= free:
         return ""
-    return f"the step takes {format_bytes(peak_bytes)} beside the workload, and {format_bytes(free)} is free"
+    return f"the step needs {format_bytes(peak_bytes)} besides the workload, and {format_bytes(free)} is free"
 
 
 def limit_of(plans: Sequence[Levers], *, is_asked: bool = False) -> float:
@@ -403,7 +403,7 @@ def notes_of(found: Timed, device: Device) -> list[str]:
         notes += busy_notes("plans were measured", found.attended_share, found.slowdown)
     if found.are_first_steps:
         notes.append(
-            "there was time for little more than a first step of each plan, which also makes the optimizer's state:"
-            " these were compared"
+            "plans were compared by little more than their first steps, since time ran out; a first step also"
+            " makes the optimizer's state"
         )
     return list(dict.fromkeys(notes))

@@ -150,8 +150,8 @@ def _advice(trace: Trace, device: Device) -> list[str]:
         notes.append(f"{device.name} has no bfloat16 units: PyTorch emulates them, slowly; use precision='16-mixed'")
     if trace.precision != "bf16-true" and any(p.itemsize == 2 and p.group >= 0 for p in trace.parameters):
         notes.append(
-            "Workload.model has weights of 16 bits, which lose every update below 1/256 of them: build it in fp32, or"
-            " use precision='bf16-true' with Workload.bf16_updates"
+            "Workload.model has 16-bit weights: an update below 1/256 of its weight is lost. Build it in"
+            " fp32, or use precision='bf16-true' with Workload.bf16_updates"
         )
     return notes
 

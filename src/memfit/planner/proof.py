@@ -28,13 +28,13 @@ def why_not_here(workload: Workload, device: Device, plain: Prediction, step_sec
     if device.is_here and device.kind != "cpu":
         return f"it runs on {device.name}"
     if device.kind != "cpu":
-        return f"planned for {device.name}, which computes otherwise than this machine's CPU"
+        return f"planned for {device.name}, and this machine's CPU computes differently"
     if not has_data(workload):
-        return "the model or the batch holds no data here"
+        return "the model or the batch has no data here"
     if step_seconds > LONGEST_SECONDS:
         return f"a step is predicted to take {format_seconds(step_seconds)}"
     if _ROOM * plain.peak_bytes > free:
-        return f"the plain step takes {format_bytes(plain.peak_bytes)}, and {format_bytes(free)} is free here"
+        return f"the plain step needs {format_bytes(plain.peak_bytes)}, and {format_bytes(free)} is free here"
     return ""
 
 
@@ -54,6 +54,6 @@ def probe_regions(workload: Workload, levers: Levers, place: torch.device | None
     """Return the regions whose recomputation makes something else than the forward pass did, and what differs."""
     named = {region.modules: region for region in levers.regions}
     return {
-        named.get(modules, Region(modules)): f"{error.module}, run again, does something else ({error.how})"
+        named.get(modules, Region(modules)): f"the second run of {error.module} differs from the first ({error.how})"
         for modules, error in differences(workload, levers, place).items()
     }

@@ -255,14 +255,14 @@ def _infeasible(
     target = limits.peak_bytes
     possible = [c.solver for c in freer if c.solver.peak_floor_bytes <= target]
     if any(solver.leanest(ADVICE_SECONDS).peak_bytes <= target for solver in possible):
-        advice.append("allow numerics='reduced', with which a plan fits")
+        advice.append("allow numerics='reduced': a plan then fits")
     if saved:
         advice.append(
-            "allow more, what saves most first: " + ", ".join(f"{x.how} (-{format_bytes(x.nbytes)})" for x in saved)
+            "allow more, largest saving first: " + ", ".join(f"{x.how} (-{format_bytes(x.nbytes)})" for x in saved)
         )
     advice.append(f"make {batch} smaller, or the model")
     verdict = infeasible_verdict(budget_bytes, needed_bytes, plain_bytes=plain_bytes, is_proven=is_proven)
-    is_least = "needs" if is_proven else "was found that needs"
+    is_least = "needs" if is_proven else "that memfit found needs"
     return InfeasibleError(
         f"{verdict}\nNo plan with numerics={limits.numerics!r} {is_least} less than this one:"
         f" {uses_text(leanest.point.uses)}. Its peak is {'; '.join(place_lines(prediction))}.\nWhat to do:"

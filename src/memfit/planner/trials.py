@@ -61,7 +61,7 @@ class Trials:
         for levers, why in self._failed.items():
             alike.setdefault(why, []).append(" with ".join(sorted(self._names(levers))))
         listed = {why: ", ".join(dict.fromkeys(names)) for why, names in alike.items()}
-        return [f"{names}: left out, since the step then fails ({why})" for why, names in listed.items()]
+        return [f"{names}: left out, since the step fails with it ({why})" for why, names in listed.items()]
 
     def _names(self, levers: Levers) -> frozenset[str]:
         batch_size = self._plain.microbatch_size
@@ -92,7 +92,7 @@ def failing(levers: Levers, regions: Sequence[Region], attempt: Attempt) -> list
 def first_line(error: BaseException) -> str:
     """Return an error in one line, as the user's own code said it where that is known."""
     if isinstance(error, RecomputationError):
-        return f"{error.module}, run again, does something else ({error.how})"
+        return f"the second run of {error.module} differs from the first ({error.how})"
     origin = error.__cause__ or error
     if isinstance(origin, DataDependentOutputException | DynamicOutputShapeException):  # says not where
         place, _, _ = str(error).partition("). ")  # and then what to do

@@ -195,11 +195,11 @@ class _Search:
         sizes = sorted(set(self.asked.world_sizes))
         useful = [size for size in sizes if size <= self.samples]
         if len(useful) < len(sizes):
-            self.notes.append(f"more than {self.samples} ranks would have no sample each: they are left out")
+            self.notes.append(f"numbers of ranks above {self.samples} are left out: some ranks would have no sample")
         if not useful:
             raise UsageError(
-                f"world_sizes= begins at {sizes[0]}, and the batch has {self.samples} samples, so that ranks would have"
-                " none: give fewer ranks, or a larger Workload.batch"
+                f"world_sizes= begins at {sizes[0]}, and the batch has {self.samples} samples, so some ranks"
+                " would have none: give fewer ranks, or a larger Workload.batch"
             )
         return useful
 
@@ -213,7 +213,7 @@ class _Search:
         if found is None or self.asked.numerics == "changed":
             return found is not None
         if self.world_sizes[0] > 1:
-            raise UsageError(f"world_sizes= has no single rank, and no others are allowed: {found}")
+            raise UsageError(f"world_sizes= has no 1, and several ranks are not allowed: {found}")
         self.notes.append(f"one rank and one microbatch only: {found}")
         return True
 

@@ -111,8 +111,9 @@ def _next_steps(ladder: Ladder) -> list[NextStep]:
     if top.peak_bytes is not None and top.step_seconds is not None and top is not plain:
         levers = [rung.name for rung in ladder.rungs if rung.outcome == "kept"][1:]
         why = (
-            f"What pays here ({clean(', '.join(levers))}) takes {format_bytes(top.peak_bytes)} and"
-            f" {seconds_text(top.step_seconds)} a step. Have the planner choose among all combinations for that budget:"
+            f"The kept levers ({clean(', '.join(levers))}) need {format_bytes(top.peak_bytes)} and"
+            f" {seconds_text(top.step_seconds)} a step. Let the planner choose among all combinations within that"
+            " budget:"
         )
         budget = budget_argument(max(top.peak_bytes, ladder.budget_bytes if ladder.is_budget_given else 0))
         steps.append(NextStep(why, f"plan = memfit.plan(workload, budget={budget!r}, numerics={ladder.allowed!r})"))

@@ -71,18 +71,18 @@ def refusals(regions: Regions) -> dict[str, str]:
             continue
         for region in calls:
             if trace.modules[trace.calls[region.calls[0]].module].refuses_hooks:
-                refused[fqn] = "runs a transform of torch.func, inside of which recomputation is not possible"
+                refused[fqn] = "runs a transform of torch.func, and PyTorch can't recompute inside of one"
                 break
             if trace.ops[region.recompute_at].phase == "forward":
-                refused[fqn] = "is differentiated within the loss, which would run it again there"
+                refused[fqn] = "is differentiated within the loss, so the loss would run it again"
                 continue
             changed = next((name for c in region.calls if (name := trace.calls[c].changed)), "")
             if changed:
-                refused[fqn] = f"reads {changed}, which has changed when it would run again"
+                refused[fqn] = f"reads {changed}, and this has changed before it would run again"
                 continue
             culprit = _writes_outside(trace, region)
             if culprit is not None:
-                refused[fqn] = f"writes to tensors from before it ({culprit}), which a recomputation would repeat"
+                refused[fqn] = f"writes to tensors made before it ({culprit}), and a recomputation would write again"
     return refused
 
 

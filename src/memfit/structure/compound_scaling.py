@@ -32,7 +32,7 @@ from memfit.workload import Workload, fingerprint
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule by which the multipliers grow: each is its base to the power of φ.
+    """A rule for the growth of the multipliers: each is its base to the power of φ.
 
     Args:
         name: Name in tables.

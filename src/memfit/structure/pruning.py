@@ -102,7 +102,7 @@ def prune(
 
 
 def batch_norm_sparsity(workload: Workload, *, strength: float = 1e-4) -> Workload:
-    """Return a workload whose loss adds the L1 norm of BatchNorm's scales, which pushes channels towards zero.
+    """Return a workload with the L1 norm of BatchNorm's scales added to its loss: this pushes channels towards zero.
 
     Train it for a while, then prune the original with `importance="batch-norm"` (Liu et al. 2017, *Network Slimming*,
     equation 1).

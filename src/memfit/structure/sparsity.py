@@ -25,7 +25,7 @@ _DTYPES = (torch.float16, torch.bfloat16)
 def sparsify(
     workload: Workload, *, modules: Sequence[str] = ("*",), device: str = "cpu", measure: bool = False
 ) -> Proposal:
-    """Propose linear layers whose weights are masked 2:4 by magnitude, with the mask kept while they are fine-tuned.
+    """Propose linear layers with weights masked 2:4 by magnitude; the mask is kept while they are fine-tuned.
 
     Masked weights get no gradient. Masks are a parametrization: the parameters stay those of the optimizer, under the
     name `parametrizations.weight.original`. After training, `to_sparse` converts them to sparse tensors.

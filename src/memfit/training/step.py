@@ -160,7 +160,7 @@ class Step:
             _log.warning("%s: %s", kind, text)
 
     def admit(self, batch: Any) -> None:
-        """Have the step predicted on a batch that is larger than planned.
+        """Predict the step on a batch that is larger than planned.
 
         Raises:
             UsageError: It would exceed the plan's budget.
@@ -169,7 +169,7 @@ class Step:
             self.options.admit(batch)
 
     def change(self, **options: Any) -> None:
-        """Have the next steps run otherwise; see `StepOptions`."""
+        """Change the options of the next steps; see `StepOptions`."""
         self.options = replace(self.options, **options)
 
     @property
@@ -179,26 +179,26 @@ class Step:
 
     @property
     def recovery(self) -> Callable[[Callable[[Any], StepResult], Any], StepResult] | None:
-        """Runs each step, and runs it again where memory runs out; None where nothing does."""
+        """Runs each step, and runs it again after out of memory; None for no second run."""
         return self.options.recovery
 
     @property
     def limit(self) -> Callable[[Any], AbstractContextManager[object]] | None:
-        """Makes the context of a step in which no more may be held than it says; None for no limit."""
+        """Makes the context of a step with a limit on its memory; None for no limit."""
         return self.options.limit
 
     @property
     def buckets(self) -> list[torch.Tensor]:
-        """What gradients are sent in to other ranks, where an engine holds that between steps."""
+        """Buffers of the gradients sent to other ranks, if an engine keeps them between steps."""
         return self.options.ranks.buckets
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of what gradients are sent in, where an engine holds that between steps."""
+        """Bytes of the buffers of gradients sent to other ranks, if an engine keeps them between steps."""
         return self.options.ranks.held_bytes(self.workload)
 
     def close(self) -> None:
-        """Undo what a plan did to the model; the step is of no use afterwards."""
+        """Undo the plan's changes to the model; the step can't be used afterwards."""
         undone(self._close)
 
     def _close(self) -> None:
@@ -230,7 +230,7 @@ class Step:
         return [microbatch for microbatch, _ in self._microbatches(batch, samples_of(self.workload, batch))]
 
     def compute_loss(self, microbatch: Any) -> tuple[torch.Tensor, torch.Tensor | float | None]:
-        """Return the loss of a microbatch, and the count it is to be divided by (None if it is a mean)."""
+        """Return the loss of a microbatch, and the count to divide it by (None if it is a mean)."""
         with self.autocast():
             return checked_loss(self.workload.loss_fn(self.workload.model, microbatch))
 
@@ -243,7 +243,7 @@ class Step:
         return nullcontext() if self.options.autocast is None else self.options.autocast()
 
     def update_parameters(self) -> None:
-        """Update the parameters from their gradients, whatever those are."""
+        """Update the parameters from their gradients, finite or not."""
         if self.options.update is None:
             self.workload.optimizer.step()
         else:
@@ -293,7 +293,7 @@ class Step:
         return self.last
 
     def evaluate(self, function: Callable[[nn.Module], T]) -> T:
-        """Return what a function of the model returns, which runs it forward outside of steps.
+        """Run a function of the model outside of steps, forward only, and return its result.
 
         Where ranks share the model, all of them call this: it gathers the parameters that are in parts.
         """

@@ -190,10 +190,9 @@ class Recovery(OutOfMemoryObserver):
             have_all_run_out = self._ranks.failed(ran_out=True)
         except UnansweredError:
             raise OutOfMemoryError(
-                f"step {number} ran out of memory ({outcome.text}) while DistributedDataParallel made new buckets,"
-                " where the other ranks can't be told: they wait, until torchrun or their process group's timeout ends"
-                " them."
-                " Resume from a checkpoint under a plan with a lower budget=",
+                f"step {number} ran out of memory ({outcome.text}) while DistributedDataParallel made new buckets. The"
+                " other ranks can't be informed at that point: they wait until torchrun or their process group's"
+                " timeout ends them. Resume from a checkpoint under a plan with a lower budget=",
                 step=number,
                 is_torn=True,
             ) from None
@@ -208,7 +207,10 @@ class Recovery(OutOfMemoryObserver):
         try:
             self._ranks.failed(ran_out=False)
         except UnansweredError:
-            error.add_note("memfit: the other ranks can't be told, and wait until they are ended")
+            error.add_note(
+                "memfit: the other ranks can't be informed at this point: they wait until torchrun or their process"
+                " group's timeout ends them"
+            )
         else:
             self._ranks.reset()
 
