@@ -129,7 +129,7 @@ class Scaling:
         Raises:
             OutputError: The file can't be written.
         """
-        text = f"{len(self.members)} members of the family by predicted peak and multiply-adds, and the budget"
+        text = f"predicted peak and multiply-adds of {len(self.members)} members of the family, and the budget"
         return codec.write_atomic(path, chart_page(_chart(self), "Scaling", "Members of the family", text).encode())
 
 
@@ -178,7 +178,7 @@ def scale(
         lowest = min(members, key=lambda m: m.peak_bytes)
         raise InfeasibleError(
             f"no member of the family fits {format_bytes(budget_bytes)}: the smallest, at φ={lowest.phi:g} of the rule"
-            f" {lowest.rule!r}, takes {format_bytes(lowest.peak_bytes)}. Raise budget, or lower phi_range",
+            f" {lowest.rule!r}, needs {format_bytes(lowest.peak_bytes)}. Raise budget, or lower phi_range",
             budget_bytes=budget_bytes,
             lowest_peak_bytes=lowest.peak_bytes,
             where=f"φ={lowest.phi:g}",
@@ -261,7 +261,10 @@ def _notes(members: Sequence[Member], best: Sequence[Member], phi_range: tuple[f
             yield f"{member.rule}: the largest φ of phi_range fits too: raise phi_range for larger members"
         larger = [m.phi for m in members if m.rule == member.rule and m.phi < member.phi and not m.fits]
         if larger:
-            yield f"{member.rule}: φ={max(larger):g} does not fit although a larger one does: peaks are not monotone"
+            yield (
+                f"{member.rule}: φ={max(larger):g} does not fit, and a larger φ does: the peak does not always grow"
+                " with φ"
+            )
 
 
 def _cells(member: Member) -> Iterator[str]:
@@ -286,7 +289,7 @@ def _chart(scaling: Scaling) -> charts.Chart:
     """
     shown = [m for m in scaling.members if m.peak_bytes <= FAR_BUDGET * scaling.budget_bytes]
     x = byte_axis(1.08 * max(scaling.budget_bytes, *(m.peak_bytes for m in shown)), "predicted peak")
-    y = Axis(0.0, 1.12 * max(m.multiply_adds for m in shown), "multiply-adds of a sample, millions", 1e6)
+    y = Axis(0.0, 1.12 * max(m.multiply_adds for m in shown), "multiply-adds per sample, millions", 1e6)
     lines, marks = [], []
     for index, rule in enumerate(dict.fromkeys(member.rule for member in shown)):
         colour, symbol = _COLOURS[index % len(_COLOURS)], _SYMBOLS[index % len(_SYMBOLS)]

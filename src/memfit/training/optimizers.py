@@ -40,8 +40,8 @@ class Optimizers(torch.optim.Optimizer):
         parameters = [id(p) for group in groups for p in group["params"]]
         if not groups or len(set(parameters)) < len(parameters):
             raise WorkloadError(
-                f"Optimizers(optimizers=...) has {len(optimizers)} optimizers over {len(parameters)} parameters, of"
-                f" which {len(set(parameters))} are different: give one or more, each over parameters of its own"
+                f"Optimizers(optimizers=...) has {len(optimizers)} optimizers over {len(parameters)} parameters,"
+                f" {len(set(parameters))} of them different: give one or more, without a parameter in common"
             )
         self._counts = [len(optimizer.param_groups) for optimizer in optimizers]
         super().__init__([{"params": group["params"]} for group in groups], {})

@@ -34,8 +34,8 @@ from memfit.workload import Workload, part_of, samples_of, tensors_of
 _CPU = torch.device("cpu")
 _log = logging.getLogger("memfit")
 _UNRELATED = (
-    "Workload.loss_fn returned a loss that does not depend on any parameter of Workload.optimizer: compute it with the"
-    " model that loss_fn gets as its first argument"
+    "Workload.loss_fn returned a loss that depends on no parameter of Workload.optimizer: compute it with the first"
+    " argument of loss_fn, the model"
 )
 
 
@@ -469,9 +469,9 @@ class Step:
         norm = float(_norm_of(norms))
         if not math.isfinite(norm):
             raise NonFiniteError(
-                f"the gradient norm is {norm} at step {self.steps} (loss {loss:g}), and the weights were updated with"
-                " it, as each gradient is used in the backward pass: go on from a checkpoint, lower the learning rate,"
-                " or set levers.optimizer to 'as-is', which checks gradients before the update",
+                f"the gradient norm is {norm} at step {self.steps} (loss {loss:g}), and the weights are updated"
+                " already, since each gradient is used in the backward pass: resume from a checkpoint, lower the"
+                " learning rate, or set levers.optimizer to 'as-is', which checks gradients before the update",
                 step=self.steps,
                 value=norm,
             )
@@ -506,9 +506,10 @@ class Step:
         if in_a_row >= self.scaler.settings.max_skips:
             where = self._diagnosis(share)
             raise self._not_finite(
-                f"the gradients overflowed in {in_a_row} steps in a row at step {self.steps}, last in {parameter}"
-                f" ({where}), and the loss scale fell to {scale:g}: nothing was updated. The model"
-                " leaves the range of fp16: use precision='bf16-mixed', or name the module in Workload.fp32_modules",
+                f"the gradients overflowed in {in_a_row} consecutive steps, up to step {self.steps}, last in"
+                f" {parameter} ({where}), and the loss scale fell to {scale:g}: nothing was updated. The model's"
+                " values exceed the range of fp16: use precision='bf16-mixed', or name the module in"
+                " Workload.fp32_modules",
                 math.inf,
                 where,
             )
@@ -522,7 +523,7 @@ class Step:
         for name, parameter in self.named_owners():
             if parameter.grad is not None and not torch.isfinite(gradient_values(parameter.grad)).all():
                 return name
-        return "no single parameter"
+        return "none of the parameters"
 
     def _diagnosis(self, share: Share) -> FirstNotFinite:
         """Run the batch again and watch the modules; the gradients are of no use any more."""
