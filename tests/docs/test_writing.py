@@ -16,9 +16,8 @@ from tests.docs.pages import PAGES, ROOT, name_of, prose_of
 from tests.docs.writing import faults_of_line, faults_of_opening, forms_in
 
 LINES_TO_DO = {
-    *("Plan", "Plan.is_proven", "Step.buckets", "Step.close", "Step.evaluate", "Step.held_bytes", "Step.limit"),
+    *("Plan", "Plan.is_proven"),
     *(
-        "Step.update_parameters",
         "Verification.holds",
         "adapt",
         "compile_backend",

@@ -355,8 +355,8 @@ class _LossOfChunks(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise UsageError(
-                "the backward pass of a chunked loss ran twice, and its gradients are kept for one only: plan without"
-                " chunked_loss, or compute the loss again"
+                "the backward pass of a chunked loss ran twice, and its gradients are kept for one run only: plan"
+                " without chunked_loss, or compute the loss again"
             )
         scaled = [None if g is None else g.mul_(grad).to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
         return *scaled, None, None, None, None, None

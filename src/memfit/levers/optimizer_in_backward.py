@@ -47,7 +47,7 @@ class OptimizerInBackward(UpdateLever):
                 "if one optimizer skips a step, all must skip it, and that is known only after the backward pass"
             ),
             OPTIMIZER_HOOKS: "they would run once per parameter, not once per step",
-            GRADIENT_HOOKS: "by then gradients may be freed, and parameters updated",
+            GRADIENT_HOOKS: "they may read gradients that are freed, or parameters that are updated already",
             FOREIGN_OPTIMIZER: "its step may use gradients of other parameters",
         },
     )

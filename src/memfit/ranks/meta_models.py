@@ -119,9 +119,9 @@ def _makers(module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[nn.Module
         return
     if own := next((name for name in _OWN_RECIPES if callable(getattr(module, name, None))), None):
         raise WorkloadError(
-            f'Workload.model was built under torch.device("meta"), and {type(module).__name__}.{own}() initialises them'
-            " in its own way, unknown to memfit: initialise them in reset_parameters() of the modules, or build the"
-            " model without"
+            f'Workload.model was built under torch.device("meta"), and {type(module).__name__}.{own}() initialises the'
+            " parameters in its own way, unknown to memfit: initialise them in reset_parameters() of the modules, or"
+            " build the model without"
         )
     if callable(reset := getattr(module, "reset_parameters", None)):
         yield module, reset

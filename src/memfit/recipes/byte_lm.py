@@ -50,7 +50,7 @@ def byte_lm(
     max_bytes: int | None = None,
     seed: int = 0,
 ) -> Workload:
-    """Return the training step of a byte-level language model of the standard library's source.
+    """Return the training step of a byte-level language model on the standard library's source.
 
     Args:
         n_layer: Number of blocks (> 0).

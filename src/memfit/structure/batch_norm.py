@@ -41,7 +41,7 @@ _FROZEN: dict[type[nn.Module], type[_Frozen]] = {
 
 
 def freeze_batch_norm(model: nn.Module) -> list[str]:
-    """Freeze every BatchNorm of a model: it then normalises by its running statistics in training too.
+    """Freeze every BatchNorm of a model: in training too it then uses its running statistics.
 
     Use it on trained models: fresh statistics are means of 0 and variances of 1. Weights and biases are trained
     further; parameters, buffers, hooks and names stay as they are.

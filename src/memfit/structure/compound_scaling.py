@@ -32,7 +32,7 @@ from memfit.workload import Workload, fingerprint
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule by which the multipliers grow: each is its base to the power of φ.
+    """A rule of growth: each multiplier is its base to the power of φ.
 
     Args:
         name: Name in tables.
@@ -88,7 +88,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Scaling:
-    """The members of a family that were predicted, and the chosen one. Print it for a table.
+    """The predicted members of a family, and the chosen one. Print it for a table.
 
     Attributes:
         workload: The chosen member's workload.
@@ -104,7 +104,7 @@ class Scaling:
 
     @property
     def frontier(self) -> list[Member]:
-        """Return the members with more multiply-adds than all that need less memory, from small to large."""
+        """Return the members with more multiply-adds than all members of a lower peak, from small to large."""
         members: list[Member] = []
         for member in sorted(self.members, key=lambda m: (m.peak_bytes, -m.multiply_adds)):
             if not members or member.multiply_adds > members[-1].multiply_adds:
@@ -124,7 +124,7 @@ class Scaling:
         return text_of(table, *(Text(line) for line in (marks, *self.notes)), width=120)
 
     def plot(self, path: Path | str) -> Path:
-        """Write the frontier as an HTML page that needs no network: multiply-adds over the predicted peak.
+        """Write the frontier as an HTML page, readable offline: multiply-adds over the predicted peak.
 
         Raises:
             OutputError: The file can't be written.
@@ -145,7 +145,7 @@ def scale(
     tolerance: float = 0.1,
     phi_range: tuple[float, float] = (-8.0, 8.0),
 ) -> Scaling:
-    """Find the largest member of a family that fits a budget: for each rule by bisection, then the best by a proxy.
+    """Find the largest member of a family within a budget: by bisection for each rule, then the best by a proxy.
 
     Args:
         family: `family(width, depth, resolution)` returns the workload for multipliers; its peak must not fall as φ

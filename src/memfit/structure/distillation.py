@@ -39,7 +39,7 @@ def distill(
     teacher_microbatch_size: int | None = None,
     teacher_dtype: torch.dtype | None = None,
 ) -> Workload:
-    """Return a workload that trains a copy of the user's model on its own loss and on a teacher's outputs.
+    """Return a workload to train a copy of the model on its own loss and on a teacher's outputs.
 
     The loss is (1 − weight) · own + weight · softened (`softened_loss`) + feature_weight · the mean squared
     difference of each pair of features (Romero et al. 2015, *FitNets*). `student` gives the student back.
@@ -94,7 +94,7 @@ def distill(
 
 
 def student(distilled: Workload, original: Workload) -> Workload:
-    """Return the original workload with the trained student of a distilled one as its model.
+    """Return the original workload with the trained student as its model.
 
     Args:
         distilled: The result of `distill(original, ...)`. Its optimizer becomes the student's, without the projections.

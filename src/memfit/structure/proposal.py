@@ -171,7 +171,7 @@ def _advice(before: Price, after: Price) -> list[str]:
 
 
 def price(workload: Workload, *, device: str = "cpu") -> Price:
-    """Return the price of a workload, which is left unchanged."""
+    """Return the price of a workload, without changing it."""
     return Price(
         parameters=sum(p.numel() for p in workload.model.parameters()),
         multiply_adds=forward_pass(workload).multiply_adds,

@@ -56,7 +56,7 @@ def prune(
     device: str = "cpu",
     measure: bool = False,
 ) -> Proposal:
-    """Propose a model with fewer channels: the least important are removed until few enough multiply-adds are left.
+    """Propose a model with fewer channels: it loses the least important ones, down to a share of its multiply-adds.
 
     The running statistics of BatchNorms are taken anew from the workload's batch, before any fine-tuning.
 
@@ -106,7 +106,7 @@ def prune(
 
 
 def batch_norm_sparsity(workload: Workload, *, strength: float = 1e-4) -> Workload:
-    """Return a workload whose loss adds the L1 norm of BatchNorm's scales, which pushes channels towards zero.
+    """Return a workload with the L1 norm of BatchNorm's scales in its loss: it pushes channels towards zero.
 
     Train it for a while, then prune the original with `importance="batch-norm"` (Liu et al. 2017, *Network Slimming*,
     equation 1).

@@ -25,7 +25,7 @@ _DTYPES = (torch.float16, torch.bfloat16)
 def sparsify(
     workload: Workload, *, modules: Sequence[str] = ("*",), device: str = "cpu", measure: bool = False
 ) -> Proposal:
-    """Propose linear layers whose weights are masked 2:4 by magnitude, with the mask kept while they are fine-tuned.
+    """Propose linear layers with 2:4 masks by magnitude, kept during fine-tuning.
 
     Masked weights get no gradient. Masks are a parametrization: the parameters stay those of the optimizer, under the
     name `parametrizations.weight.original`. After training, `to_sparse` converts them to sparse tensors.
@@ -89,7 +89,7 @@ class Masked(nn.Module):
 
 
 def to_sparse(model: nn.Module) -> list[str]:
-    """Convert a model's masked weights to PyTorch's sparse tensors, in place, for inference: it can't be trained then.
+    """Convert a model's masked weights to PyTorch's sparse tensors in place, for inference only.
 
     Args:
         model: On a GPU of compute capability 8.0 or more, in fp16 or bf16, with layers that `sparsify` masked.

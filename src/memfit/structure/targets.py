@@ -34,7 +34,7 @@ def precompute(
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a teacher's outputs on the data, for `distill(workload, path)`, which then trains without the teacher.
+    """Write a teacher's outputs on the data: `distill(workload, path)` then trains without the teacher.
 
     A file that already holds this teacher's outputs for such data is left as it is.
 

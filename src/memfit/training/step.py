@@ -160,7 +160,7 @@ class Step:
             _log.warning("%s: %s", kind, text)
 
     def admit(self, batch: Any) -> None:
-        """Have the step predicted on a batch that is larger than planned.
+        """Predict the step on a batch larger than planned.
 
         Raises:
             UsageError: It would exceed the plan's budget.
@@ -169,7 +169,7 @@ class Step:
             self.options.admit(batch)
 
     def change(self, **options: Any) -> None:
-        """Have the next steps run otherwise; see `StepOptions`."""
+        """Change options of the next steps; see `StepOptions`."""
         self.options = replace(self.options, **options)
 
     @property
@@ -179,26 +179,26 @@ class Step:
 
     @property
     def recovery(self) -> Callable[[Callable[[Any], StepResult], Any], StepResult] | None:
-        """Runs each step, and runs it again where memory runs out; None where nothing does."""
+        """Runs each step, and runs it again if memory runs out; None without recovery."""
         return self.options.recovery
 
     @property
     def limit(self) -> Callable[[Any], AbstractContextManager[object]] | None:
-        """Makes the context of a step in which no more may be held than it says; None for no limit."""
+        """Makes the context of a step with a memory limit; None without a limit."""
         return self.options.limit
 
     @property
     def buckets(self) -> list[torch.Tensor]:
-        """What gradients are sent in to other ranks, where an engine holds that between steps."""
+        """Return the buffers of gradients for other ranks, if an engine keeps them between steps."""
         return self.options.ranks.buckets
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of what gradients are sent in, where an engine holds that between steps."""
+        """Return the bytes of the buffers of gradients for other ranks, if an engine keeps them between steps."""
         return self.options.ranks.held_bytes(self.workload)
 
     def close(self) -> None:
-        """Undo what a plan did to the model; the step is of no use afterwards."""
+        """Undo the plan's changes to the model. The step can't run afterwards."""
         undone(self._close)
 
     def _close(self) -> None:
@@ -230,12 +230,12 @@ class Step:
         return [microbatch for microbatch, _ in self._microbatches(batch, samples_of(self.workload, batch))]
 
     def compute_loss(self, microbatch: Any) -> tuple[torch.Tensor, torch.Tensor | float | None]:
-        """Return the loss of a microbatch, and the count it is to be divided by (None if it is a mean)."""
+        """Return the loss of a microbatch, and its divisor (None for a mean)."""
         with self.autocast():
             return checked_loss(self.workload.loss_fn(self.workload.model, microbatch))
 
     def drop_forward(self) -> None:
-        """Make the model ready for another forward pass, after one without a backward pass: cut gathered parameters."""
+        """Discard a forward pass without a backward pass: gathered parameters are cut again."""
         self.options.ranks.drop_forward()
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -243,7 +243,7 @@ class Step:
         return nullcontext() if self.options.autocast is None else self.options.autocast()
 
     def update_parameters(self) -> None:
-        """Update the parameters from their gradients, whatever those are."""
+        """Update the parameters from their present gradients."""
         if self.options.update is None:
             self.workload.optimizer.step()
         else:
@@ -293,7 +293,7 @@ class Step:
         return self.last
 
     def evaluate(self, function: Callable[[nn.Module], T]) -> T:
-        """Return what a function of the model returns, which runs it forward outside of steps.
+        """Call a function with the model outside of steps, and return its result.
 
         Where ranks share the model, all of them call this: it gathers the parameters that are in parts.
         """
@@ -386,11 +386,11 @@ class Step:
         return list(parameters.values()), statistics
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return every parameter, of optimizer and model."""
+        """Return all parameters of optimizer and model."""
         return self._held()[0]
 
     def named_owners(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters that have the gradients, by the FQN of the model's."""
+        """Return the parameters with the gradients, by the FQNs of the model's parameters."""
         return [(name, self.options.masters.get(p, p)) for name, p in self.workload.model.named_parameters()]
 
     def _microbatches(self, batch: Any, samples: int) -> list[tuple[Any, int]]:

@@ -475,7 +475,10 @@ def _resumed(
 ) -> list[tuple[str, str]]:
     """Return the events to log for a resumed run: kinds and texts."""
     events = [
-        ("damaged checkpoint", f"{damage}; it was renamed to {place}, and training continues from {loaded.path}")
+        (
+            "damaged checkpoint",
+            f"{damage}; the checkpoint was renamed to {place}, and training continues from {loaded.path}",
+        )
         for damage, place in zip(damages, aside, strict=True)
     ]
     if loaded.plan.levers.precision != plan.levers.precision:

@@ -48,7 +48,7 @@ def check_disk(
     checkpoints = f"{at_once} checkpoint{'s' if at_once > 1 else ''} of {format_bytes(each)} at a time"
     if total and needed - replaced_bytes > free:  # some network file systems report a size of 0
         replaced = (
-            (f"({format_bytes(replaced_bytes)} of this are used by its present run already)") if replaced_bytes else ""
+            (f" ({format_bytes(replaced_bytes)} of it in use by the present run already)") if replaced_bytes else ""
         )
         raise OutputError(
             f"out={str(out)!r} has {format_bytes(free)} free, and the run needs {format_bytes(needed)}{replaced}:"
