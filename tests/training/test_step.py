@@ -368,7 +368,7 @@ def test_a_scale_that_does_not_overflow_changes_nothing() -> None:
 def test_overflows_without_end_are_an_error_that_names_a_parameter() -> None:
     step = overflowing_step()
     before = weights_of(step.workload.model)
-    with pytest.raises(NonFiniteError, match=r"32 steps in a row.*0\.weight.*bf16-mixed") as caught:
+    with pytest.raises(NonFiniteError, match=r"32 consecutive steps.*0\.weight.*bf16-mixed") as caught:
         for _ in range(LossScaling().max_skips):
             step(boosted(math.inf))
     assert caught.value.step == 0

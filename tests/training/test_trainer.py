@@ -168,9 +168,9 @@ def test_evaluation_puts_every_flag_back(cases: SimpleNamespace, tmp_path: Path)
 @pytest.mark.parametrize("values", [None, [1.0], {"x": "high"}, {"x": torch.zeros(2)}])
 def test_evaluate_must_return_figures(values: Any, cases: SimpleNamespace, tmp_path: Path) -> None:
     run = Run(cases, tmp_path / "run", evaluate=lambda model: values)
-    with pytest.raises(WorkloadError, match="named figures"):
+    with pytest.raises(WorkloadError, match="return a dict of names and floats"):
         run.fit(steps=1)
-    assert "named figures" in str(run.record.error)
+    assert "return a dict of names and floats" in str(run.record.error)
 
 
 def test_figures_that_are_not_finite(cases: SimpleNamespace, tmp_path: Path) -> None:

@@ -85,7 +85,8 @@ def test_a_run_that_needs_too_much_is_refused_by_argument_before_anything_is_wri
     workload = BUILDERS["transformer"]()
     plan, out = plan_of(workload), tmp_path / "run"
     with pytest.raises(
-        BudgetError, match=r"beyond what.*steps of the plan: .*prefetch_batches=8.*host_budget=1000 allows"
+        BudgetError,
+        match=r"more of the host's memory.*steps of the plan: .*prefetch_batches=8.*host_budget=1000 allows",
     ):
         memfit.train(plan, workload, out=out, steps=1, prefetch_batches=8, host_budget=1000)
     with pytest.raises(BudgetError, match=r"async_checkpoints=True: .*Leave out async_checkpoints=, lower prefetch_"):
