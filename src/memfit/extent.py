@@ -119,7 +119,7 @@ def difference_text(now: Extent, before: Extent) -> str:
         if not covers(before, {path: column}):
             old = before.get(path)
             parts.append(
-                extent_text({path: column}) + (f" where {extent_text({path: old})} was planned for" if old else "")
+                extent_text({path: column}) + (f" instead of the planned {extent_text({path: old})}" if old else "")
             )
     return parts[0] if parts else extent_text(now)
 

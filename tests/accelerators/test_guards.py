@@ -85,7 +85,7 @@ def test_a_step_that_runs_out_is_run_again_lower_and_nothing_is_lost(
     assert same(found, expected)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     (event,) = [line for line in lines if line.get("kind") == "out of memory" or "out of memory" in str(line)]
-    assert "run under the plan of" in str(event) and "stayed allocated" not in str(event)
+    assert "ran its batch again under the plan of" in str(event) and "stayed allocated" not in str(event)
     saved = memfit.Plan.load(tmp_path / "run" / f"checkpoint-{STEPS}" / "plan.json")
     assert saved.levers != plan.levers and saved.predicted.peak_bytes < plan.predicted.peak_bytes
     del workload, found

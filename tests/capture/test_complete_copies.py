@@ -390,7 +390,7 @@ STEPS: dict[str, Callable[[], Workload]] = {
     "features in hooks": with_features_in_hooks,
     "a list's bound method": with_a_bound_method_of_a_list,
     "a patched forward": with_a_patched_forward,
-    "hooks of gradients": with_hooks_of_gradients,
+    "gradient hooks": with_hooks_of_gradients,
     "optimizers in hooks": with_optimizers_in_hooks,
     "a hook of all gradients": with_a_hook_of_all_gradients,
     "tensors on parameters": with_tensors_on_parameters,

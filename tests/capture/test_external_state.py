@@ -222,5 +222,5 @@ def test_the_model_itself_is_to_be_reached_by_the_argument() -> None:
     workload = Workload(
         model, torch.randn(2, 3, 64, 64), lambda _, x: model(x).mean(), torch.optim.SGD(model.parameters(), lr=0.1)
     )
-    with pytest.raises(WorkloadError, match="Workload.loss_fn returned a loss that does not depend on any"):
+    with pytest.raises(WorkloadError, match="Workload.loss_fn returned a loss that depends on no"):
         memfit.estimate(workload)

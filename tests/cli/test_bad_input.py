@@ -86,8 +86,8 @@ TABLE: list[tuple[str, int, str]] = [
     ("estimate mine:loss_of_the_wrong_shape", 2, "loss"),
     ("estimate mine:no_loss", 2, "loss"),
     ("estimate mine:no_samples", 2, "Workload.batch has no samples"),
-    ("estimate mine:original_model", 2, "a loss that does not depend on any parameter of Workload.optimizer"),
-    ("estimate mine:foreign_optimizer", 2, "Give an optimizer whose step() takes no closure"),
+    ("estimate mine:original_model", 2, "a loss that depends on no parameter of Workload.optimizer"),
+    ("estimate mine:foreign_optimizer", 2, "Give an optimizer without a closure"),
     ("estimate mine:bad_scaling", 2, "LossScaling.growth_factor=0.5 is out of its range"),
     ("estimate mine:unknown_loop", 2, "Loop.zero_grad='never' is unknown: use one of 'before-forward'"),
     # options

@@ -64,7 +64,7 @@ def test_estimate(memfit: Shell) -> None:
     assert status == 0
     assert "activations" in output
     status, output, _ = memfit("estimate", LEAN, "--parallel", "cp=2")
-    assert status == 0 and "cp=2 on paper" in output and "neither applied nor measured" in " ".join(output.split())
+    assert status == 0 and "cp=2 on paper" in output and "not applied or measured" in " ".join(output.split())
 
 
 @pytest.mark.ci
@@ -210,7 +210,7 @@ def test_a_run_that_is_preempted_says_so_by_its_status_and_goes_on(
     options = ("--plan", str(plan_file), "--out", run, "--steps", "5")
     status, _, errors = memfit("train", "tests.workloads:preempted", *options)
     assert status == 75
-    assert f"goes on from {run}/checkpoint-3" in errors and "Traceback" not in errors
+    assert f"continues from {run}/checkpoint-3" in errors and "Traceback" not in errors
     status, output, _ = memfit("train", LEAN, *options, "--resume", "--prefetch-batches", "2", "--json")
     assert (status, json.loads(output)["steps"]) == (0, 5)
 
@@ -453,4 +453,4 @@ def test_an_interrupt_says_where_a_training_goes_on(
     run = tmp_path / "run"
     status, _, errors = memfit("train", LEAN, "--plan", str(plan_file), "--steps", "3", "--out", str(run))
     assert status == 130 and "Traceback" not in errors
-    assert errors.splitlines()[-1].startswith(f"interrupted; --resume goes on from {run}")
+    assert errors.splitlines()[-1].startswith(f"interrupted; --resume continues from {run}")

@@ -91,7 +91,7 @@ def test_processes_that_an_accelerator_would_not_share_the_step_with_are_refused
     fitted = object.__new__(FittedLoop)
     fitted.__dict__.update(precision="32-true", accumulation=1, _arguments={}, _model=workload().model)
     fitted.plan = SimpleNamespace(engine=None)  # type: ignore[assignment]
-    with pytest.raises(UsageError, match="would train by itself"):
+    with pytest.raises(UsageError, match="would train alone"):
         fitted.accelerator()
 
 

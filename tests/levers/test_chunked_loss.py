@@ -132,7 +132,7 @@ def test_logits_that_something_else_asks_for_are_left_alone() -> None:
     workload = dataclasses.replace(workload, loss_fn=loss)
     plan = memfit.plan(workload, budget="1GiB", precisions=["32-true"], points=1)
     assert {c.levers.chunked_loss for c in plan.frontier} == {None}
-    assert any("asks for the logits of head" in note for note in plan.notes)
+    assert any("use the logits of head" in note for note in plan.notes)
 
 
 def test_a_running_step_is_switched() -> None:

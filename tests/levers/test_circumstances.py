@@ -302,14 +302,16 @@ def test_a_link_must_be_known_or_measurable(monkeypatch: pytest.MonkeyPatch) -> 
 def test_verbs_refuse_plans_made_by_hand(plan: Plan, levers: dict[str, Any]) -> None:
     edited = replace(plan, levers=replace(plan.levers, **levers))
     for verb in (memfit.apply, memfit.verify, functools.partial(memfit.apply, adaptive=True)):
-        with pytest.raises(PlanError, match="does not go with .* The row in docs/reference/combinations.md: "):
+        with pytest.raises(PlanError, match="can't be combined with .* The row in docs/reference/combinations.md: "):
             verb(edited, lean())  # type: ignore[operator]
 
 
 def test_arguments_are_named() -> None:
-    with pytest.raises(PlanError, match="^precision='tf32' on cpu: tf32 does not go with a device without TF32"):
+    with pytest.raises(PlanError, match="^precision='tf32' on cpu: tf32 can't be combined with a device without TF32"):
         memfit.estimate(lean(), precision="tf32")
-    with pytest.raises(PlanError, match="^host_budget='1GiB' on cpu: activation offload does not go with a device"):
+    with pytest.raises(
+        PlanError, match="^host_budget='1GiB' on cpu: activation offload can't be combined with a device"
+    ):
         memfit.plan(lean(), budget="1GiB", host_budget="1GiB")
 
 

@@ -331,7 +331,7 @@ def test_a_plan_is_compiled_where_that_is_asked_for(compiled: Plan) -> None:
         (
             {"compile": True, "world_size": 2},
             PlanError,
-            "compilation does not go with sharding|sharding .* compilation",
+            "compilation can't be combined with sharding|sharding .* compilation",
         ),
     ],
 )

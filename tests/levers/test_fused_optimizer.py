@@ -113,5 +113,5 @@ def test_a_plan_takes_it_where_nothing_else_fits() -> None:
 def test_it_is_refused_where_there_is_none_to_switch_on(optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
     workload = wide()
     workload = dataclasses.replace(workload, optimizer=optimizer(workload.model.parameters()))
-    with pytest.raises(PlanError, match="fused optimizer does not go with an optimizer without a fused step"):
+    with pytest.raises(PlanError, match="fused optimizer can't be combined with an optimizer without a fused step"):
         check_combination(FUSED, workload)

@@ -173,7 +173,7 @@ FIRST: dict[str, tuple[Callable[[Plan], Any], list[str]]] = {
     ),
     "a wrapped model": (
         lambda plan: planned(workload(model=nn.DataParallel(MODEL))),
-        ["Workload.model is a DataParallel", "give the model in it, Workload.model.module"],
+        ["Workload.model is a DataParallel", "give the model inside, Workload.model.module"],
     ),
     "an optimizer's class": (
         lambda plan: workload(optimizer=torch.optim.AdamW),
@@ -271,13 +271,16 @@ def test_what_was_given_and_what_to_type_is_said_before_anything_is_captured(
 
 RETURNED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "nothing": (lambda loss: None, "Workload.loss_fn returned None: end it with `return loss`"),
-    "a vector": (lambda loss: loss.expand(6), "a tensor of shape (6,): return one number, as loss.mean()"),
-    "a detached loss": (lambda loss: loss.detach(), "returned a loss that has no gradient: compute it with the model"),
+    "a vector": (lambda loss: loss.expand(6), "a tensor of shape (6,): return one number, such as loss.mean()"),
+    "a detached loss": (
+        lambda loss: loss.detach(),
+        "returned a loss without a gradient: compute it with the first argument of loss_fn",
+    ),
     "a number": (lambda loss: 0.5, "returned the number 0.5, not a tensor: return the loss without .item()"),
-    "a dict": (lambda loss: {"loss": loss}, "returned a dict: return the loss in it, as output['loss']"),
+    "a dict": (lambda loss: {"loss": loss}, "returned a dict: return only the loss, such as output['loss']"),
     "another model's loss": (
         lambda loss: OTHER(BATCH[0]).mean(),
-        "does not depend on any parameter of Workload.optimizer: compute it with the model that loss_fn gets",
+        "depends on no parameter of Workload.optimizer: compute it with the first argument of loss_fn",
     ),
 }
 

@@ -142,7 +142,7 @@ def test_a_batch_that_no_plan_holds_ends_the_loop_before_it_runs() -> None:
     running = loop("rows", [SMALL, SMALL, SMALL, 16 * LARGE])
     model, optimizer = next(running)  # type: ignore[misc]
     with (
-        pytest.raises(InfeasibleError, match=f"{16 * LARGE}x64 where {SMALL}x64 was planned for") as caught,
+        pytest.raises(InfeasibleError, match=f"{16 * LARGE}x64 instead of the planned {SMALL}x64") as caught,
         memfit.fit(model, optimizer, budget=int(1.2 * plain_bytes), tell=lambda _: None),
     ):
         next(running)

@@ -329,8 +329,12 @@ def test_a_training_run_logs_what_ran_out_and_goes_on_with_the_lower_plan(tmp_pa
     assert newest is not None and memfit.Plan.load(newest / "plan.json") == taken
     assert taken.levers == plan.frontier[1].levers
     page = memfit.write_report(tmp_path / "run").read_text()
-    assert "Tried to allocate 2.00 MiB" in page and "run under the plan of" in page and ": 1 region" in page
-    assert "memory snapshot, as predicted: out-of-memory-2.pickle" in page
+    assert (
+        "Tried to allocate 2.00 MiB" in page
+        and ("ran its batch again under the plan of") in page
+        and ": 1 region" in page
+    )
+    assert "predicted memory snapshot: out-of-memory-2.pickle" in page
     memfit.train(plan, BUILDERS["transformer"](), out=tmp_path / "run", steps=1, overwrite=True)
     assert list((tmp_path / "run").glob("*.pickle")) == []
 
@@ -348,7 +352,7 @@ def test_the_snapshot_is_of_the_plan_that_ran_out(how: str, tmp_path: Path) -> N
     if how == "no recovery":
         with pytest.raises(MemoryLimitError) as caught:
             memfit.train(plan, workload, out=tmp_path, steps=2, limit_bytes=limit_bytes, **run)
-        assert "memory snapshot, as predicted: out-of-memory-2.pickle" in caught.value.__notes__[0]
+        assert "predicted memory snapshot: out-of-memory-2.pickle" in caught.value.__notes__[0]
     else:
         memfit.train(plan, workload, out=tmp_path, steps=2, limit_bytes=limit_bytes, **run)
     record = codec.read(tmp_path / "run.json", RunRecord)

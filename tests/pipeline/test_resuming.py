@@ -24,12 +24,12 @@ from tests.models import BUILDERS
 
 MASTERS, ROUNDING = "master-weights", "stochastic-rounding"
 PAIRS: list[tuple[Precision, Precision, Any, str]] = [
-    ("32-true", "16-mixed", None, "a new loss scaler begins at 65536"),
+    ("32-true", "16-mixed", None, "a new loss scaler starts at 65536"),
     ("16-mixed", "32-true", None, "the loss scaler's state is dropped"),
     ("16-mixed", "bf16-mixed", None, "the loss scaler's state is dropped"),
-    ("32-true", "bf16-true", MASTERS, "taken as they are"),
-    ("bf16-true", "32-true", MASTERS, "taken as they are"),
-    ("bf16-true", "16-mixed", MASTERS, "a new loss scaler begins at 65536"),
+    ("32-true", "bf16-true", MASTERS, "unchanged"),
+    ("bf16-true", "32-true", MASTERS, "unchanged"),
+    ("bf16-true", "16-mixed", MASTERS, "a new loss scaler starts at 65536"),
     ("32-true", "bf16-true", ROUNDING, "weights are rounded to bf16"),
     ("bf16-true", "32-true", ROUNDING, "weights are widened from bf16"),
 ]
@@ -79,7 +79,7 @@ def test_a_run_goes_on_in_another_precision(
     assert all(torch.equal(a[key], b[key]) for a, b in zip(*states, strict=True) for key in a)
     (event,) = record.events
     assert event.kind == "another precision" and done in event.text
-    assert f"precision={was!r}; training goes on with {is_now!r}" in event.text
+    assert f"precision={was!r}; training continues with {is_now!r}" in event.text
 
 
 def test_in_the_same_precision_a_checkpoint_without_the_scaler_s_state_is_refused(tmp_path: Path) -> None:

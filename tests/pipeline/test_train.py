@@ -126,7 +126,7 @@ def test_a_run_goes_on_bitwise_under_the_plan_of_a_smaller_machine(plan: Plan, w
     (event,) = record.events
     assert event.kind == "another plan"
     count = len(plan.levers.regions)
-    assert event.text.endswith(f"goes on with {count} region{'s' * (count > 1)}")
+    assert event.text.endswith(f"continues with {count} region{'s' * (count > 1)}")
     assert codec.read(tmp_path / "moved" / "plan.json", Plan) == plan
     assert codec.read(tmp_path / "moved" / "views.json", Views).planned.peak_bytes == plan.predicted.peak_bytes
 

@@ -44,7 +44,7 @@ def test_ranks_that_work_together_hear_of_errors() -> None:
     first, second = on_ranks(2, working)
     assert first[0] == second[0] == ([0, 10], "by 0")
     assert first[1] == second[1] == ([1.0, 0.0], True, False, 5)
-    assert first[2] == ("full", 3, ["memfit: it failed on rank 1"]) and second[2] == ("full", 3, [])
+    assert first[2] == ("full", 3, ["memfit: the error is from rank 1"]) and second[2] == ("full", 3, [])
     assert first[3] == ("KeyError", "'name'") and second[3] == ("RankError", "KeyError: 'name'")
     assert first[4] == second[4]
 

@@ -235,7 +235,7 @@ def test_regions_that_cannot_be_are_refused() -> None:
     model = transformer().model
     with pytest.raises(PlanMismatchError, match=r"'blocks\.7'"), entered(model, {"blocks.7": ()}):
         pass
-    with pytest.raises(PlanError, match=r"'blocks\.0\.mlp' within 'blocks\.0', which keeps"):
+    with pytest.raises(PlanError, match=r"'blocks\.0\.mlp' within 'blocks\.0', and the outer region keeps"):
         with entered(model, {"blocks.0.mlp": (), "blocks.0": ("aten.addmm.default#0",)}):
             pass
     with checkpointed(model, regions_of({"blocks.0": ()})):

@@ -186,7 +186,9 @@ def run() -> RunRecord:
         first_loss=5.5452,
         last_loss=1.62,
         data_share=0.31,
-        events=[Event(200, "damaged checkpoint", "checkpoint-250 was cut short; training goes on from checkpoint-200")],
+        events=[
+            Event(200, "damaged checkpoint", "checkpoint-250 was cut short; training continues from checkpoint-200")
+        ],
         evaluations=[Evaluation(100, {"loss": 2.41}), Evaluation(300, {"loss": 1.71, "accuracy": 0.534})],
     )
 

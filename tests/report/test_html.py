@@ -235,7 +235,7 @@ def test_evaluations_with_different_values(page: Page) -> None:
 
 def test_events_and_waiting_are_told(page: Page, plan: Plan, views: Views, run: RunRecord) -> None:
     said = page.said()
-    assert "200 damaged checkpoint checkpoint-250 was cut short; training goes on from checkpoint-200" in said
+    assert "200 damaged checkpoint checkpoint-250 was cut short; training continues from checkpoint-200" in said
     assert "waited for data 31 % of the time: have batches made while steps run" in said
     for share, part in ((0.05, "waited for data 5.0 % of the time."), (None, "")):
         said = Page(render(plan, views, msgspec.structs.replace(run, data_share=share), [])).said()

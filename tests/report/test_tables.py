@@ -159,7 +159,7 @@ def test_levers_are_told_with_their_classes(plan: Plan) -> None:
         ("chunked loss", "128 rows of head at a time", "reordered"),
         ("lean norms and activations", "outputs of all recomputed, inputs kept", "exact"),
         ("activation checkpointing", "2 modules recomputed", "exact"),
-        ("activation offload", "1 of them with what they keep in host memory", "exact"),
+        ("activation offload", "1 of them offloaded to host memory", "exact"),
     ]
     text = shown(plan_table(plan), width=160)
     assert all(text.count(row.setting) == 1 for row in lever_rows(plan))

@@ -118,7 +118,7 @@ def test_layers_around_attention_and_gates_are_found() -> None:
     assert sum(op.name == "memfit.sum" for op in stage.ops) == 2 * 2 * 2
     shapes = {p.fqn: p.shape for p in stage.parameters}
     assert shapes["0.q.weight"] == (16, 32) and shapes["0.norm.weight"] == (32,)
-    assert stage.notes[-1].startswith("on paper, neither applied nor measured")
+    assert stage.notes[-1].startswith("prediction only, not applied or measured")
 
 
 # Context parallelism
@@ -236,7 +236,7 @@ def test_what_is_not_understood_is_refused(text: str) -> None:
     ("parallel", "message"),
     [
         ("pp=3", "has 2 repeated blocks, fewer than stages. Give pp of at most 2"),
-        ("tp=3", "blocks.0.mlp.0.out_features=128 does not divide into 3 parts"),
+        ("tp=3", "blocks.0.mlp.0.out_features=128 is not a multiple of 3"),
     ],
 )
 def test_what_does_not_divide_is_refused(parallel: str, message: str) -> None:
@@ -246,7 +246,7 @@ def test_what_does_not_divide_is_refused(parallel: str, message: str) -> None:
 
 def test_models_without_layers_to_cut_and_copies_are_refused() -> None:
     given = squares(nn.Linear(4, 4), torch.randn(2, 4))
-    with pytest.raises(UsageError, match="no repeated blocks in which linear layers lie"):
+    with pytest.raises(UsageError, match="no repeated blocks with linear layers"):
         memfit.estimate(given, parallel="tp=2")
     with pytest.raises(UsageError, match="parallel='tp=2' and world_size=2"):
         memfit.estimate(given, parallel="tp=2", world_size=2)

@@ -129,6 +129,6 @@ def test_nothing_fits_is_said_with_the_smallest() -> None:
 def test_the_frontier_is_drawn(tmp_path: Path) -> None:
     found = scale(family, budget="1GiB", phi_range=(-1.0, 0.5))
     page = found.plot(tmp_path / "frontier.html").read_text()
-    assert "multiply-adds of a sample" in page and "budget" in page
+    assert "multiply-adds per sample" in page and "budget" in page
     shown = [member for member in found.members if member.peak_bytes <= 2.5 * found.budget_bytes]
     assert page.count('<span class="mark ') == len(shown) + 1 and "chosen" in page

@@ -210,7 +210,7 @@ def test_predicted_saving_is_the_measured_one(make: Any, sizes: Any, lever: Any)
         ({"by": "size"}, "by='size'"),
         ({"multiply_adds": 1.5}, "multiply_adds=1.5"),
         ({"modules": ("stages.*", "nothing*")}, "'nothing*'"),
-        ({"rank": 9}, "no convolution that would take fewer"),
+        ({"rank": 9}, "no convolution that would need fewer"),
     ],
 )
 def test_wrong_use_is_named(arguments: Any, words: str) -> None:

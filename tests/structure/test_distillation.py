@@ -220,8 +220,8 @@ def test_evaluation_and_patterns_are_the_students() -> None:
     [
         ({"temperature": 0}, "temperature=0"),
         ({"weight": 1.5}, "weight=1.5"),
-        ({"features": {"nowhere": "stem"}}, "the student has no such module"),
-        ({"features": {"stem": "nowhere"}}, "the teacher has no such module"),
+        ({"features": {"nowhere": "stem"}}, "the student has no module of this name"),
+        ({"features": {"stem": "nowhere"}}, "the teacher has no module of this name"),
         ({"features": {"stem": "pool"}}, "differ in more than channel_dim=1"),
     ],
 )

@@ -217,7 +217,7 @@ def test_models_without_data_are_refused() -> None:
 
 
 def test_sparsity_needs_scales() -> None:
-    with pytest.raises(WorkloadError, match="no BatchNorm"):
+    with pytest.raises(WorkloadError, match="needs BatchNorm"):
         batch_norm_sparsity(unet())
     with pytest.raises(WorkloadError, match="strength=0"):
         batch_norm_sparsity(convnet(), strength=0)

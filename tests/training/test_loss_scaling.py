@@ -171,7 +171,7 @@ def test_skips_without_end_name_the_first_module_forward_and_backward(
     step = step_of(weights, max_skips=3, **scaling)
     before = unscaled_state(cases, step)
     assert step(step.workload.batch).skipped and step(step.workload.batch).skipped
-    with pytest.raises(NonFiniteError, match="3 steps in a row") as caught:
+    with pytest.raises(NonFiniteError, match="3 consecutive steps") as caught:
         step(step.workload.batch)
     assert caught.value.forward == forward
     assert backward in str(caught.value.backward)

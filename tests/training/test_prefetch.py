@@ -139,7 +139,7 @@ def test_a_batch_that_cannot_be_made_ends_the_run_with_a_checkpoint(
     expected = whole.fit(steps=8)
     with pytest.raises(OSError, match="Input/output error") as caught:
         broken.fit(steps=8, prefetch_batches=prefetch_batches)
-    assert broken.checkpoints == [f"checkpoint-{fails_at}"] and "goes on from" in caught.value.__notes__[0]
+    assert broken.checkpoints == [f"checkpoint-{fails_at}"] and "continues from" in caught.value.__notes__[0]
     broken.changes["batches"] = Fails(cases, None, draws)
     assert broken.fit(steps=8, prefetch_batches=prefetch_batches, resume=True, seed=4) == expected
     assert broken.lines == whole.lines

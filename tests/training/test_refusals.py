@@ -75,13 +75,13 @@ REFUSED: dict[str, tuple[Callable[[], Workload], str]] = {
     ),
     "lazy": (
         lambda: workload(nn.Sequential(nn.LazyLinear(3)), sgd(nn.Linear(1, 1))),
-        r"model\.0 is a LazyLinear .*\(weight, bias\): run one batch",
+        r"model\.0 is a LazyLinear, .*\(weight, bias\): run one batch",
     ),
     "wrapped": (
         lambda: workload(nn.DataParallel(nn.Linear(4, 4)), sgd(nn.Linear(1, 1))),
         r"Workload\.model is a DataParallel.*Workload\.model\.module",
     ),
-    "LBFGS": (lambda: linear(lbfgs), r"optimizer is LBFGS, whose step\(closure\).*takes no closure"),
+    "LBFGS": (lambda: linear(lbfgs), r"optimizer is LBFGS\. Its step\(closure\).*without a closure"),
     "LBFGS, wrapped": (lambda: linear(lambda m: Alike(lbfgs(m))), "optimizer is LBFGS"),
     "LBFGS, among several": (lambda: linear(lambda m: memfit.Optimizers([lbfgs(m)])), "optimizer is LBFGS"),
     "a wrapper": (lambda: linear(lambda m: Wrapper(sgd(m))), "is a Wrapper without param_groups, state"),

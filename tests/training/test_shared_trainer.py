@@ -134,10 +134,10 @@ def test_what_stops_one_rank_stops_all_after_the_same_step_with_a_checkpoint(
         assert own[:2] == other[:2] == ("SystemExit", str(PREEMPTED))
     elif act == "fails":
         assert own[:2] == ("FileNotFoundError", "shard-7.tar")
-        assert other[:2] == ("RankError", f"rank {who} stopped before the step: see what it says")
+        assert other[:2] == ("RankError", f"rank {who} stopped before the step: read that rank's output")
     else:
         assert own[0] == other[0] == "RankError" and "gave a batch of 3 samples on one rank" in own[1]
-    assert all("resume=True goes on from" in rank[1][0] for rank in ranks)
+    assert all("resume=True continues from" in rank[1][0] for rank in ranks)
     assert all(is_same(rank[2], six_steps) for rank in ranks)
 
 
@@ -213,7 +213,9 @@ def full_for_one(rank: int, out: Path) -> Iterator[Any]:
 def test_a_disk_that_is_full_for_one_rank_ends_all_before_the_next_step(tmp_path: Path) -> None:
     first, second = (rank[0] for rank in on_ranks(2, full_for_one, tmp_path / "out"))
     assert first[:2] == second[:2] and "checkpoint-2: No space left" in first[0] and first[1] == 3
-    assert "memfit: it failed on rank 1" in first[3] and all("checkpoint-0" in rank[3][-1] for rank in (first, second))
+    assert ("memfit: the error is from rank 1") in first[3] and all(
+        "checkpoint-0" in rank[3][-1] for rank in (first, second)
+    )
     assert names(tmp_path / "out") == ["checkpoint-0"]
 
 
@@ -262,7 +264,7 @@ def over_its_memory(rank: int, out: Path) -> Iterator[Any]:
 
 def test_a_rank_that_uses_up_its_hosts_memory_stops_all(tmp_path: Path) -> None:
     first, second = (rank[0] for rank in on_ranks(2, over_its_memory, tmp_path))
-    assert first == ("rank 1 stopped before the step: see what it says", 2) and second == ("full", 2)
+    assert first == ("rank 1 stopped before the step: read that rank's output", 2) and second == ("full", 2)
     assert (tmp_path / "checkpoint-2").is_dir()
 
 

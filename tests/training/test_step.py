@@ -368,7 +368,7 @@ def test_a_scale_that_does_not_overflow_changes_nothing() -> None:
 def test_overflows_without_end_are_an_error_that_names_a_parameter() -> None:
     step = overflowing_step()
     before = weights_of(step.workload.model)
-    with pytest.raises(NonFiniteError, match=r"32 steps in a row.*0\.weight.*bf16-mixed") as caught:
+    with pytest.raises(NonFiniteError, match=r"32 consecutive steps.*0\.weight.*bf16-mixed") as caught:
         for _ in range(LossScaling().max_skips):
             step(boosted(math.inf))
     assert caught.value.step == 0
@@ -406,16 +406,16 @@ ZERO = torch.zeros(())
     [
         (lambda loss: None, "returned None: end it with `return loss`"),
         (lambda loss: 1.0, r"returned the number 1\.0, not a tensor: return the loss without .item\(\)"),
-        (lambda loss: loss.expand(2), r"a tensor of shape \(2,\): return one number, as loss.mean\(\)"),
+        (lambda loss: loss.expand(2), r"a tensor of shape \(2,\): return one number, such as loss.mean\(\)"),
         (lambda loss: (loss, None), "a tensor of shape .* and None: return one scalar tensor, or"),
         (lambda loss: (loss, "3"), "and '3'"),
         (lambda loss: (loss, torch.ones(2)), r"and a tensor of shape \(2,\)"),
-        (lambda loss: (loss, loss), "the count that divides it has none"),
+        (lambda loss: (loss, loss), "a count without one, its divisor"),
         (lambda loss: (loss, 1, 2), "a tuple: return one scalar tensor, or"),
         (lambda loss: [loss, 1], "a list"),
-        (lambda loss: {"loss": loss}, r"a dict: return the loss in it, as output\['loss'\]"),
-        (lambda loss: loss.detach(), r"has no gradient: .* without .detach\(\)"),
-        (lambda loss: ZERO.clone().requires_grad_(), "does not depend on any parameter of Workload.optimizer"),
+        (lambda loss: {"loss": loss}, r"a dict: return only the loss, such as output\['loss'\]"),
+        (lambda loss: loss.detach(), r"without a gradient: .* without .detach\(\)"),
+        (lambda loss: ZERO.clone().requires_grad_(), "depends on no parameter of Workload.optimizer"),
     ],
 )
 def test_what_is_no_loss_is_an_error(value: Callable[[torch.Tensor], Any], message: str) -> None:

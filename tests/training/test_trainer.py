@@ -168,9 +168,9 @@ def test_evaluation_puts_every_flag_back(cases: SimpleNamespace, tmp_path: Path)
 @pytest.mark.parametrize("values", [None, [1.0], {"x": "high"}, {"x": torch.zeros(2)}])
 def test_evaluate_must_return_figures(values: Any, cases: SimpleNamespace, tmp_path: Path) -> None:
     run = Run(cases, tmp_path / "run", evaluate=lambda model: values)
-    with pytest.raises(WorkloadError, match="named figures"):
+    with pytest.raises(WorkloadError, match="return a dict of names and floats"):
         run.fit(steps=1)
-    assert "named figures" in str(run.record.error)
+    assert "return a dict of names and floats" in str(run.record.error)
 
 
 def test_figures_that_are_not_finite(cases: SimpleNamespace, tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_an_error_of_a_log_ends_the_run_as_it_is_and_the_run_resumes_bitwise(
     with pytest.raises(Crash) as caught:
         run.fit(evaluate_every=4, log=log, measure=over_budget)
     assert run.record.status == "failed" and run.checkpoints == [f"checkpoint-{last}"]
-    assert f"resume=True goes on from {run.out / run.checkpoints[0]}" in caught.value.__notes__[0]
+    assert f"resume=True continues from {run.out / run.checkpoints[0]}" in caught.value.__notes__[0]
     assert run.fit(evaluate_every=4, resume=True) == expected
 
 
@@ -451,7 +451,7 @@ def test_another_precision_is_an_event(run: Run) -> None:
     )
     (event,) = trainer.fit().events
     assert event.kind == "another precision"
-    assert "precision='32-true'; training goes on with 'bf16-mixed'" in event.text
+    assert "precision='32-true'; training continues with 'bf16-mixed'" in event.text
 
 
 @pytest.mark.parametrize(
@@ -484,7 +484,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_earlier_one_goes_on(
     assert run.checkpoints == ["checkpoint-6", "checkpoint-8"] and before.items() <= aside.items()
     (event,) = run.record.events
     assert (event.step, event.kind) == (2, "damaged checkpoint") and f"checkpoint-4/{name}" in event.text
-    assert "goes on from" in event.text and event.text in caplog.text
+    assert "continues from" in event.text and event.text in caplog.text
     assert [line for line in run.lines if "event" not in line] == whole.lines
     run.fit(overwrite=True)
     assert (run.out / "damaged-checkpoint-4").exists() == (b"memfit" not in aside.get("checkpoint.json", b""))
@@ -539,7 +539,7 @@ def test_a_signal_stops_after_the_step_with_a_checkpoint(
     assert signal.getsignal(number) is handler
     assert broken.checkpoints == ["checkpoint-5"]
     assert broken.record.status == "failed" and broken.record.steps == 5
-    assert str(broken.record.error).startswith("interrupted after step 5; resume=True goes on from")
+    assert str(broken.record.error).startswith("interrupted after step 5; resume=True continues from")
     assert "resume=True" in caught.value.__notes__[0]
     assert Run(cases, broken.out, "shuffled").fit(resume=True, seed=3) == expected
     assert broken.lines == whole.lines
@@ -562,7 +562,7 @@ def test_an_interrupt_in_the_middle_of_a_step_writes_no_checkpoint(cases: Simple
     with pytest.raises(KeyboardInterrupt):
         run.fit(checkpoint_every=3)
     assert run.checkpoints == ["checkpoint-0", "checkpoint-3"]
-    assert str(run.record.error).startswith("interrupted after step 4; resume=True goes on from")
+    assert str(run.record.error).startswith("interrupted after step 4; resume=True continues from")
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(run: Run, cases: SimpleNamespace, tmp_path: Path) -> None:

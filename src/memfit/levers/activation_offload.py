@@ -23,14 +23,14 @@ class ActivationOffload(Lever):
         Conflict(
             ACTIVATION_OFFLOAD,
             NO_LINK,
-            "nothing is known of how fast copies to the host are, or there are none",
-            "leave host_budget out, or name a GPU whose link_bytes_per_second is known",
+            "the speed of copies to the host is unknown, or the device has none",
+            "leave out host_budget, or name a GPU with a known link_bytes_per_second",
         ),
-        Conflict(ACTIVATION_OFFLOAD, JITTOR, "Jittor moves memory by itself", "leave out offload="),
+        Conflict(ACTIVATION_OFFLOAD, JITTOR, "Jittor moves memory itself", "leave out offload="),
     )
 
     def setting(self, levers: Levers, batch_size: int) -> str:
-        return f"{_offloading(levers):,} of them with what they keep in host memory"
+        return f"{_offloading(levers):,} of them offloaded to host memory"
 
     def brief(self, levers: Levers, batch_size: int) -> str:
         return f"{_offloading(levers):,} offloaded"
@@ -50,7 +50,4 @@ def _offloading(levers: Levers) -> int:
 
 
 def _nowhere(step: Setting, levers: Levers) -> tuple[Levers, str]:
-    raise NotOffered(
-        "for GPUs, and not a rung: which regions wait in host memory is chosen within a budget (memfit.plan with"
-        " host_budget=)"
-    )
+    raise NotOffered("for GPUs only, and not a rung: memfit.plan with host_budget= chooses the regions to offload")

@@ -49,7 +49,7 @@ def modules_within(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mo
         matching = fnmatch.filter(named, pattern)
         if not matching:
             raise WorkloadError(
-                f"Workload.fp32_modules has {pattern!r}, which matches no module of Workload.model: its modules are"
+                f"Workload.fp32_modules has {pattern!r}, and no module of Workload.model matches it: its modules are"
                 f" {', '.join(list(named)[1:6])} and so on"
             )
         outermost |= set(matching)
@@ -79,7 +79,9 @@ def casting(
     """
     before = module.__dict__.get("forward")
     if isinstance(before, Casting):
-        raise PlanError(f"{type(module).__name__} computes in another dtype already: call close() on the earlier step")
+        raise PlanError(
+            f"{type(module).__name__} computes in another dtype already: call close() on the earlier step first"
+        )
     module.forward = Casting(module, before, inputs, outputs, device)
     try:
         yield

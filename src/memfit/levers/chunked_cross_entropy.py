@@ -70,8 +70,8 @@ def chunked(model: nn.Module, lever: ChunkedLoss | None) -> Iterator[None]:
     before = holder.__dict__.get("forward")
     if before is not None:
         raise PlanError(
-            f"the forward of chunked_loss.head={lever.head!r} is replaced by {type(before).__name__}: if a plan did"
-            " that, call close() on the earlier step first; else plan without chunked_loss"
+            f"the forward of chunked_loss.head={lever.head!r} is replaced by {type(before).__name__} already: if a plan"
+            " did that, call close() on the earlier step first; otherwise plan without chunked_loss"
         )
     holder.forward = Head(module, lever.rows)
     try:
@@ -98,7 +98,7 @@ def _head(model: nn.Module, fqn: str) -> nn.Linear:
     module = dict(model.named_modules()).get(fqn)
     if module is None:
         raise PlanMismatchError(
-            f"the plan's chunked_loss.head is {fqn!r}, which the model does not have: the plan is for another model"
+            f"the plan's chunked_loss.head is {fqn!r}, and the model has no such module: the plan is for another model"
         )
     if not can_defer(module):
         raise PlanError(
@@ -355,8 +355,8 @@ class _LossOfChunks(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise UsageError(
-                "a backward pass ran for the second time through a chunked loss, which keeps its gradients for one:"
-                " plan without chunked_loss, or compute the loss again"
+                "the backward pass of a chunked loss ran twice, and its gradients are kept for one run only: plan"
+                " without chunked_loss, or compute the loss again"
             )
         scaled = [None if g is None else g.mul_(grad).to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
         return *scaled, None, None, None, None, None

@@ -40,7 +40,7 @@ class ChunkedLoss(Lever):
         Conflict(
             CHUNKED_LOSS,
             HEAD_INSIDE,
-            "the chunks' gradients are made in the forward pass, which a recomputation would do again",
+            "the forward pass computes the chunks' gradients, and a recomputation would compute them twice",
             "take the region out of levers.regions, or set levers.chunked_loss to null",
         ),
         Conflict(
@@ -49,7 +49,7 @@ class ChunkedLoss(Lever):
             "torch.compile can't trace the deferred logits",
             "set levers.chunked_loss to null, or don't compile the model",
         ),
-        Conflict(CHUNKED_LOSS, JITTOR, "it is made of PyTorch's functions", "set levers.chunked_loss to null"),
+        Conflict(CHUNKED_LOSS, JITTOR, "this lever needs PyTorch", "set levers.chunked_loss to null"),
     )
 
     def setting(self, levers: Levers, batch_size: int) -> str:
@@ -97,12 +97,12 @@ class ChunkedLoss(Lever):
         chunks = worthwhile(step.workload, plain, least_bytes(step))
         if chunks is None:
             least = format_bytes(least_bytes(step))
-            raise NotOffered(f"the loss takes no logits of {least} or more that a linear layer makes")
+            raise NotOffered(f"the loss uses no logits of a linear layer with {least} or more")
         whole = replace(step.plain, chunked_loss=chunks)
         if not step.allows(whole):
-            raise NotOffered("of class reordered: numerics='reordered' allows it")
+            raise NotOffered("its class is reordered: allow it with numerics='reordered'")
         if not has_fewer_logits(step.trace(whole), plain, chunks):
-            why = f"something else than F.cross_entropy asks for the logits of {chunks.head}"
+            why = f"operators other than F.cross_entropy use the logits of {chunks.head}"
             raise NotOffered(f"the loss is not chunked: {why}", is_noted=True)
         return chunks
 

@@ -30,19 +30,19 @@ from memfit.tape import LoopWorkload
 from memfit.workload import Workload
 
 COMPILATION = "compilation"
-OWN_LOOP = "a training loop of one's own (`memfit.fit`)"
+OWN_LOOP = "your own training loop (`memfit.fit`)"
 LIMIT = "`limit_bytes` on the CPU"
 CHANNELS_LAST: CompilerLever = "inductor-channels-last"
 _OFF = "set levers.compiler to 'none', or plan with compile=False"
 _REASONS = {
     CHUNKED_LOSS: "torch.compile can't trace the deferred logits",
-    LEAN: "the compiler decides by itself what norms and activations keep",
-    ACTIVATION_OFFLOAD: "compiled code keeps what it saves on the device",
-    IN_BACKWARD: "a compiled backward pass returns all gradients at its end, so that nothing is saved",
-    SHARDING: "engines gather parameters around modules, which compiled code does not call",
+    LEAN: "the compiler itself chooses the saved tensors of norms and activations",
+    ACTIVATION_OFFLOAD: "compiled code keeps its saved tensors on the device",
+    IN_BACKWARD: "a compiled backward pass returns all gradients at its end: this lever would free nothing",
+    SHARDING: "sharding gathers parameters as modules are called, and compiled code calls no modules",
     COMPILED: "the workload compiles its model or loss itself",
-    OWN_LOOP: "the loop calls its modules itself",
-    LIMIT: "compiled code allocates where no limit of the process sees it",
+    OWN_LOOP: "your loop calls the modules, not memfit",
+    LIMIT: "the limit can't see the allocations of compiled code",
     JITTOR: "Jittor compiles its own operators",
 }
 

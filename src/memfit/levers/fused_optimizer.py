@@ -21,7 +21,7 @@ from memfit.levers.parameter_updates import UpdateLever, temporary_bytes, update
 from memfit.workload import Workload
 
 FUSED = "fused optimizer"
-NO_FUSED = "an optimizer without a fused step, or with it on already"
+NO_FUSED = "an optimizer without a fused step, or fused already"
 _ON = {"fused": True, "foreach": False}
 _SETTINGS = tuple(_ON)
 _SWITCHED_ON = weakref.WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, Any]]]()
@@ -41,13 +41,13 @@ class FusedOptimizer(UpdateLever):
         Conflict(
             FUSED,
             NO_FUSED,
-            "there is nothing to switch on",
+            "memfit has nothing to switch on",
             "use torch.optim's Adam, AdamW, Adagrad or SGD, or set levers.optimizer to 'as-is'",
         ),
         Conflict(
             FUSED,
             "bf16-true",
-            "weights in bf16 are updated by a pass of their own",
+            "bf16 weights have their own update",
             "use 'bf16-mixed', or give the optimizer fused=True",
         ),
     )

@@ -45,7 +45,7 @@ class Lean(Lever):
         whole = replace(step.plain, lean=_ALL)
         saved_bytes = step.predicted(step.plain).peak_bytes - step.predicted(whole).peak_bytes
         if saved_bytes < least_bytes(step) and not step.tries_all:
-            raise NotOffered("lean, the step hardly holds less")
+            raise NotOffered("it lowers the peak by less than {format_bytes(least_bytes(step))}")
         lean = [replace(levers, lean=_ALL) for levers in wanted if step.allows(levers)]
         if not step.tries_all and any(levers.chunked_loss for levers in lean):  # whole losses are there to compare
             lean = [levers for levers in lean if levers.chunked_loss]
@@ -57,7 +57,7 @@ class Lean(Lever):
     def _rung(self, step: Setting, levers: Levers) -> tuple[Levers, str]:
         self._check(step)
         count = sum(is_lean(module) for module in step.workload.model.modules())
-        return replace(levers, lean=_ALL), f"{count} modules made again"
+        return replace(levers, lean=_ALL), f"{count} modules recomputed"
 
     def _check(self, step: Setting) -> None:
         if not worthwhile(step.workload, step.trace(step.plain), least_bytes(step)):

@@ -15,23 +15,22 @@ MICROBATCHES = "microbatches"
 OF_BATCH_NORM = Conflict(
     MICROBATCHES,
     BATCH_NORM,
-    "the model normalises over the batch, so that microbatches would change the training",
-    "allow numerics='changed', or take freeze_batch_norm or group_norm_for_batch_norm of memfit.tools",
+    "the model normalises over the batch: microbatches would change the training",
+    "allow numerics='changed', or use memfit.tools.freeze_batch_norm or memfit.tools.group_norm_for_batch_norm",
     unless="changed",
 )
 OF_COUPLING_LOSS = Conflict(
     MICROBATCHES,
     COUPLING_LOSS,
-    "the loss of the whole batch is not that of its parts put together, as in a contrastive loss, or a mean over"
-    " tokens that is returned as one over samples",
-    "return (sum, count) where it is a mean over tokens or voxels, plan with numerics='exact', or allow"
-    " numerics='changed'",
+    "the whole batch's loss differs from the mean over its parts, as with a contrastive loss, or with a mean over"
+    " tokens that is returned as a mean over samples",
+    "return (sum, count) for a mean over tokens or voxels, plan with numerics='exact', or allow numerics='changed'",
     unless="changed",
 )
 OF_GRADIENT_HOOKS = Conflict(
     MICROBATCHES,
     GRADIENT_HOOKS,
-    "each hook would be called once for each microbatch, with its part of the gradient",
+    "each hook would run once per microbatch, on a part of the gradient",
     "set levers.microbatch_size to the whole batch, move the hooks to the optimizer's step, or allow"
     " numerics='changed'",
     unless="changed",
@@ -69,7 +68,7 @@ class Microbatches(Lever):
         if step.coupling is not None and step.numerics != "changed":
             raise NotOffered(step.coupling, is_noted=True)
         if step.numerics == "exact":
-            raise NotOffered("of class reordered: numerics='reordered' allows it")
+            raise NotOffered("its class is reordered: allow it with numerics='reordered'")
         sizes = microbatch_sizes(step.batch_size)
         return [
             replace(levers, microbatch_size=size)

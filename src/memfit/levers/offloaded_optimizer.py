@@ -32,11 +32,11 @@ class OffloadedOptimizer(UpdateLever):
     conflicts = update_conflicts(
         OFFLOADED,
         {
-            NO_LINK: "nothing is known of how fast copies to the host are, or its memory is the device's",
-            "bf16-true": "weights in bf16 are updated by a pass of their own",
-            SEVERAL_OPTIMIZERS: "states are moved for one optimizer's groups",
-            OPTIMIZER_HOOKS: "they would run with the update of each parameter, not once a step",
-            FOREIGN_OPTIMIZER: "it may use more than the state of the parameter at hand",
+            NO_LINK: "the speed of copies to the host is unknown, or host and device share their memory",
+            "bf16-true": "bf16 weights have their own update",
+            SEVERAL_OPTIMIZERS: "memfit moves the states of one optimizer only",
+            OPTIMIZER_HOOKS: "they would run once per parameter, not once per step",
+            FOREIGN_OPTIMIZER: "its step may use states of other parameters",
         },
     )
 

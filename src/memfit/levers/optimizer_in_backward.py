@@ -28,7 +28,7 @@ from memfit.levers.parameter_updates import UpdateLever, restricted, temporary_b
 
 IN_BACKWARD = "optimizer in the backward pass"
 _WAITING_SHARE = 0.01  # of the bytes of all gradients
-_TOO_LATE = "when the last of them is there, and the others are used by then"
+_TOO_LATE = "only after the last gradient, and the others are used by then"
 
 
 class OptimizerInBackward(UpdateLever):
@@ -39,16 +39,16 @@ class OptimizerInBackward(UpdateLever):
     conflicts = update_conflicts(
         IN_BACKWARD,
         {
-            MICROBATCHES: "a gradient is used and freed before those of later microbatches are added to it",
+            MICROBATCHES: "each gradient is used and freed before later microbatches add to it",
             CLIPPING: f"the norm of all gradients is known {_TOO_LATE}",
-            "16-mixed": f"whether gradients overflowed is known {_TOO_LATE}",
-            "bf16-true": "weights in bf16 are updated by a pass of their own after the backward pass",
+            "16-mixed": f"an overflow of gradients is known {_TOO_LATE}",
+            "bf16-true": "bf16 weights have their own update, after the backward pass",
             SEVERAL_OPTIMIZERS: (
-                "what one of them skips, all of them must skip, which is known only after the backward pass"
+                "if one optimizer skips a step, all must skip it, and that is known only after the backward pass"
             ),
-            OPTIMIZER_HOOKS: "they would run with the update of each parameter, not once a step",
-            GRADIENT_HOOKS: "they may use gradients or parameters that are gone or updated by then",
-            FOREIGN_OPTIMIZER: "it may use more than the gradient of the parameter at hand",
+            OPTIMIZER_HOOKS: "they would run once per parameter, not once per step",
+            GRADIENT_HOOKS: "they may read gradients that are freed, or parameters that are updated already",
+            FOREIGN_OPTIMIZER: "its step may use gradients of other parameters",
         },
     )
 
@@ -111,8 +111,9 @@ class InBackward:
         with self._lock:
             if parameter in self._arrived:
                 raise PlanError(
-                    f"the gradient of a parameter of shape {tuple(parameter.shape)} arrives twice in one backward pass,"
-                    " as under reentrant checkpointing, and was used already: set levers.optimizer to 'as-is'"
+                    f"a parameter of shape {tuple(parameter.shape)} got its gradient twice in one backward pass, as"
+                    " under reentrant checkpointing, and the first one was used already: set levers.optimizer to"
+                    " 'as-is'"
                 )
             self._arrived.add(parameter)
             self._waiting.append(parameter)

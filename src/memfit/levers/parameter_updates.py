@@ -39,10 +39,10 @@ _INSTEAD = {
     CLIPPING: "set Workload.max_grad_norm=None, or levers.optimizer to 'as-is'",
     FOREIGN_OPTIMIZER: "use an optimizer of torch.optim, or set levers.optimizer to 'as-is'",
     GRADIENT_HOOKS: "set levers.optimizer to 'as-is'",
-    OPTIMIZER_HOOKS: "set levers.optimizer to 'as-is', or call what the hooks do after the step",
+    OPTIMIZER_HOOKS: "set levers.optimizer to 'as-is', or call the hooks' code after the step",
     JITTOR: "set levers.optimizer to 'as-is'",
     MICROBATCHES: "set levers.microbatch_size to the whole batch, or levers.optimizer to 'as-is'",
-    NO_LINK: "name a GPU whose link_bytes_per_second is known, or set levers.optimizer to 'as-is'",
+    NO_LINK: "name a GPU with a known link_bytes_per_second, or set levers.optimizer to 'as-is'",
     SEVERAL_OPTIMIZERS: "use one optimizer with several groups, or set levers.optimizer to 'as-is'",
 }
 """What to do about a conflict with a way of updating parameters."""
@@ -107,7 +107,7 @@ class UpdateLever(Fallback):
 
 def update_conflicts(name: str, reasons: Mapping[str, str], *own: Conflict) -> tuple[Conflict, ...]:
     """Return the conflicts of a way of updating parameters: its own, those of some reasons, and Jittor's."""
-    reasons = {**reasons, JITTOR: "it is made for PyTorch"}
+    reasons = {**reasons, JITTOR: "this lever needs PyTorch"}
     return *own, *(Conflict(name, other, why, _INSTEAD[other]) for other, why in reasons.items())
 
 

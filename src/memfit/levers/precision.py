@@ -40,10 +40,12 @@ class Precision(Lever):
         Conflict(
             "bf16-true",
             ADAPTING,
-            "other shapes are predicted from the model as it was made, and its weights are in bf16 by then",
-            "use 'bf16-mixed', or memfit.apply, which has one plan for all shapes",
+            "predictions for other shapes need the original model, and its weights are in bf16 by then",
+            "use 'bf16-mixed', or memfit.apply with one plan for all shapes",
         ),
-        Conflict("tf32", NO_TF32, "it has no units for TF32", "use '32-true'; NVIDIA's GPUs from Ampere on have TF32"),
+        Conflict(
+            "tf32", NO_TF32, "the device has no TF32 units", "use '32-true'; NVIDIA's GPUs from Ampere on have TF32"
+        ),
     )
 
     def setting(self, levers: Levers, batch_size: int) -> str:

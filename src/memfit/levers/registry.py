@@ -92,8 +92,8 @@ def check_names(used: Collection[str], allowed: Numerics = "exact", where: str =
     """
     for conflict in met(CONFLICTS, used, allowed):
         raise PlanError(
-            f"{where}{conflict.one} does not go with {conflict.other}: {conflict.why}. What to do: {conflict.instead}."
-            f" The row in docs/reference/combinations.md: {conflict.row()}"
+            f"{where}{conflict.one} can't be combined with {conflict.other}: {conflict.why}. What to do:"
+            f" {conflict.instead}. The row in docs/reference/combinations.md: {conflict.row()}"
         )
 
 

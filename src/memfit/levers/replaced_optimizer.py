@@ -32,8 +32,8 @@ ADAMW_8BIT = "AdamW with 8-bit states"
 ADAFACTOR = "Adafactor"
 NOT_ADAMW = "an optimizer other than AdamW, or Adam without weight decay"
 NO_BITSANDBYTES = "bitsandbytes not installed"
-_BF16_UPDATES = "weights in bf16 are updated through the user's own optimizer"
-_HOOKS = "they are the user's own optimizer's, which takes no step then"
+_BF16_UPDATES = "bf16 weights are updated through your own optimizer"
+_HOOKS = "they belong to your own optimizer, and its step does not run"
 _ADAFACTOR_RATE = 1e-2
 _PAIRS = (("exp_avg", "1"), ("exp_avg_sq", "2"))  # of states: AdamW's name, and the number in bitsandbytes' names
 _BLOCK = 256
@@ -62,10 +62,12 @@ class AdamW8bit(_ReplacedOptimizer):
         Conflict(
             ADAMW_8BIT,
             NOT_ADAMW,
-            "it does AdamW's mathematics, without amsgrad and maximize, and no other's",
+            "it computes AdamW's update only, without amsgrad and maximize",
             "use torch.optim.AdamW, or set levers.optimizer to 'as-is'",
         ),
-        Conflict(ADAMW_8BIT, NO_BITSANDBYTES, "the optimizer is that package's", "pip install 'memfit[optimizers]'"),
+        Conflict(
+            ADAMW_8BIT, NO_BITSANDBYTES, "bitsandbytes provides this optimizer", "pip install 'memfit[optimizers]'"
+        ),
     )
 
     def circumstances(self, workload: Workload, device: Device | None) -> set[str]:
@@ -84,7 +86,7 @@ class Adafactor(_ReplacedOptimizer):
         Conflict(
             ADAFACTOR,
             SEVERAL_OPTIMIZERS,
-            "parameters that are updated by different rules are so for a reason",
+            "one optimizer can't keep the different update rules of several",
             "use one optimizer, or set levers.optimizer to 'as-is'",
         ),
         *update_conflicts(ADAFACTOR, {OPTIMIZER_HOOKS: _HOOKS}),

@@ -31,44 +31,44 @@ class SharedByRanks(Lever):
         Conflict(
             SHARDING,
             BATCH_NORM,
-            "the model normalises over the samples of each rank, so that their number would change the training",
-            "allow numerics='changed', or take freeze_batch_norm or group_norm_for_batch_norm of memfit.tools",
+            "the model normalises over the samples of each rank: the number of ranks would change the training",
+            "allow numerics='changed', or use memfit.tools.freeze_batch_norm or memfit.tools.group_norm_for_batch_norm",
             unless="changed",
         ),
         Conflict(
             SHARDING,
             COUPLING_LOSS,
-            "the loss of the whole batch is not that of its parts put together",
-            "return (sum, count) where it is a mean over tokens or voxels, or allow numerics='changed'",
+            "the whole batch's loss differs from the mean over its parts",
+            "return (sum, count) for a mean over tokens or voxels, or allow numerics='changed'",
             unless="changed",
         ),
         Conflict(
             SHARDING,
             IN_BACKWARD,
             "gradients are used before the ranks have averaged them",
-            "levers.optimizer 'as-is'; 'zero2' and 'zero3' hold a share of gradients and state",
+            "set levers.optimizer to 'as-is'; with 'zero2' and 'zero3' each rank keeps a share of gradients and state",
         ),
         *(
             Conflict(
                 OF_WEIGHTS,
                 other,
-                "it updates whole weights, of which a rank has a share",
-                "levers.optimizer 'as-is', precision 'bf16-mixed', or levers.sharding.mode 'ddp'",
+                "it updates whole weights, and each rank has only a share",
+                "use levers.optimizer 'as-is', precision 'bf16-mixed', or levers.sharding.mode 'ddp'",
             )
             for other in (OFFLOADED, ADAMW_8BIT, ADAFACTOR, "bf16-true", SEVERAL_OPTIMIZERS)
         ),
         Conflict(
             ON_HOST,
             NO_LINK,
-            "the host's memory is the device's own there",
-            "levers.sharding.offload false",
+            "host and device share their memory",
+            "set levers.sharding.offload to false",
         ),
         Conflict(
             SHARDING,
             ADAPTING,
-            "other shapes are predicted by captures, and a process that has joined a process group can't capture the"
-            " step of several ranks",
-            "use memfit.apply with recover=True: one plan for all shapes, and a lower one where memory runs out",
+            "predictions for other shapes need captures, and a process in a process group can't capture the step of"
+            " several ranks",
+            "use memfit.apply with recover=True: one plan for all shapes, and one with a lower peak if memory runs out",
         ),
     )
 
@@ -113,9 +113,9 @@ class SharedByRanks(Lever):
         mesh = running.mesh
         if mesh is None and not is_joined():
             raise PlanError(
-                f"the plan is for {levers.sharding.world_size} ranks, and this process is none of several: start it"
-                f" with torchrun --nproc-per-node {levers.sharding.world_size}, and call"
-                " torch.distributed.init_process_group() in a loop of your own"
+                f"the plan is for {levers.sharding.world_size} ranks, and this process runs alone: start it with"
+                f" torchrun --nproc-per-node {levers.sharding.world_size}; your own loop must also call"
+                " torch.distributed.init_process_group()"
             )
         if mesh is None:
             place = next((p.device.type for p in running.workload.model.parameters()), "cpu")

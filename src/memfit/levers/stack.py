@@ -88,8 +88,9 @@ def check_plan(plan: Plan, workload: Workload) -> None:
     found = fingerprint(workload)
     if found != plan.fingerprint:
         raise PlanMismatchError(
-            f"the plan was made for the workload {plan.workload!r} with fingerprint {plan.fingerprint}, but"
-            f" {workload.name!r} has {found}: modules, parameters, batch shapes or optimizer differ. Make a plan for it"
+            f"the plan is for the workload {plan.workload!r} with fingerprint {plan.fingerprint}; the workload"
+            f" {workload.name!r} has {found}: modules, parameters, batch shapes or optimizer differ. Make a plan for"
+            " this workload"
         )
     size = samples_of(workload)
     if not 1 <= plan.levers.microbatch_size <= size:
@@ -111,8 +112,8 @@ def check_workload(workload: Workload, device: Device) -> None:
     elsewhere = {p.device.type for p in workload.model.parameters()} - {"cpu", "meta", device.kind}
     if elsewhere:
         raise WorkloadError(
-            f"Workload.model is on {', '.join(sorted(elsewhere))}, which device={device.name!r} is not: build it on"
-            ' the CPU or under torch.device("meta")'
+            f"Workload.model is on {', '.join(sorted(elsewhere))}, not on device={device.name!r}: build it on the CPU"
+            ' or under torch.device("meta")'
         )
     check_untouched(workload)
 

@@ -127,5 +127,7 @@ def lower_candidates(plan: Plan) -> list[Candidate]:
 
 def lowered(plan: Plan, candidate: Candidate) -> Plan:
     """Return the plan that runs a point of a plan's frontier. What it predicts is the solver's prediction."""
-    note = f"taken from the frontier of the plan for {format_bytes(plan.predicted.peak_bytes)}, which ran out of memory"
+    note = (
+        f"from the frontier of the plan of {format_bytes(plan.predicted.peak_bytes)}, after that plan ran out of memory"
+    )
     return at_point(plan, candidate, note)

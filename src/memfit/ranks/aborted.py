@@ -12,9 +12,7 @@ class PeerError(Exception):
 
     def __init__(self, ran_out: bool) -> None:
         self.ran_out = ran_out
-        super().__init__(
-            "another rank ran out of memory" if ran_out else "another rank failed, with an error of its own"
-        )
+        super().__init__("another rank ran out of memory" if ran_out else "another rank failed with an error")
 
 
 class UnansweredError(Exception):

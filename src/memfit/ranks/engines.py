@@ -78,8 +78,8 @@ def shared(
         return _data_parallel(workload, sharding, mesh, is_part)
     if not sharding.is_fully_sharded:
         raise PlanError(
-            f"levers.sharding.mode={sharding.mode!r} is on paper only: take 'zero2' with reduces='last', which holds"
-            " less, or 'ddp'"
+            f"levers.sharding.mode={sharding.mode!r} can be predicted only: use 'ddp', or 'zero2' with reduces='last'"
+            " for less memory"
         )
     return _fully_sharded(workload, sharding, mesh, is_part)
 
@@ -91,12 +91,12 @@ def why_not_undone(sharding: Sharding) -> str:
     if not hasattr(FSDPModule, "reset_iter_state"):
         return (
             f"levers.sharding.mode={sharding.mode!r} needs torch 2.13 (FSDPModule.reset_iter_state), and this is"
-            f" {torch.__version__}: install it, take levers.sharding.mode='ddp'"
+            f" {torch.__version__}: install it, use levers.sharding.mode='ddp'"
         )
     if sharding.shards == 1:
         return (
-            "as many levers.sharding.replicas as ranks: take levers.sharding.mode='ddp', which keeps whole copies with"
-            " less memory"
+            "as many levers.sharding.replicas as ranks: use levers.sharding.mode='ddp', for whole copies with less"
+            " memory"
         )
     return ""
 
@@ -272,7 +272,7 @@ def _unit(model: nn.Module, fqn: str) -> nn.Module:
     try:
         return model.get_submodule(fqn)
     except AttributeError as e:
-        raise PlanError(f"levers.sharding.units names {fqn!r}, which the model does not have") from e
+        raise PlanError(f"levers.sharding.units names {fqn!r}, and the model has no such module") from e
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -38,8 +38,8 @@ def check_shared(size: int, what: str, remedy: str) -> None:
     if launched_size() not in (1, size):
         by = "one process" if size == 1 else f"{size} processes"
         raise UsageError(
-            f"{what} is for {by}, and a launcher started {launched_size()}, of which each would train by itself on all"
-            f" of the data: {remedy}"
+            f"{what} is for {by}, and a launcher started {launched_size()}. Each would train alone, on all of the data:"
+            f" {remedy}"
         )
 
 

@@ -91,5 +91,5 @@ def _wait(is_there: Callable[[], bool]) -> None:
     ends = time.monotonic() + _JOIN_SECONDS
     while not is_there():
         if time.monotonic() > ends:
-            raise RankError(f"other ranks did not start within {_JOIN_SECONDS:.0f} s: see what they say")
+            raise RankError(f"other ranks did not start within {_JOIN_SECONDS:.0f} s: read their output")
         time.sleep(_POLL_SECONDS)

@@ -39,7 +39,7 @@ def fake_mesh(sharding: Sharding, device_type: str) -> Iterator[DeviceMesh]:
     """
     if is_joined():
         raise UsageError(
-            "a step of several ranks can't be captured in a process that has joined a process group: plan before"
+            "a process in a process group can't capture the step of several ranks: plan before"
             " torch.distributed.init_process_group, or load a plan"
         )
     with fake_ranks(sharding.world_size):
@@ -49,10 +49,10 @@ def fake_mesh(sharding: Sharding, device_type: str) -> Iterator[DeviceMesh]:
 def check_size(sharding: Sharding, world_size: int) -> None:
     """Raise UsageError unless there are as many ranks as a sharding is for."""
     if world_size != sharding.world_size:
-        there = f"are {world_size} ranks" if world_size > 1 else "is this one process"
+        there = f"are {world_size} ranks" if world_size > 1 else "is one process"
         raise UsageError(
-            f"the plan is for world_size={sharding.world_size}, and there {there}: start as many with"
-            f" torchrun --nproc-per-node, or make a plan with world_size={world_size}"
+            f"the plan is for world_size={sharding.world_size}, and there {there}: start {sharding.world_size}"
+            f" processes with torchrun --nproc-per-node, or make a plan with world_size={world_size}"
         )
 
 

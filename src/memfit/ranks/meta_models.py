@@ -80,8 +80,9 @@ class Initialisation:
             if missing:
                 raise WorkloadError(
                     f"Workload.model{'.' * bool(name)}{name}, a {type(module).__name__}, was built under"
-                    f' torch.device("meta"), and no reset_parameters() of a module, or initialize_weights() of a model'
-                    f" of transformers, makes the values of {', '.join(missing)}: write one, or build the model without"
+                    ' torch.device("meta"), and nothing initialises'
+                    f" {', '.join(missing)}: give the module a reset_parameters() (a model of transformers:"
+                    " initialize_weights()), or build the model without"
                 )
 
     def run(self) -> None:
@@ -118,9 +119,9 @@ def _makers(module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[nn.Module
         return
     if own := next((name for name in _OWN_RECIPES if callable(getattr(module, name, None))), None):
         raise WorkloadError(
-            f'Workload.model was built under torch.device("meta"), and {type(module).__name__}.{own}() makes its values'
-            " in a way of its own, which memfit does not know: make them by reset_parameters() of the modules, or build"
-            " the model without"
+            f'Workload.model was built under torch.device("meta"), and {type(module).__name__}.{own}() initialises the'
+            " parameters in its own way, unknown to memfit: initialise them in reset_parameters() of the modules, or"
+            " build the model without"
         )
     if callable(reset := getattr(module, "reset_parameters", None)):
         yield module, reset
@@ -181,8 +182,9 @@ def _check_whole(place: Place, value: torch.Tensor) -> None:
     if value.is_floating_point() and value.isnan().any():
         module, name = place
         raise WorkloadError(
-            f"the values of {name} of a {type(module).__name__} are not all made by one call of reset_parameters(), or"
-            " of _init_weights: have it write the whole tensor, or build the model without torch.device('meta')"
+            f"the values of {name} of a {type(module).__name__} are not all initialised by one call of"
+            " reset_parameters(), or of _init_weights: make it write the whole tensor, or build the model without"
+            " torch.device('meta')"
         )
 
 

@@ -30,7 +30,7 @@ def each(ranks: SingleProcess, work: Callable[[], T]) -> list[T]:
         raise error
     for rank, (_, failure) in enumerate(found):
         if failure is not None:
-            failure.add_note(f"memfit: it failed on rank {rank}")
+            failure.add_note(f"memfit: the error is from rank {rank}")
             raise failure
     return [value for value, _ in found]
 
@@ -62,7 +62,7 @@ def check_same(ranks: SingleProcess, what: str, data: bytes) -> None:
     if others:
         raise PlanMismatchError(
             f"the ranks have different {what}: rank {others[0]}'s has the SHA-256 {digests[others[0]][:12]}..., and"
-            f" rank 0's {digests[0][:12]}.... Save one, and load the same file on every rank"
+            f" rank 0's {digests[0][:12]}.... Save one to a file, and load the same file on every rank"
         )
 
 

@@ -270,7 +270,7 @@ def _check_patch_shape(patch: tuple[int, int, int], channels: Sequence[int]) -> 
         raise WorkloadError(f"patch={patch}: with {len(channels)} channels, each must be a multiple of {factor}")
     if all(size == factor for size in patch):
         raise WorkloadError(
-            f"patch={patch} leaves one voxel to the last of {len(channels)} channels: give a larger patch"
+            f"patch={patch} leaves one voxel for the last of {len(channels)} channels: give a larger patch"
         )
 
 

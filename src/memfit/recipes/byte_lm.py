@@ -50,7 +50,7 @@ def byte_lm(
     max_bytes: int | None = None,
     seed: int = 0,
 ) -> Workload:
-    """Return the training step of a byte-level language model of the standard library's source.
+    """Return the training step of a byte-level language model on the standard library's source.
 
     Args:
         n_layer: Number of blocks (> 0).
@@ -279,7 +279,9 @@ def python_source(split: Split, max_bytes: int | None = None) -> Tensor:
             del data[max_bytes:]
             break
     if not data:
-        raise WorkloadError(f"no Python source files in {sysconfig.get_paths()['stdlib']}: use a full installation")
+        raise WorkloadError(
+            f"no Python source files in {sysconfig.get_paths()['stdlib']}: use a full installation of Python"
+        )
     return torch.frombuffer(data, dtype=torch.uint8)
 
 
@@ -356,11 +358,14 @@ class SeededBatches:
             UsageError: The position is one of other batches: another seed, or past the epoch's end.
         """
         if state["seed"] != self._seed:
-            raise UsageError(f"the position was saved with seed={state['seed']}, these batches have seed={self._seed}")
+            raise UsageError(
+                f"the position was saved with seed={state['seed']}, and these batches have seed={self._seed}: give the"
+                " saved seed"
+            )
         if not 0 <= state["index"] <= self._batches_per_epoch:
             raise UsageError(
-                f"the position, batch {state['index']} of its epoch, is not within "
-                f"batches_per_epoch={self._batches_per_epoch}: give the value it was saved with"
+                f"the position, batch {state['index']} of its epoch, is not within"
+                f" batches_per_epoch={self._batches_per_epoch}: give the saved batches_per_epoch"
             )
         self._epoch, self._index = int(state["epoch"]), int(state["index"])
 

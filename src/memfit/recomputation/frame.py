@@ -263,7 +263,7 @@ class Frame(DroppingHooks):
         if task not in holder.recomputed:
             self._recompute(task)
         if task not in holder.recomputed:
-            raise self._differs("it does not save a tensor that it saved before")
+            raise self._differs("a tensor of the forward pass was not saved again")
         recomputed = holder.recomputed.pop(task)
         if holder.mismatch is not None:
             self._check(recomputed, holder.mismatch)
@@ -289,7 +289,7 @@ class Frame(DroppingHooks):
             with saved_tensors_hooks(filling.pack, as_it_is), torch.enable_grad(), self._restored_state():
                 self._run_again(values)
             if filling.count <= filling.end:
-                raise self._differs(f"it saves {filling.count} tensors, and saved {len(self.holders)} before")
+                raise self._differs(f"it saved {filling.count} tensors; the forward pass saved {len(self.holders)}")
             self.compare(filling.probed)
         except _Stop as stop:
             if stop.filling is not filling:
@@ -298,7 +298,7 @@ class Frame(DroppingHooks):
         except (MemfitError, torch.OutOfMemoryError):
             raise
         except ChangedError as e:
-            raise self._differs("an argument was changed in place on its way to host memory") from e
+            raise self._differs("an argument was changed in place before its copy to host memory was complete") from e
         except Exception as e:
             raise self._differs(f"{type(e).__name__}: {e}") from e
 
@@ -389,7 +389,7 @@ class _Filling(DroppingHooks):
         if holder is not None:
             now, before = (plain.shape, plain.dtype, plain.device), (holder.shape, holder.dtype, holder.device)
             if now != before:
-                raise self.frame._differs(f"it saves {_described(*now)}, and saved {_described(*before)} before")
+                raise self.frame._differs(f"it saved {_described(*now)}; the forward pass saved {_described(*before)}")
             if holder.expected is not None and holder.expected.original is not None:
                 self.probed.append((plain, holder.expected, self.frame.running))
             else:

@@ -191,11 +191,16 @@ class ReusingMode(_Mode):
                 before, items = self.kept.outputs.pop((func, occurrence))
                 arguments = _Arguments(args, kwargs, self._is_statistic)
                 if arguments.shapes != before.shapes:
-                    raise RuntimeError(f"{func}, whose output is kept, takes tensors of other shapes than before")
+                    raise RuntimeError(
+                        f"{func} has inputs of other shapes than in the forward pass, and its output is kept"
+                    )
                 with contextlib.suppress(ChangedError):
                     out = tree_map_only(_KeptTensor, _KeptTensor.tensor, items)
                     if arguments.differ_from(before):
                         device = next((t.device for t in tree_leaves(out) if isinstance(t, torch.Tensor)), _CPU)
-                        self._report(f"{func}, whose output is kept, takes other values than before", device)
+                        self._report(
+                            f"{func} has inputs of other values than in the forward pass, and its output is kept",
+                            device,
+                        )
                     return out
         return func(*args, **(kwargs or {}))

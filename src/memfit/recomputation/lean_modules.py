@@ -50,8 +50,8 @@ def lean_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modu
         named = {fqn: candidates[fqn] for fqn in fnmatch.filter(candidates, pattern)}
         if not named:
             raise PlanMismatchError(
-                f"the plan's levers.lean names {pattern!r}, which is no normalisation, activation or dropout of the"
-                f" model: it has {len(candidates)} ({', '.join(list(candidates)[:3])}, …); '*' names all of them"
+                f"the plan's levers.lean has {pattern!r}, and that is no normalisation, activation or dropout of the"
+                f" model: the model has {len(candidates)} ({', '.join(list(candidates)[:3])}, …); '*' names all of them"
             )
         modules |= named
     return modules

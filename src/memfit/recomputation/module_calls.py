@@ -187,7 +187,7 @@ class Call:
         output, inside, count = self._run_again(task)
         if (_geometry(output), count) != self._made:
             (made, n_saved), now = self._made, _geometry(output)
-            how = f"it returns {now} and saves {count} tensors; it returned {made} and saved {n_saved} before"
+            how = f"it returned {now} and saved {count} tensors; the forward pass returned {made} and saved {n_saved}"
             raise RecomputationError((self.fqn,), self.fqn, how)
         for saved in self._waiting():
             if task >= 0 or saved is asked:  # outside of a backward pass, no other is taken

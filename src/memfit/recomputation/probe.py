@@ -114,8 +114,8 @@ def report(error: RecomputationError, device: torch.device) -> None:
     elif device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
         raise error
     else:
-        text = f"{error}, unless kernels that need not give the same bits twice made the difference: call"
-        warnings.warn(f"{text} torch.use_deterministic_algorithms(True) to tell", RuntimeWarning, stacklevel=2)
+        text = f"{error}, unless non-deterministic kernels made the difference: to find out, call"
+        warnings.warn(f"{text} torch.use_deterministic_algorithms(True)", RuntimeWarning, stacklevel=2)
 
 
 def checksum(tensor: torch.Tensor) -> int | None:

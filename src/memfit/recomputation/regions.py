@@ -86,7 +86,8 @@ def _check(modules: Mapping[str, nn.Module], regions: Sequence[Region]) -> None:
     for fqn, _ in named:
         if fqn not in modules:
             raise PlanMismatchError(
-                f"the plan checkpoints the module {fqn!r}, which the model does not have: the plan is for another model"
+                f"the plan checkpoints the module {fqn!r}, and the model has no such module: the plan is for another"
+                " model"
             )
         earlier = next((name for name in active if name in enclosing(fqn) or fqn in enclosing(name)), None)
         if earlier is not None:
@@ -101,30 +102,30 @@ def _check(modules: Mapping[str, nn.Module], regions: Sequence[Region]) -> None:
 def _check_offload(modules: Mapping[str, nn.Module], region: Region) -> None:
     if region.prefetch and region.prefetch not in modules:
         raise PlanMismatchError(
-            f"the plan copies {region.modules} back as {region.prefetch!r} is reached (prefetch), which the model does"
-            " not have: the plan is for another model"
+            f"the region {region.modules} has prefetch={region.prefetch!r}, and the model has no such module: the plan"
+            " is for another model"
         )
     if region.prefetch and not region.offload:
-        raise PlanError(f"the region {region.modules} names prefetch={region.prefetch!r} with offload=False: set both")
+        raise PlanError(f"the region {region.modules} has prefetch={region.prefetch!r} with offload=False: set both")
 
 
 def _check_nested(inner: str, region: Region, outer: str, around: Region) -> None:
     if region is not around and (region.offload or around.offload):
         raise PlanError(
-            f"the plan checkpoints {inner!r} within {outer!r}, and offloads one of them: a region that is offloaded"
-            " holds no other and lies in none; set its offload to False, or remove one of the two from levers.regions"
+            f"the plan checkpoints {inner!r} within {outer!r}, and offloads one of them: an offloaded region can't be"
+            " nested. Set its offload to False, or remove one of the two from levers.regions"
         )
     if inner == outer and len(region.modules) == len(around.modules):
-        raise PlanError(f"the plan checkpoints {inner!r} twice: remove it from one of its levers.regions")
+        raise PlanError(f"the plan checkpoints {inner!r} twice: remove it from one region of levers.regions")
     if region is around:
         raise PlanError(
-            f"the plan checkpoints {inner!r} and {outer!r} around it as modules of one run: a run's modules are called"
-            " one after the other; remove one of the two from it"
+            f"the plan checkpoints {inner!r} and {outer!r} around it as modules of one run, but a run's modules are"
+            " called one after the other: remove one of the two"
         )
     if around.keep and not (inner == outer and len(region.modules) > len(around.modules)):
         raise PlanError(
-            f"the plan checkpoints {inner!r} within {outer!r}, which keeps operators of its own: set the keep of the"
-            " region of the latter to (), or remove one of the two from levers.regions"
+            f"the plan checkpoints {inner!r} within {outer!r}, and the outer region keeps outputs (keep): set its keep"
+            " to (), or remove one of the two from levers.regions"
         )
 
 

@@ -61,4 +61,7 @@ def _weight_sizes(trace: Trace) -> dict[str, set[int]]:
 
 def note(ranks: int) -> str:
     """Return what is shared, in words."""
-    return f"context parallelism of {ranks} ranks: each has 1/{ranks} of the tokens; keys and values go round"
+    return (
+        f"context parallelism of {ranks} ranks: each has 1/{ranks} of the tokens; keys and values are passed from rank"
+        " to rank"
+    )

@@ -44,7 +44,7 @@ def read_parallel(text: str) -> Parallel:
         name, _, size = part.strip().partition("=")
         if name not in _NAMES or not size.isdigit() or int(size) < 1 or name in given:
             raise UsageError(
-                f"parallel={text!r} is not understood at {part!r}: give some of tp=N (tensor), cp=N (context) and pp=N"
+                f"parallel={text!r} can't be parsed at {part!r}: give some of tp=N (tensor), cp=N (context) and pp=N"
                 " (pipeline parallelism), each once and above 0, as in 'tp=4,pp=2'"
             )
         given[name] = int(size)
@@ -73,5 +73,5 @@ def stages_of(trace: Trace, parallel: Parallel) -> list[Trace]:
         pipeline = Pipeline(trace, parallel.pp)
         stages = [pipeline.stage(index) for index in range(parallel.pp)]
         notes.append(pipeline.note())
-    noted = [f"on paper, neither applied nor measured: {note}" for note in notes]
+    noted = [f"prediction only, not applied or measured: {note}" for note in notes]
     return [replace(stage, notes=[*stage.notes, *noted]) for stage in stages]

@@ -139,8 +139,8 @@ def _check(trace: Trace, sharding: Sharding) -> None:
     unknown = [fqn for fqn in sharding.units or () if fqn not in called or not fqn]
     if unknown:
         raise UsageError(
-            f"units= names {', '.join(map(repr, unknown))}, which the forward pass of {trace.workload!r} does not call:"
-            " give FQNs of modules below the root, or None for the repeated blocks"
+            f"units= has {', '.join(map(repr, unknown))}, not called in the forward pass of {trace.workload!r}: give"
+            " FQNs of modules below the root, or None for the repeated blocks"
         )
 
 

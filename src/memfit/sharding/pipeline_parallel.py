@@ -194,9 +194,8 @@ class Pipeline:
         m, s = self.trace.scale_microbatches, self.stages
         counts = [list(self.of_block.values()).count(i) for i in range(s)]
         return (
-            f"pipeline of {s} stages (1F1B) with {', '.join(map(str, counts))} blocks, {m}"
-            f" microbatch{'es' * (m != 1)}: the bubble adds {(s - 1) / m:.0%} to the step; what stages send takes no"
-            " time here"
+            f"pipeline of {s} stages (1F1B) with {', '.join(map(str, counts))} blocks, {m} microbatch{'es' * (m != 1)}:"
+            f" the bubble adds {(s - 1) / m:.0%} to the step; communication between stages is counted as free"
         )
 
 

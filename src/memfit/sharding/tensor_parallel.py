@@ -115,16 +115,16 @@ class TensorParallel:
     def _check(self) -> None:
         if not self.regions:
             raise UsageError(
-                f"parallel='tp={self.ranks}': {self.trace.workload!r} has no repeated blocks in which linear layers lie"
-                " around an activation function or attention, so that nothing can be cut. Leave out tp"
+                f"parallel='tp={self.ranks}': {self.trace.workload!r} has no repeated blocks with linear layers around"
+                " an activation function or attention: memfit can't cut it. Leave out tp"
             )
         sizes = [(fqn, "out_features", self.linears[fqn].outputs) for fqn in sorted(self.columns)]
         sizes += [(fqn, "in_features", self.linears[fqn].inputs) for fqn in sorted(self.rows)]
         for fqn, name, size in sizes:
             if size % self.ranks:
                 raise UsageError(
-                    f"parallel='tp={self.ranks}': {fqn}.{name}={size} does not divide into {self.ranks} parts. Give a"
-                    " tp that divides it"
+                    f"parallel='tp={self.ranks}': {fqn}.{name}={size} is not a multiple of {self.ranks}. Give a tp that"
+                    " divides it"
                 )
 
     # What is cut
@@ -238,7 +238,7 @@ class TensorParallel:
         """Return what was cut, in words."""
         return (
             f"tensor parallelism of {self.ranks} ranks: columns of {self._patterns(self.columns)}, rows of"
-            f" {self._patterns(self.rows)}; embeddings, normalisations and logits stay whole"
+            f" {self._patterns(self.rows)}; embeddings, normalisations and logits are not cut"
         )
 
     def _patterns(self, names: set[str]) -> str:

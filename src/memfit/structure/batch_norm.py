@@ -41,7 +41,7 @@ _FROZEN: dict[type[nn.Module], type[_Frozen]] = {
 
 
 def freeze_batch_norm(model: nn.Module) -> list[str]:
-    """Freeze every BatchNorm of a model: it then normalises by its running statistics in training too.
+    """Freeze every BatchNorm of a model: in training too it then uses its running statistics.
 
     Use it on trained models: fresh statistics are means of 0 and variances of 1. Weights and biases are trained
     further; parameters, buffers, hooks and names stay as they are.
@@ -60,7 +60,7 @@ def freeze_batch_norm(model: nn.Module) -> list[str]:
         if module.running_mean is None or type(module) not in _FROZEN:
             raise WorkloadError(
                 f"{name!r} is a {type(module).__name__} with track_running_stats={module.track_running_stats}: only"
-                " nn.BatchNorm1d, 2d and 3d with running statistics can be frozen; see group_norm_for_batch_norm"
+                " nn.BatchNorm1d, 2d and 3d with running statistics can be frozen; use group_norm_for_batch_norm"
             )
     for module in {id(m): m for m in batch_norms.values()}.values():
         module.__class__ = _FROZEN[type(module)]
@@ -86,10 +86,10 @@ def group_norm_for_batch_norm(model: nn.Module, *, groups: int = 32) -> list[str
         WorkloadError: `groups` is not above 0, or the model is a BatchNorm itself.
     """
     if groups < 1:
-        raise WorkloadError(f"groups={groups} is not above 0: give the number of groups that the channels are cut into")
+        raise WorkloadError(f"groups={groups} is not above 0: give the number of groups of channels")
     batch_norms = _batch_norms(model)
     if "" in batch_norms:
-        raise WorkloadError("the model is a BatchNorm itself, which can't be replaced in place: put it in a module")
+        raise WorkloadError("the model is a BatchNorm itself, and can't be replaced in place: put it in a module")
     norms = {id(module): _group_norm(module, groups) for module in batch_norms.values()}
     for name, module in batch_norms.items():
         parent, _, child = name.rpartition(".")

@@ -32,7 +32,7 @@ from memfit.workload import Workload, fingerprint
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule for the growth of the multipliers: each is its base to the power of φ.
+    """A rule of growth: each multiplier is its base to the power of φ.
 
     Args:
         name: Name in tables.
@@ -88,7 +88,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Scaling:
-    """The members of a family that were predicted, and the chosen one. Print it for a table.
+    """The predicted members of a family, and the chosen one. Print it for a table.
 
     Attributes:
         workload: The chosen member's workload.
@@ -104,7 +104,7 @@ class Scaling:
 
     @property
     def frontier(self) -> list[Member]:
-        """Return the members with more multiply-adds than all that need less memory, from small to large."""
+        """Return the members with more multiply-adds than all members of a lower peak, from small to large."""
         members: list[Member] = []
         for member in sorted(self.members, key=lambda m: (m.peak_bytes, -m.multiply_adds)):
             if not members or member.multiply_adds > members[-1].multiply_adds:
@@ -124,12 +124,12 @@ class Scaling:
         return text_of(table, *(Text(line) for line in (marks, *self.notes)), width=120)
 
     def plot(self, path: Path | str) -> Path:
-        """Write the frontier as an HTML page that needs no network: multiply-adds over the predicted peak.
+        """Write the frontier as an HTML page, readable offline: multiply-adds over the predicted peak.
 
         Raises:
             OutputError: The file can't be written.
         """
-        text = f"{len(self.members)} members of the family by predicted peak and multiply-adds, and the budget"
+        text = f"predicted peak and multiply-adds of {len(self.members)} members of the family, and the budget"
         return codec.write_atomic(path, chart_page(_chart(self), "Scaling", "Members of the family", text).encode())
 
 
@@ -145,7 +145,7 @@ def scale(
     tolerance: float = 0.1,
     phi_range: tuple[float, float] = (-8.0, 8.0),
 ) -> Scaling:
-    """Find the largest member of a family that fits a budget: for each rule by bisection, then the best by a proxy.
+    """Find the largest member of a family within a budget: by bisection for each rule, then the best by a proxy.
 
     Args:
         family: `family(width, depth, resolution)` returns the workload for multipliers; its peak must not fall as φ
@@ -178,7 +178,7 @@ def scale(
         lowest = min(members, key=lambda m: m.peak_bytes)
         raise InfeasibleError(
             f"no member of the family fits {format_bytes(budget_bytes)}: the smallest, at φ={lowest.phi:g} of the rule"
-            f" {lowest.rule!r}, takes {format_bytes(lowest.peak_bytes)}. Raise budget, or lower phi_range",
+            f" {lowest.rule!r}, needs {format_bytes(lowest.peak_bytes)}. Raise budget, or lower phi_range",
             budget_bytes=budget_bytes,
             lowest_peak_bytes=lowest.peak_bytes,
             where=f"φ={lowest.phi:g}",
@@ -261,7 +261,10 @@ def _notes(members: Sequence[Member], best: Sequence[Member], phi_range: tuple[f
             yield f"{member.rule}: the largest φ of phi_range fits too: raise phi_range for larger members"
         larger = [m.phi for m in members if m.rule == member.rule and m.phi < member.phi and not m.fits]
         if larger:
-            yield f"{member.rule}: φ={max(larger):g} does not fit although a larger one does: peaks are not monotone"
+            yield (
+                f"{member.rule}: φ={max(larger):g} does not fit, and a larger φ does: the peak does not always grow"
+                " with φ"
+            )
 
 
 def _cells(member: Member) -> Iterator[str]:
@@ -286,7 +289,7 @@ def _chart(scaling: Scaling) -> charts.Chart:
     """
     shown = [m for m in scaling.members if m.peak_bytes <= FAR_BUDGET * scaling.budget_bytes]
     x = byte_axis(1.08 * max(scaling.budget_bytes, *(m.peak_bytes for m in shown)), "predicted peak")
-    y = Axis(0.0, 1.12 * max(m.multiply_adds for m in shown), "multiply-adds of a sample, millions", 1e6)
+    y = Axis(0.0, 1.12 * max(m.multiply_adds for m in shown), "multiply-adds per sample, millions", 1e6)
     lines, marks = [], []
     for index, rule in enumerate(dict.fromkeys(member.rule for member in shown)):
         colour, symbol = _COLOURS[index % len(_COLOURS)], _SYMBOLS[index % len(_SYMBOLS)]

@@ -122,7 +122,7 @@ def grouped_convolutions(
         WorkloadError: As in `separable_convolutions`.
     """
     if groups < 2:
-        raise WorkloadError(f"groups={groups} is not above 1: give the number of groups that the channels are cut into")
+        raise WorkloadError(f"groups={groups} is not above 1: give the number of groups of channels")
     make = functools.partial(_grouped, groups=groups)
     before, made, chosen = _replaced(workload, make, modules, multiply_adds, by, device)
     if has_data(made):
@@ -232,8 +232,8 @@ def _replaced(
     candidates = _candidates(copied, make, patterns)
     if not candidates:
         raise WorkloadError(
-            f"modules={tuple(patterns)} holds no convolution that would take fewer multiply-adds: 1×1 kernels,"
-            " depthwise ones, subclasses of nn.Conv1d, 2d and 3d, and ones with hooks stay as they are"
+            f"modules={tuple(patterns)} has no convolution that would need fewer multiply-adds: memfit does not change"
+            " 1×1 kernels, depthwise convolutions, subclasses of nn.Conv1d, 2d and 3d, and convolutions with hooks"
         )
     chosen = _chosen(candidates, share, by, before.multiply_adds)
     for candidate in chosen.values():
@@ -290,7 +290,7 @@ def _chosen(candidates: dict[str, _Candidate], share: float | None, by: Order, t
     if remaining > share * total:
         raise WorkloadError(
             f"multiply_adds={share} can't be reached: with all {len(candidates)} replaceable convolutions replaced,"
-            f" {remaining / total:.3f} of the model's multiply-adds are left. Raise multiply_adds, lower rank, or match"
+            f" {remaining / total:.3f} of the model's multiply-adds remain. Raise multiply_adds, lower rank, or match"
             " more layers in modules"
         )
     return {name: candidate for name, candidate in candidates.items() if name in taken}
@@ -303,10 +303,10 @@ def _changes(chosen: dict[str, _Candidate]) -> Iterator[Change]:
         what = f"{type(old).__name__} {old.in_channels}→{old.out_channels}, {size}: "
         if isinstance(new, SeparableConv):
             rank = new.depthwise.out_channels // old.in_channels
-            what += f"{rank} kernel{'s' * (rank > 1)} an input, then 1×1"
+            what += f"{rank} kernel{'s' * (rank > 1)} per input, then 1×1"
         else:
             what += f"{new.groups} groups"
-        yield Change(name, f"{what}; {candidate.parameters:,} parameters less")
+        yield Change(name, f"{what}; {candidate.parameters:,} fewer parameters")
 
 
 # Fit to data

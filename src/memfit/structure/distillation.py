@@ -39,7 +39,7 @@ def distill(
     teacher_microbatch_size: int | None = None,
     teacher_dtype: torch.dtype | None = None,
 ) -> Workload:
-    """Return a workload that trains a copy of the user's model on its own loss and on a teacher's outputs.
+    """Return a workload to train a copy of the model on its own loss and on a teacher's outputs.
 
     The loss is (1 − weight) · own + weight · softened (`softened_loss`) + feature_weight · the mean squared
     difference of each pair of features (Romero et al. 2015, *FitNets*). `student` gives the student back.
@@ -78,7 +78,7 @@ def distill(
         copied.optimizer.param_groups[0]["params"].extend(projections.parameters())
     else:
         if features:
-            raise WorkloadError("features= needs the teacher's model as teacher=: a file of outputs holds no features")
+            raise WorkloadError("features= needs the teacher's model as teacher=: a file of outputs has no features")
         model = Distilled(copied.model)
     own = (copied.loss_fn, temperature, weight, feature_weight, channel_dim)
     distilled = dataclasses.replace(
@@ -94,7 +94,7 @@ def distill(
 
 
 def student(distilled: Workload, original: Workload) -> Workload:
-    """Return the original workload with the trained student of a distilled one as its model.
+    """Return the original workload with the trained student as its model.
 
     Args:
         distilled: The result of `distill(original, ...)`. Its optimizer becomes the student's, without the projections.
@@ -158,8 +158,8 @@ class DistillationLoss:
     def _taught(self, model: Distilled, seen: Outputs, targets: Tensor | None) -> Tensor:
         if not seen.outputs or (targets is not None and len(seen.outputs) > 1):
             raise WorkloadError(
-                f"Workload.loss_fn called the model {len(seen.outputs)} times: it must call it at least once, and"
-                " exactly once where teacher= is a file of outputs"
+                f"Workload.loss_fn called the model {len(seen.outputs)} times: it must call the model at least once,"
+                " and exactly once if teacher= is a file of outputs"
             )
         pairs = [(ours, theirs if targets is None else targets) for ours, theirs in seen.outputs]
         soft = [
@@ -291,7 +291,7 @@ def _projections(workload: Workload, teacher: nn.Module, pairs: Mapping[str, str
         if name not in ours or teacher_name not in theirs:
             who = "student" if name not in ours else "teacher"
             raise WorkloadError(
-                f"features={{{name!r}: {teacher_name!r}}}: the {who} has no such module that returns a tensor"
+                f"features={{{name!r}: {teacher_name!r}}}: the {who} has no module of this name that returns a tensor"
             )
         shape, teacher_shape = list(ours[name][0]), list(theirs[teacher_name][0])
         channels = shape.pop(channel_dim), teacher_shape.pop(channel_dim)

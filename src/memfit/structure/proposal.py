@@ -116,7 +116,7 @@ def _rows(before: Price, after: Price) -> Iterator[tuple[str, str, str, str]]:
 
     both = (before, after)
     yield row("parameters", [p.parameters for p in both], lambda n: f"{n:,}")
-    yield row("multiply-adds, forward, a sample", [p.multiply_adds for p in both], lambda n: f"{n:,}")
+    yield row("multiply-adds per sample, forward", [p.multiply_adds for p in both], lambda n: f"{n:,}")
     yield row("peak, predicted", [p.peak_bytes for p in both], format_bytes)
     if before.measured_peak_bytes is not None and after.measured_peak_bytes is not None:
         yield row("peak, measured", [before.measured_peak_bytes, after.measured_peak_bytes], format_bytes)
@@ -156,22 +156,22 @@ def _advice(before: Price, after: Price) -> list[str]:
     notes = []
     if after.peak_bytes >= before.peak_bytes:
         notes.append(
-            f"it does not pay in memory: the predicted peak goes from {format_bytes(before.peak_bytes)} to"
-            f" {format_bytes(after.peak_bytes)}. memfit.plan can recompute the activations that it adds"
+            f"no memory saved: the predicted peak changes from {format_bytes(before.peak_bytes)} to"
+            f" {format_bytes(after.peak_bytes)}. memfit.plan can recompute the added activations"
         )
     kind, was, now = "predicted", before.step_seconds, after.step_seconds
     if before.measured_step_seconds is not None and after.measured_step_seconds is not None:
         kind, was, now = "measured", before.measured_step_seconds, after.measured_step_seconds
     if now >= was:
         notes.append(
-            f"it does not pay in time on this device: the {kind} step goes from {format_seconds(was)} to"
+            f"no time saved on this device: the {kind} step time changes from {format_seconds(was)} to"
             f" {format_seconds(now)}, with {ratio_text(after.multiply_adds, before.multiply_adds)} the multiply-adds"
         )
     return notes
 
 
 def price(workload: Workload, *, device: str = "cpu") -> Price:
-    """Return the price of a workload, and leave the workload unchanged."""
+    """Return the price of a workload, without changing it."""
     return Price(
         parameters=sum(p.numel() for p in workload.model.parameters()),
         multiply_adds=forward_pass(workload).multiply_adds,
@@ -295,7 +295,7 @@ def matching(names: Sequence[str], patterns: Sequence[str], argument: str, noun:
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             raise WorkloadError(
-                f"{argument} has {pattern!r}, which matches no {noun} of Workload.model: it has"
+                f"{argument} has {pattern!r}, and no {noun} of Workload.model matches it: the model has"
                 f" {', '.join(names[:6]) or 'none'}{' and so on' if len(names) > 6 else ''}"
             )
     return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]

@@ -56,7 +56,7 @@ def prune(
     device: str = "cpu",
     measure: bool = False,
 ) -> Proposal:
-    """Propose a model with fewer channels: the least important are removed until few enough multiply-adds are left.
+    """Propose a model with fewer channels: it loses the least important ones, down to a share of its multiply-adds.
 
     The running statistics of BatchNorms are taken anew from the workload's batch, before any fine-tuning.
 
@@ -94,7 +94,11 @@ def prune(
         refresh_statistics(made)
         if fine_tune is not None:
             fine_tune(made)
-    notes = [f"the optimizer's state of {len(lost)} parameters could not be cut, and starts anew"] if lost else []
+    notes = (
+        [f"the optimizer's state of {len(lost)} parameters could not be pruned, and starts again from nothing"]
+        if lost
+        else []
+    )
     return proposal(
         "pruning", workload, made, _changes(workload.model, made.model),
         device=device, measure=measure, notes=notes, before_price=before,
@@ -102,7 +106,7 @@ def prune(
 
 
 def batch_norm_sparsity(workload: Workload, *, strength: float = 1e-4) -> Workload:
-    """Return a workload with the L1 norm of BatchNorm's scales added to its loss: this pushes channels towards zero.
+    """Return a workload with the L1 norm of BatchNorm's scales in its loss: it pushes channels towards zero.
 
     Train it for a while, then prune the original with `importance="batch-norm"` (Liu et al. 2017, *Network Slimming*,
     equation 1).
@@ -117,7 +121,9 @@ def batch_norm_sparsity(workload: Workload, *, strength: float = 1e-4) -> Worklo
     if strength <= 0:
         raise WorkloadError(f"strength={strength} is not above 0")
     if not _scales(workload.model):
-        raise WorkloadError("Workload.model has no BatchNorm with scales, which batch_norm_sparsity needs")
+        raise WorkloadError(
+            "batch_norm_sparsity needs BatchNorm with scales (affine=True), and Workload.model has none"
+        )
     return dataclasses.replace(workload, loss_fn=_SparseLoss(workload.loss_fn, strength))
 
 
@@ -138,13 +144,13 @@ def _scales(model: nn.Module) -> list[Tensor]:
 
 def _check(workload: Workload, importance: Importance) -> None:
     if not has_data(workload):
-        raise WorkloadError("Workload.model is on meta: pruning needs weights to rank channels by; load them first")
+        raise WorkloadError("Workload.model is on meta: pruning ranks channels by their weights; load them first")
     names: dict[int, str] = {}
     for name, parameter in workload.model.named_parameters(remove_duplicate=False):
         if names.setdefault(id(parameter), name) != name:
             raise WorkloadError(
-                f"{names[id(parameter)]!r} and {name!r} of Workload.model are one parameter, whose channels can't be"
-                " removed in two places: untie them, or leave this model unpruned"
+                f"{names[id(parameter)]!r} and {name!r} of Workload.model are one parameter, and its channels can't be"
+                " removed in two places: untie them, or don't prune this model"
             )
     if importance == "batch-norm" and not _scales(workload.model):
         raise WorkloadError(
@@ -176,8 +182,8 @@ def _prune_to(
     while (remaining := forward_pass(made).multiply_adds) > multiply_adds:
         if pruner.current_step == _STEPS:
             raise WorkloadError(
-                f"multiply_adds can't be reached: with all removable channels removed, {remaining:,} a sample are"
-                f" left, and {multiply_adds:,} were asked for. Raise multiply_adds, or give fewer modules in ignored"
+                f"multiply_adds can't be reached: without all removable channels, {remaining:,} per sample remain, and"
+                f" {multiply_adds:,} are requested. Raise multiply_adds, or give fewer modules in ignored"
             )
         pruner.step()
     indices = _indices(tp, dataclasses.replace(made, model=original), pruner.pruning_history())
@@ -225,7 +231,7 @@ def _outputs(model: nn.Module, workload: Workload) -> list[Tensor]:
     tensors = [t for t in tree_leaves(seen) if isinstance(t, Tensor) and t.requires_grad]
     if not tensors:
         raise WorkloadError(
-            "Workload.loss_fn does not call the model that it is given, which pruning needs to follow its layers"
+            "Workload.loss_fn does not call its first argument, the model: pruning follows the layers in that call"
         )
     return [tensor * 1 for tensor in tensors]
 
@@ -264,7 +270,7 @@ def _carry(made: Workload, old: Mapping[str, nn.Parameter], indices: Mapping[str
         where = indices[name].to(original.device)
         if not torch.equal(original.detach().flatten()[where], new.detach()):
             raise WorkloadError(
-                f"{name!r} can't be pruned: torch-pruning changes its values too; add its layer to ignored"
+                f"{name!r} can't be pruned: torch-pruning would change its values too; add its layer to ignored"
             )
         state = made.optimizer.state.get(original, {})
         if all(_follows(value, original) for value in state.values()):

@@ -25,7 +25,7 @@ _DTYPES = (torch.float16, torch.bfloat16)
 def sparsify(
     workload: Workload, *, modules: Sequence[str] = ("*",), device: str = "cpu", measure: bool = False
 ) -> Proposal:
-    """Propose linear layers with weights masked 2:4 by magnitude; the mask is kept while they are fine-tuned.
+    """Propose linear layers with 2:4 masks by magnitude, kept during fine-tuning.
 
     Masked weights get no gradient. Masks are a parametrization: the parameters stay those of the optimizer, under the
     name `parametrizations.weight.original`. After training, `to_sparse` converts them to sparse tensors.
@@ -44,18 +44,19 @@ def sparsify(
     named = {n: m for n, m in made.model.named_modules() if type(m) is nn.Linear}
     chosen = [n for n in matching(list(named), modules, "modules", "nn.Linear") if named[n].in_features % 4 == 0]
     if not chosen:
-        raise WorkloadError(f"modules={tuple(modules)} holds no nn.Linear whose in_features is a multiple of 4")
+        raise WorkloadError(f"modules={tuple(modules)} has no nn.Linear with in_features a multiple of 4")
     _check_shared(made.model, {n: named[n] for n in chosen})
     for name in chosen:
         parametrize.register_parametrization(named[name], "weight", Masked(mask_2_to_4(named[name].weight)))
     sizes = {name: f"{named[name].in_features}→{named[name].out_features}" for name in chosen}
-    changes = [Change(name, f"Linear {size}: 2 of 4 weights stay") for name, size in sizes.items()]
+    changes = [Change(name, f"Linear {size}: 2 of 4 weights kept") for name, size in sizes.items()]
     return proposal("2:4 sparsity", workload, made, changes, device=device, measure=measure, notes=[_NOTE])
 
 
 _NOTE = (
-    "masks gain nothing while training, and cost a copy of the weights: only memfit.structure.to_sparse pays,"
-    " after it, for inference in 16 bits on CUDA from compute capability 8.0 on; on a CPU there is no gain at all"
+    "masks save nothing during training, and need a copy of the weights. The gain is in inference, after"
+    " memfit.structure.to_sparse: in 16 bits, on CUDA with compute capability 8.0 or higher. On a CPU 2:4 sparsity"
+    " saves nothing"
 )
 
 
@@ -88,7 +89,7 @@ class Masked(nn.Module):
 
 
 def to_sparse(model: nn.Module) -> list[str]:
-    """Convert a model's masked weights to PyTorch's sparse tensors, in place, for inference: it can't be trained then.
+    """Convert a model's masked weights to PyTorch's sparse tensors in place, for inference only.
 
     Args:
         model: On a GPU of compute capability 8.0 or more, in fp16 or bf16, with layers that `sparsify` masked.
@@ -109,7 +110,7 @@ def to_sparse(model: nn.Module) -> list[str]:
     for name, module in masked.items():
         why = why_not_sparse(module.weight)
         if why is not None:
-            raise UsageError(f"the weight of {name!r} can't be made a sparse tensor: {why}")
+            raise UsageError(f"the weight of {name!r} can't be made sparse: {why}")
     converted = []
     for name, module in masked.items():
         parametrize.remove_parametrizations(module, "weight")
@@ -124,7 +125,7 @@ def to_sparse(model: nn.Module) -> list[str]:
 def why_not_sparse(weight: Tensor) -> str | None:
     """Return why a weight can't be made a sparse tensor, or None where it can."""
     if weight.device.type != "cuda":
-        return f"it is on {weight.device.type}, where 2:4 sparsity gains nothing: move the model to a GPU"
+        return f"it is on {weight.device.type}, and 2:4 sparsity saves nothing there: move the model to a GPU"
     capability = torch.cuda.get_device_capability(weight.device)
     if capability < _CAPABILITY:
         return f"the GPU's compute capability is {capability[0]}.{capability[1]}, and 8.0 is needed"
@@ -147,5 +148,6 @@ def _check_shared(model: nn.Module, chosen: dict[str, nn.Linear]) -> None:
         other_names = [owner for owner in owners[id(module.weight)] if owner != f"{name}.weight"]
         if other_names:
             raise WorkloadError(
-                f"{name}.weight is shared with {other_names[0]}, which would stay dense: leave {name!r} out of modules"
+                f"{name}.weight is shared with {other_names[0]}, and that one would stay dense: leave {name!r} out of"
+                " modules"
             )

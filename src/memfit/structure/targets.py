@@ -55,7 +55,7 @@ def precompute(
     if path.exists() and not overwrite:
         if _metadata(path) == wanted:
             return path
-        raise OutputError(f"{path} exists and does not hold this teacher's outputs: give overwrite=True to replace it")
+        raise OutputError(f"{path} exists, without this teacher's outputs: give overwrite=True to replace it")
     rows: dict[bytes, Tensor] = {}
     model = _Answering(teacher)
     with evaluation_mode(teacher):
@@ -102,12 +102,12 @@ class Targets:
         metadata, wanted = _metadata(path), _signature(workload)
         if metadata is None or metadata.get("format") != _FORMAT:
             raise WorkloadError(
-                f"teacher={str(path)!r} was not written by memfit.structure.precompute: give a file that was"
+                f"teacher={str(path)!r} was not written by memfit.structure.precompute: give a file from precompute"
             )
         if metadata["samples"] != wanted:
             raise WorkloadError(
-                f"teacher={str(path)!r} holds outputs for samples of {metadata['samples']}, and Workload.batch has"
-                f" {wanted}: precompute them for this workload"
+                f"teacher={str(path)!r} has outputs for samples of {metadata['samples']}, and Workload.batch has"
+                f" {wanted}: run memfit.structure.precompute for this workload"
             )
         tensors = safetensors.torch.load_file(path)
         self._path, self._outputs = path, tensors["outputs"]
@@ -123,8 +123,8 @@ class Targets:
         missing = rows.count(None)
         if missing:
             raise WorkloadError(
-                f"{missing} of {len(rows)} samples of a batch are not in {self._path}: they are augmented, or were"
-                " not in batches= of memfit.structure.precompute. Give it every sample, as training sees it"
+                f"{missing} of {len(rows)} samples of a batch are not in {self._path}: they are augmented, or were not"
+                " in batches= of memfit.structure.precompute. Give precompute every sample, exactly as in training"
             )
         return {"batch": batch, "teacher": self._outputs[torch.tensor(rows)]}
 

@@ -44,8 +44,8 @@ class Window:
         whole = samples == self.samples
         if self.microbatches and (count is None) != (self.divisor is None):
             raise WorkloadError(
-                "Workload.loss_fn returned a mean for one microbatch and (sum, count) for another: return the same kind"
-                " for each"
+                "Workload.loss_fn returned a mean for one microbatch and (sum, count) for another: return the same form"
+                " for every microbatch"
             )
         self.microbatches += 1
         if count is None:
@@ -109,8 +109,8 @@ def checked_loss(value: Any) -> tuple[torch.Tensor, torch.Tensor | float | None]
         raise WorkloadError(_wrong_loss(value))
     if not loss.requires_grad:
         raise WorkloadError(
-            "Workload.loss_fn returned a loss that has no gradient: compute it with the model that loss_fn gets, and"
-            " without .detach() or torch.no_grad()"
+            "Workload.loss_fn returned a loss without a gradient: compute it with the first argument of loss_fn, the"
+            " model, and without .detach() or torch.no_grad()"
         )
     return loss, count.reshape(()) if isinstance(count, torch.Tensor) and count.dim() else count
 
@@ -126,15 +126,17 @@ def _wrong_loss(value: Any) -> str:
     if value is None:
         return "Workload.loss_fn returned None: end it with `return loss`"
     if isinstance(value, torch.Tensor):
-        return f"Workload.loss_fn returned a tensor of shape {tuple(value.shape)}: return one number, as loss.mean()"
+        return (
+            f"Workload.loss_fn returned a tensor of shape {tuple(value.shape)}: return one number, such as loss.mean()"
+        )
     if isinstance(value, int | float):
         return f"Workload.loss_fn returned the number {value}, not a tensor: return the loss without .item()"
     if isinstance(value, Mapping) and "loss" in value:
-        return f"Workload.loss_fn returned {described(value)}: return the loss in it, as output['loss']"
+        return f"Workload.loss_fn returned {described(value)}: return only the loss, such as output['loss']"
     if isinstance(value, tuple) and len(value) == 2:
         parts = " and ".join(described(part) for part in value)
         return (
-            f"Workload.loss_fn returned {parts}: return one scalar tensor, or (sum, count), where the sum has a"
-            " gradient, and the count that divides it has none"
+            f"Workload.loss_fn returned {parts}: return one scalar tensor, or (sum, count): a sum with a gradient, and"
+            " a count without one, its divisor"
         )
     return f"Workload.loss_fn returned {described(value)}: return one scalar tensor, or (sum, count)"

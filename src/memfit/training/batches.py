@@ -168,9 +168,9 @@ class BatchStream:
             return
         if rng_state() != before["global"]:
             raise WorkloadError(
-                f"Workload.batches draws from the global random generators, which prefetch_batches="
-                f"{self._prefetch_batches} would mix with the step's draws: give it a generator of its own, use"
-                " DataLoader(num_workers=...), or leave prefetch_batches=0"
+                "Workload.batches draws from the global random generators. With"
+                f" prefetch_batches={self._prefetch_batches} its draws would mix with the step's: give it its own"
+                " generator, use DataLoader(num_workers=...), or set prefetch_batches=0"
             )
         self._is_safe_ahead = True
 
@@ -186,8 +186,8 @@ class BatchStream:
         self._stop()
         if self.used == 0 and not self._may_be_empty:
             raise WorkloadError(
-                f"Workload.batches gave no batch in epoch {self.epoch}: it must be an iterable that can be iterated"
-                " again for every epoch, such as a list or a DataLoader, and not a generator"
+                f"Workload.batches gave no batch in epoch {self.epoch}: memfit iterates over it again in every epoch."
+                " Give a list or a DataLoader, not a generator"
             )
         self.epoch += 0 if self.used == 0 else 1
         self.used = 0
@@ -212,7 +212,7 @@ class BatchStream:
         except MemfitError:
             raise
         except Exception as e:
-            raise CheckpointError(f"Workload.batches did not take the checkpoint's position: {e!r}") from e
+            raise CheckpointError(f"Workload.batches could not continue at the checkpoint's position: {e!r}") from e
         self._iterator, self._made = (iter(self._batches) if position["used"] else None), 0
 
     def _skip(self, position: dict[str, Any]) -> None:
@@ -235,8 +235,8 @@ class BatchStream:
         generators = _generators(self._batches)
         if len(generators) != len(state["own"]):
             raise CheckpointError(
-                f"Workload.batches has {len(generators)} generators, and had {len(state['own'])} in the checkpoint:"
-                " give the checkpoint's batches"
+                f"Workload.batches has {len(generators)} generators, and the checkpoint's batches had"
+                f" {len(state['own'])}: give the checkpoint's batches"
             )
         for generator, own in zip(generators, state["own"], strict=True):
             generator.set_state(bytes_tensor(own))
@@ -249,8 +249,8 @@ def _check_prefetch(prefetch_batches: int, batches: Any) -> None:
     workers = getattr(batches, "num_workers", 0)
     if prefetch_batches and workers:
         raise UsageError(
-            f"prefetch_batches={prefetch_batches}: Workload.batches has num_workers={workers}, which load batches ahead"
-            " already. Leave prefetch_batches=0"
+            f"prefetch_batches={prefetch_batches}: Workload.batches has num_workers={workers}, so it loads batches"
+            " ahead already. Set prefetch_batches=0"
         )
 
 

@@ -48,8 +48,8 @@ def meet(ranks: SingleProcess, error: BaseException | None, samples: int | None,
         return Meeting(_like_others(int(worst), int(who) - 1), is_written)
     if most != -least:
         differ = RankError(
-            f"Workload.batches gave {_told(-least)} on one rank and {_told(most)} on another: every rank takes the same"
-            " global batches, of which memfit gives it its part. Seed what shuffles them"
+            f"Workload.batches gave {_told(-least)} on one rank and {_told(most)} on another: every rank must give the"
+            " same global batches; memfit takes the rank's part. Shuffle with the same seed on every rank"
         )
         return Meeting(differ, is_written)
     return Meeting(None, is_written)
@@ -80,7 +80,7 @@ def _like_others(code: int, rank: int) -> BaseException:
         return SystemExit(PREEMPTED)
     if code == _INTERRUPTED:
         return KeyboardInterrupt()
-    text = f"rank {rank} stopped before the step: see what it says"
+    text = f"rank {rank} stopped before the step: read that rank's output"
     if code == _LIMIT:
         return MemoryLimitError(text, limit_bytes=0, held_bytes=0, requested_bytes=0, by_category={}, where="")
     return RankError(text)

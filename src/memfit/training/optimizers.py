@@ -23,7 +23,7 @@ def state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 class Optimizers(torch.optim.Optimizer):
-    """Several optimizers that step together: for `Workload.optimizer`, and for one scheduler of all.
+    """Several optimizers as one, for `Workload.optimizer` and for a common scheduler.
 
     Its parameter groups and its state are those of the optimizers, the same dicts, in their order. A skipped update is
     skipped for all of them.
@@ -40,8 +40,8 @@ class Optimizers(torch.optim.Optimizer):
         parameters = [id(p) for group in groups for p in group["params"]]
         if not groups or len(set(parameters)) < len(parameters):
             raise WorkloadError(
-                f"Optimizers(optimizers=...) has {len(optimizers)} optimizers over {len(parameters)} parameters, of"
-                f" which {len(set(parameters))} are different: give one or more, each over parameters of its own"
+                f"Optimizers(optimizers=...) has {len(optimizers)} optimizers over {len(parameters)} parameters,"
+                f" {len(set(parameters))} of them different: give one or more, without a parameter in common"
             )
         self._counts = [len(optimizer.param_groups) for optimizer in optimizers]
         super().__init__([{"params": group["params"]} for group in groups], {})
@@ -61,7 +61,7 @@ class Optimizers(torch.optim.Optimizer):
             optimizer.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, during construction only; add later ones to an optimizer before it is given."""
+        """Add a parameter group during construction; add later ones to one of the optimizers."""
         if hasattr(self, "optimizers"):
             raise WorkloadError(
                 "Optimizers.add_param_group: add the group to one of the optimizers, and create Optimizers anew"
@@ -69,7 +69,7 @@ class Optimizers(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of `state_dict` into each optimizer."""
+        """Load the states from `state_dict` into the optimizers."""
         super().load_state_dict(state_dict)
         self._share()
 

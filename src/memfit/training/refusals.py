@@ -35,15 +35,15 @@ def _refused_together(workload: Workload) -> Iterator[str]:
     if own and not own & updated:  # a model without any may serve an optimizer of other tensors
         kind, model = type(workload.optimizer).__name__, type(workload.model).__name__
         yield (
-            f"Workload.optimizer is the optimizer {kind} over {len(updated)} tensors, none of which is a parameter of"
-            f" Workload.model ({model}): create it from this model, as {kind}(model.parameters())"
+            f"Workload.optimizer is the optimizer {kind} over {len(updated)} tensors, and none of them is a parameter"
+            f" of Workload.model ({model}): create it from this model: {kind}(model.parameters())"
         )
     place = next((p.device for p in workload.model.parameters()), None)
     others = {t.device for t in tensors_of(workload.batch)} - {place, torch.device("cpu"), torch.device("meta")}
     if place is not None and place.type != "meta" and others:
         yield (
-            f"Workload.batch is on {', '.join(sorted(map(str, others)))}, and Workload.model is on {place}: move one"
-            f" of them, as batch.to({str(place)!r})"
+            f"Workload.batch is on {', '.join(sorted(map(str, others)))}, and Workload.model is on {place}: move one of"
+            f" them: batch.to({str(place)!r})"
         )
 
 
@@ -53,19 +53,19 @@ def _refused_modules(model: nn.Module) -> Iterator[str]:
         kind = type(module).__name__
         if isinstance(module, _WRAPPERS):
             yield (
-                f"{where} is a {kind}: give the model in it, {where}.module. For several GPUs give world_size= to"
+                f"{where} is a {kind}: give the model inside, {where}.module. For several GPUs give world_size= to"
                 " memfit.plan"
             )
         if isinstance(module, torch.jit.ScriptModule):
             yield (
-                f"{where} is a scripted module ({kind}), which can't run on fake tensors: give the module that"
-                " torch.jit.script was given"
+                f"{where} is a scripted module ({kind}). Scripted modules can't run on fake tensors: give the module"
+                " itself, without torch.jit.script"
             )
         lazy = [key for key, p in own_parameters(module).items() if p is not None and is_lazy(p)]
         if lazy:
             yield (
-                f"{where} is a {kind} whose parameters have no shapes yet ({', '.join(lazy)}): run one batch through"
-                " the model first, and make the optimizer after that"
+                f"{where} is a {kind}, and its parameters have no shapes yet ({', '.join(lazy)}): run one batch through"
+                " the model first, and create the optimizer after that"
             )
 
 
@@ -75,9 +75,8 @@ def _refused_optimizers(optimizer: Any) -> Iterator[str]:
     kind = type(optimizer).__name__
     if _needs_closure(optimizer):
         yield (
-            f"Workload.optimizer is {kind}, whose step(closure) runs the forward and backward passes itself, as often"
-            " as it likes: memfit runs them once a step. Give an optimizer whose step() takes no closure, such as"
-            " torch.optim.AdamW"
+            f"Workload.optimizer is {kind}. Its step(closure) runs the forward and backward passes itself, several"
+            " times; memfit runs them once a step. Give an optimizer without a closure, such as torch.optim.AdamW"
         )
     inner = [*getattr(optimizer, "optimizers", []), getattr(optimizer, "optimizer", None)]
     for held in inner:

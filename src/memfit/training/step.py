@@ -34,8 +34,8 @@ from memfit.workload import Workload, part_of, samples_of, tensors_of
 _CPU = torch.device("cpu")
 _log = logging.getLogger("memfit")
 _UNRELATED = (
-    "Workload.loss_fn returned a loss that does not depend on any parameter of Workload.optimizer: compute it with the"
-    " model that loss_fn gets as its first argument"
+    "Workload.loss_fn returned a loss that depends on no parameter of Workload.optimizer: compute it with the first"
+    " argument of loss_fn, the model"
 )
 
 
@@ -160,7 +160,7 @@ class Step:
             _log.warning("%s: %s", kind, text)
 
     def admit(self, batch: Any) -> None:
-        """Predict the step on a batch that is larger than planned.
+        """Predict the step on a batch larger than planned.
 
         Raises:
             UsageError: It would exceed the plan's budget.
@@ -169,7 +169,7 @@ class Step:
             self.options.admit(batch)
 
     def change(self, **options: Any) -> None:
-        """Change the options of the next steps; see `StepOptions`."""
+        """Change options of the next steps; see `StepOptions`."""
         self.options = replace(self.options, **options)
 
     @property
@@ -179,26 +179,26 @@ class Step:
 
     @property
     def recovery(self) -> Callable[[Callable[[Any], StepResult], Any], StepResult] | None:
-        """Runs each step, and runs it again after out of memory; None for no second run."""
+        """Runs each step, and runs it again if memory runs out; None without recovery."""
         return self.options.recovery
 
     @property
     def limit(self) -> Callable[[Any], AbstractContextManager[object]] | None:
-        """Makes the context of a step with a limit on its memory; None for no limit."""
+        """Makes the context of a step with a memory limit; None without a limit."""
         return self.options.limit
 
     @property
     def buckets(self) -> list[torch.Tensor]:
-        """Buffers of the gradients sent to other ranks, if an engine keeps them between steps."""
+        """Return the buffers of gradients for other ranks, if an engine keeps them between steps."""
         return self.options.ranks.buckets
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the buffers of gradients sent to other ranks, if an engine keeps them between steps."""
+        """Return the bytes of the buffers of gradients for other ranks, if an engine keeps them between steps."""
         return self.options.ranks.held_bytes(self.workload)
 
     def close(self) -> None:
-        """Undo the plan's changes to the model; the step can't be used afterwards."""
+        """Undo the plan's changes to the model. The step can't run afterwards."""
         undone(self._close)
 
     def _close(self) -> None:
@@ -230,12 +230,12 @@ class Step:
         return [microbatch for microbatch, _ in self._microbatches(batch, samples_of(self.workload, batch))]
 
     def compute_loss(self, microbatch: Any) -> tuple[torch.Tensor, torch.Tensor | float | None]:
-        """Return the loss of a microbatch, and the count to divide it by (None if it is a mean)."""
+        """Return the loss of a microbatch, and its divisor (None for a mean)."""
         with self.autocast():
             return checked_loss(self.workload.loss_fn(self.workload.model, microbatch))
 
     def drop_forward(self) -> None:
-        """Make the model ready for another forward pass, after one without a backward pass: cut gathered parameters."""
+        """Discard a forward pass without a backward pass: gathered parameters are cut again."""
         self.options.ranks.drop_forward()
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -243,7 +243,7 @@ class Step:
         return nullcontext() if self.options.autocast is None else self.options.autocast()
 
     def update_parameters(self) -> None:
-        """Update the parameters from their gradients, finite or not."""
+        """Update the parameters from their present gradients."""
         if self.options.update is None:
             self.workload.optimizer.step()
         else:
@@ -293,7 +293,7 @@ class Step:
         return self.last
 
     def evaluate(self, function: Callable[[nn.Module], T]) -> T:
-        """Run a function of the model outside of steps, forward only, and return its result.
+        """Call a function with the model outside of steps, and return its result.
 
         Where ranks share the model, all of them call this: it gathers the parameters that are in parts.
         """
@@ -386,11 +386,11 @@ class Step:
         return list(parameters.values()), statistics
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return every parameter, of optimizer and model."""
+        """Return all parameters of optimizer and model."""
         return self._held()[0]
 
     def named_owners(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters that have the gradients, by the FQN of the model's."""
+        """Return the parameters with the gradients, by the FQNs of the model's parameters."""
         return [(name, self.options.masters.get(p, p)) for name, p in self.workload.model.named_parameters()]
 
     def _microbatches(self, batch: Any, samples: int) -> list[tuple[Any, int]]:
@@ -469,9 +469,9 @@ class Step:
         norm = float(_norm_of(norms))
         if not math.isfinite(norm):
             raise NonFiniteError(
-                f"the gradient norm is {norm} at step {self.steps} (loss {loss:g}), and the weights were updated with"
-                " it, as each gradient is used in the backward pass: go on from a checkpoint, lower the learning rate,"
-                " or set levers.optimizer to 'as-is', which checks gradients before the update",
+                f"the gradient norm is {norm} at step {self.steps} (loss {loss:g}), and the weights are updated"
+                " already, since each gradient is used in the backward pass: resume from a checkpoint, lower the"
+                " learning rate, or set levers.optimizer to 'as-is', which checks gradients before the update",
                 step=self.steps,
                 value=norm,
             )
@@ -506,9 +506,10 @@ class Step:
         if in_a_row >= self.scaler.settings.max_skips:
             where = self._diagnosis(share)
             raise self._not_finite(
-                f"the gradients overflowed in {in_a_row} steps in a row at step {self.steps}, last in {parameter}"
-                f" ({where}), and the loss scale fell to {scale:g}: nothing was updated. The model"
-                " leaves the range of fp16: use precision='bf16-mixed', or name the module in Workload.fp32_modules",
+                f"the gradients overflowed in {in_a_row} consecutive steps, up to step {self.steps}, last in"
+                f" {parameter} ({where}), and the loss scale fell to {scale:g}: nothing was updated. The model's"
+                " values exceed the range of fp16: use precision='bf16-mixed', or name the module in"
+                " Workload.fp32_modules",
                 math.inf,
                 where,
             )
@@ -522,7 +523,7 @@ class Step:
         for name, parameter in self.named_owners():
             if parameter.grad is not None and not torch.isfinite(gradient_values(parameter.grad)).all():
                 return name
-        return "no single parameter"
+        return "none of the parameters"
 
     def _diagnosis(self, share: Share) -> FirstNotFinite:
         """Run the batch again and watch the modules; the gradients are of no use any more."""

@@ -135,7 +135,8 @@ class Trainer:
                 raise UsageError(f"{name}={value!r} is not a whole number above 0")
         if self.async_checkpoints and self.checkpoint_every is None:
             raise UsageError(
-                "async_checkpoints=True needs checkpoint_every=: the checkpoint at the end is written at once"
+                "async_checkpoints=True needs checkpoint_every=: only checkpoints during the run are written in the"
+                " background"
             )
         _check_plan(self.plan, self.step)
         if self.tensorboard:
@@ -322,7 +323,7 @@ class Trainer:
         peak_bytes = self.measure(self.step, batch) if self.measure is not None else 0
         result = self.step.last
         if result is None or self.step.steps > before + 1:
-            raise UsageError(f"measure= ran {self.step.steps - before} steps on a batch: it must run the step once")
+            raise UsageError(f"measure= ran {self.step.steps - before} steps on one batch: it must run the step once")
         return result, int(self._ranks.most([peak_bytes])[0])
 
     def _after(self, progress: Progress) -> None:
@@ -343,9 +344,8 @@ class Trainer:
             predicted = progress.predicted_peak_bytes or self.plan.predicted.peak_bytes
             self.step.note(
                 "over budget",
-                f"step {progress.step} was measured to take {format_bytes(progress.peak_bytes or 0)}, above the plan's"
-                f" budget of {format_bytes(self.plan.budget_bytes)}; {format_bytes(predicted)} were"
-                " predicted",
+                f"step {progress.step} needed {format_bytes(progress.peak_bytes or 0)}, above the plan's budget of"
+                f" {format_bytes(self.plan.budget_bytes)}; the prediction was {format_bytes(predicted)}",
             )
         for kind, text in self.step.events[self._events_noted :]:
             self._write_line(event_line(self.step.steps, self._stream.epoch, kind, text))
@@ -448,9 +448,11 @@ class Trainer:
             with contextlib.suppress(MemfitError):
                 self._save(self._stream.take_back() if is_undone or self._is_unused else None)
         if is_alone and not isinstance(error, MemfitError):
-            error.add_note(f"memfit: on rank {self._ranks.rank}; if it lost a connection, another rank ended before it")
+            error.add_note(
+                f"memfit: on rank {self._ranks.rank}; if the error is a lost connection, another rank ended first"
+            )
         newest = checkpoint_folders.latest(self.out)
-        advice = "no checkpoint was written" if newest is None else f"resume=True goes on from {newest}"
+        advice = "no checkpoint was written" if newest is None else f"resume=True continues from {newest}"
         error.add_note(f"memfit: {advice}")
         if is_interrupted:
             text = f"{text}; {advice}"
@@ -473,14 +475,17 @@ def _resumed(
 ) -> list[tuple[str, str]]:
     """Return the events to log for a resumed run: kinds and texts."""
     events = [
-        ("damaged checkpoint", f"{damage}; it is now {place}, and training goes on from {loaded.path}")
+        (
+            "damaged checkpoint",
+            f"{damage}; the checkpoint was renamed to {place}, and training continues from {loaded.path}",
+        )
         for damage, place in zip(damages, aside, strict=True)
     ]
     if loaded.plan.levers.precision != plan.levers.precision:
         events.append(("another precision", _precision_text(loaded, step, plan)))
     if replace(loaded.plan.levers, precision=plan.levers.precision) != plan.levers:
         was, is_now = uses_text(loaded.plan.uses), uses_text(plan.uses)
-        events.append(("another plan", f"{loaded.path} was made with {was}; training goes on with {is_now}"))
+        events.append(("another plan", f"{loaded.path} was written with {was}; training continues with {is_now}"))
     return events
 
 
@@ -490,13 +495,13 @@ def _precision_text(loaded: checkpoint.Loaded, step: Step, plan: Plan) -> str:
     had_scaler = loaded.state.training["scaler"] is not None
     done = []
     if step.scaler is not None and not had_scaler:
-        done.append(f"a new loss scaler begins at {step.scaler.scale:g}")
+        done.append(f"a new loss scaler starts at {step.scaler.scale:g}")
     if step.scaler is None and had_scaler:
         done.append("the loss scaler's state is dropped")
     if step.workload.bf16_updates == "stochastic-rounding" and "bf16-true" in (was, is_now):
         done.append(f"weights are {'widened from' if was == 'bf16-true' else 'rounded to'} bf16")
-    text = f"{loaded.path} was made with precision={was!r}; training goes on with {is_now!r}"
-    return "; ".join([text, *(done or ["weights and optimizer state are taken as they are"])])
+    text = f"{loaded.path} was written with precision={was!r}; training continues with {is_now!r}"
+    return "; ".join([text, *(done or ["weights and optimizer state are unchanged"])])
 
 
 @contextlib.contextmanager
@@ -522,15 +527,13 @@ def _figures(values: Mapping[str, float]) -> dict[str, float]:
     if isinstance(values, Mapping):
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
             return {str(name): float(value) for name, value in values.items()}
-    raise WorkloadError(
-        f"Workload.evaluate returned {str(values)[:100]}: it must return named figures, a dict of name to float"
-    )
+    raise WorkloadError(f"Workload.evaluate returned {str(values)[:100]}: return a dict of names and floats")
 
 
 def _check_plan(plan: Plan, step: Step) -> None:
     own = fingerprint(step.workload)
     if plan.fingerprint != own:
         raise PlanMismatchError(
-            f"the plan is for {plan.workload!r} with the fingerprint {plan.fingerprint}, and the workload"
+            f"the plan is for the workload {plan.workload!r} with fingerprint {plan.fingerprint}; the workload"
             f" {step.workload.name!r} has {own}: make a plan for this workload"
         )

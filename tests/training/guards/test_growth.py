@@ -1,4 +1,4 @@
-"""Memory that grows from step to step is noticed, with the variable that holds it and the line that adds to it."""
+"Memory that grows From step to step is noticed, with the variable that holds it and the line that adds to it."
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_what_grows_is_named_once_with_its_line(loop: Callable[[Growth], None], 
     growth, told = watched()
     loop(growth)
     assert len(told) == 1, told
-    assert f"`{name}`" in told[0] and "a step" in told[0] and "from step" in told[0]
+    assert f"`{name}`" in told[0] and "a step" in told[0] and "From step" in told[0]
     number = int(told[0].split("test_growth.py:")[1].split(")")[0].split(",")[0])
     with open(__file__) as file:
         assert line in file.read().splitlines()[number - 1]
@@ -152,7 +152,7 @@ def test_what_no_variable_holds_is_told_only_if_it_grows_on(
     for step in range(40 * STEPS):  # noqa: B007 - read above
         growth.stepped()
     assert len(told) == told_in_all
-    assert all("something that memfit does not find" in line for line in told)
+    assert all("memfit did not find the variable" in line for line in told)
 
 
 def test_the_step_that_exceeds_the_budget_is_foretold() -> None:
@@ -162,7 +162,7 @@ def test_the_step_that_exceeds_the_budget_is_foretold() -> None:
         kept.append(torch.zeros(2**18))  # 1 MiB
         growth.stepped()
     assert "1.0 MiB a step" in told[0]
-    assert "from step 12 on" in told[0] or "from step 13 on" in told[0]
+    assert "From step 12 on" in told[0] or "From step 13 on" in told[0]
 
 
 def test_sampling_ends_where_it_would_take_more_than_its_share_of_the_time() -> None:

@@ -49,7 +49,7 @@ def test_a_byte_below_the_peak_it_fails_and_at_the_peak_it_does_not(name: str) -
             step(workload.batch)
     weights = [p.clone() for p in workload.model.parameters()]
     with memfit.apply(plan, workload, limit_bytes=plan.predicted.peak_bytes - 1) as step:
-        with pytest.raises(MemoryLimitError, match=r"it holds .* \(parameters .*activations") as caught:
+        with pytest.raises(MemoryLimitError, match=r"are allocated \(parameters .*activations") as caught:
             step(workload.batch)
     error = caught.value
     assert error.held_bytes <= error.limit_bytes < error.held_bytes + error.requested_bytes

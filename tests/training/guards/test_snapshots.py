@@ -26,7 +26,7 @@ def of(folder: Path, device: torch.device = CPU, predicted: Any = written) -> Sn
 
 def test_on_the_cpu_it_is_the_predicted_step(tmp_path: Path) -> None:
     said = of(tmp_path).write(7, None, "the batch")  # type: ignore[arg-type]
-    assert said == "memory snapshot, as predicted: out-of-memory-7.pickle"
+    assert said == "predicted memory snapshot: out-of-memory-7.pickle"
     assert pickle.loads((tmp_path / "out-of-memory-7.pickle").read_bytes()) == {"batch": "the batch"}
 
 
@@ -47,7 +47,7 @@ def test_on_a_gpu_it_is_the_allocator_s_when_the_error_was_raised(
 def test_names_are_not_used_twice_and_a_folder_is_not_filled(tmp_path: Path) -> None:
     said = [of(tmp_path).write(7, None, None) for _ in range(MOST + 2)]  # type: ignore[arg-type]
     assert said[1].endswith("out-of-memory-7.2.pickle") and len(all_snapshots(tmp_path)) == MOST
-    assert all(f"already holds {MOST} snapshots" in text for text in said[MOST:])
+    assert all(f"already has {MOST} snapshots" in text for text in said[MOST:])
 
 
 def test_what_goes_wrong_is_said_and_not_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

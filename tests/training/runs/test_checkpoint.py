@@ -139,7 +139,7 @@ def test_the_comparison_sees_small_differences(left: Any, right: Any, cases: Sim
         (lambda x: x, r"state\.a\.0 is a function"),
         ({1, 2}, r"state\.a\.0 is a set"),
         (b"x", r"state\.a\.0 is a bytes"),
-        ({(1, 2): 3}, r"state\.a\.0 has a key \(1, 2\)"),
+        ({(1, 2): 3}, r"state\.a\.0 has the key \(1, 2\)"),
         (torch.zeros(2, dtype=torch.complex128), "complex128"),
         (torch.zeros(2).to_mkldnn(), "torch._mkldnn"),
     ],
@@ -585,7 +585,7 @@ def other_ties(workload: Workload) -> dict[str, Any]:
     ("change", "message"),
     [
         (other_groups, "2 parameter groups and the checkpoint 1"),
-        (other_order, "build the optimizer as for the checkpoint"),
+        (other_order, "Create the optimizer as for the checkpoint"),
         (other_scheduler, "Workload.scheduler is ExponentialLR, and the checkpoint has StepLR"),
         (lambda workload: {"scheduler": None}, "Workload.scheduler is None"),
         (other_ties, "fingerprint"),

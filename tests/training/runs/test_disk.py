@@ -122,6 +122,6 @@ def test_a_disk_without_any_room_is_noticed_when_the_folder_is_taken(cases: Simp
 def test_a_limit_of_files_is_noticed(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {resource.RLIMIT_FSIZE: (2**20, resource.RLIM_INFINITY)}
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[kind])
-    with pytest.raises(OutputError, match=r"limited to 1.0 MiB \(ulimit -f\)"):
+    with pytest.raises(OutputError, match=r"at most 1.0 MiB \(ulimit -f\)"):
         memfit.train(plan, wide(), out=tmp_path / "run", steps=1)
     assert not (tmp_path / "run").exists()

@@ -144,7 +144,7 @@ def full_on_one(rank: int, sharding: Sharding, folder: Path) -> Iterator[Any]:
 
 def test_a_disk_that_is_full_for_one_rank_is_an_error_on_all_and_leaves_nothing(tmp_path: Path) -> None:
     first, second = run(ZERO3, full_on_one, tmp_path)
-    assert first == ["memfit: it failed on rank 1"] and second == []
+    assert first == ["memfit: the error is from rank 1"] and second == []
     assert list(tmp_path.iterdir()) == []
 
 

@@ -79,9 +79,8 @@ def beside_text(held: Sequence[Held], peak_bytes: int, budget_bytes: int) -> str
     more = f", and {len(held) - _MOST_NAMED} more" if len(held) > _MOST_NAMED else ""
     fits = "within" if peak_bytes + total <= budget_bytes else "over"
     return (
-        f"your loop keeps {format_bytes(total)} outside of the step, which is not in the prediction: {named}{more}."
-        f" With the step's peak that is {format_bytes(peak_bytes + total)}, {fits} the budget of"
-        f" {format_bytes(budget_bytes)}"
+        f"your loop keeps {format_bytes(total)} outside the step, not in the prediction: {named}{more}. The step's peak"
+        f" and these tensors need {format_bytes(peak_bytes + total)}, {fits} the budget of {format_bytes(budget_bytes)}"
     )
 
 

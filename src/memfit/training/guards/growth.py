@@ -125,7 +125,7 @@ class Growth:
             self._is_to_go_on = False  # once, it may be an allocator's pace, or turns of a loop
             self.begin_anew()
             return
-        holder = "memfit did not find what holds it" if found is None else str(found[0])
+        holder = "memfit did not find the variable that keeps it" if found is None else str(found[0])
         self._tell(
             f"memory grows by {format_bytes(int(slope))} a step: {holder}. {self._outlook(slope, first, nbytes)}"
         )
@@ -135,7 +135,7 @@ class Growth:
         budget, peak = self._budget()
         room = budget - peak - (nbytes - first.nbytes)
         if room < 0:
-            return f"A step now takes more than the budget of {format_bytes(budget)}"
+            return f"Steps now exceed the budget of {format_bytes(budget)}"
         step = self._step + int(room / slope) + 1
         return f"From step {step:,} on, steps will exceed the budget of {format_bytes(budget)}"
 
@@ -189,15 +189,18 @@ class _Weight(NamedTuple):
 
     def __str__(self) -> str:
         if self.is_tensor and not self.nodes:
-            return f"`{self.path}` (a tensor{self.place}) becomes larger"
+            return f"`{self.path}` (a tensor{self.place}) grows"
         if self.is_tensor:
             return (
-                f"`{self.path}` (a tensor{self.place}) holds the graphs of all steps before. Add loss.item() or"
-                " loss.detach() instead, or detach what goes from step to step"
+                f"`{self.path}` (a tensor{self.place}) keeps the graphs of all earlier steps. Add loss.item() or"
+                " loss.detach() instead, or detach tensors between steps"
             )
-        graphs = ", with the graphs that made them" if self.nodes else ""
+        graphs = ", with their graphs" if self.nodes else ""
         advice = ". Keep loss.item() or tensor.detach() instead" if self.nodes else ""
-        return f"`{self.path}` (a {self.what} of {self.items:,} items{self.place}) holds more tensors{graphs}{advice}"
+        return (
+            f"`{self.path}` (a {self.what} of {self.items:,} items{self.place}) keeps more and more"
+            f" tensors{graphs}{advice}"
+        )
 
 
 def namespaces(named: Mapping[str, Any]) -> Iterator[Space]:

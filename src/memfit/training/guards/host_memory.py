@@ -88,12 +88,12 @@ def check_host(needs: dict[str, int], budget_bytes: int | None) -> None:
     items = ", ".join(f"{name}: {format_bytes(count)}" for name, count in needs.items())
     there = f"host_budget={budget_bytes} allows"
     if allowed == left:
-        there = f"the host has {format_bytes(left)} left, control groups counted"
+        there = f"the host has {format_bytes(left)} free, within the limits of control groups"
     less = "Leave out async_checkpoints=, lower" if "async_checkpoints=True" in needs else "Lower"
     raise BudgetError(
-        f"the run needs {format_bytes(total)} of the host's memory beyond what this process holds ({items}), and"
-        f" {there}. {less} prefetch_batches=, make a plan with a lower budget= (or host_budget=, where activations are"
-        " offloaded), or give the run more"
+        f"the run needs {format_bytes(total)} more of the host's memory than this process uses now ({items}), and"
+        f" {there}. {less} prefetch_batches=, make a plan with a lower budget= (or host_budget=, if activations are"
+        " offloaded), or give the run more memory"
     )
 
 
@@ -123,17 +123,17 @@ class HostWatch:
         self._last = now
         taken_bytes, left_bytes = own_bytes() - self._before_bytes, free_bytes()
         if self._budget_bytes is not None and taken_bytes > self._budget_bytes:
-            text = f"the run has taken {format_bytes(taken_bytes)} of the host's memory, more than host_budget="
+            text = f"the run uses {format_bytes(taken_bytes)} of the host's memory, more than host_budget="
             raise self._error(f"{text}{self._budget_bytes} allows", self._budget_bytes, taken_bytes, 0)
         reserve = max(_LEAST_ROOM_BYTES, checkpoint_bytes(self._step.workload))
         if left_bytes < reserve:
-            text = f"the host has {format_bytes(left_bytes)} left for this process, control groups counted"
+            text = f"the host has {format_bytes(left_bytes)} free for this process, within the limits of control groups"
             raise self._error(text, taken_bytes + left_bytes, taken_bytes, reserve)
 
     def _error(self, what: str, limit_bytes: int, taken_bytes: int, requested_bytes: int) -> MemoryLimitError:
         return MemoryLimitError(
-            f"{what}: the run stops after step {self._step.steps}, and can be resumed. Look for what grows (a list that"
-            " keeps tensors, workers that cache), lower prefetch_batches= or num_workers, or give the run more",
+            f"{what}: the run stops after step {self._step.steps}, and can be resumed. Look for growing lists of"
+            " tensors or caches of workers, lower prefetch_batches= or num_workers, or give the run more memory",
             limit_bytes=limit_bytes,
             held_bytes=taken_bytes,
             requested_bytes=requested_bytes,

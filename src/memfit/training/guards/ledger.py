@@ -62,13 +62,13 @@ class Ledger:
         warnings = []
         if self.allocation_retries:
             warnings.append(
-                f"the allocator released its cache and retried {self.allocation_retries} times, each of which stops the"
+                f"the allocator released its cache and retried {self.allocation_retries} times. Each retry stops the"
                 " GPU: make a plan with a lower budget="
             )
         if self.limit_bytes and self.peak_bytes and self.peak_bytes > 0.98 * self.limit_bytes:
             warnings.append(f"the step is within 2 % of limit_bytes={self.limit_bytes}")
         if self.host_free_bytes < 0.05 * (self.host_free_bytes + self.host_bytes):
-            warnings.append(f"the host has {format_bytes(self.host_free_bytes)} left for this process")
+            warnings.append(f"the host has {format_bytes(self.host_free_bytes)} free for this process")
         return warnings
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class Ledger:
             "limit": self.limit_bytes,
             "reserved": self.reserved_bytes,
             "this process on the host": self.host_bytes,
-            "left of the host": self.host_free_bytes,
+            "free on the host": self.host_free_bytes,
             "pinned": self.pinned_bytes,
         }
         rows += [(name, "", _text(value)) for name, value in singles.items() if value is not None]

@@ -199,9 +199,9 @@ def _limit_error(
     by_category["activations and temporaries"] = held_bytes - sum(by_category.values())
     ledger = ", ".join(f"{name} {format_bytes(count)}" for name, count in by_category.items() if count)
     return MemoryLimitError(
-        f"the step would exceed limit_bytes={limit_bytes} ({format_bytes(limit_bytes)}): it holds"
-        f" {format_bytes(held_bytes)} ({ledger}), and {where} needs {format_bytes(requested_bytes)} more. Nothing was"
-        " updated. Raise limit_bytes=, or make a plan with a lower budget=",
+        f"the step would exceed limit_bytes={limit_bytes} ({format_bytes(limit_bytes)}): {format_bytes(held_bytes)}"
+        f" are allocated ({ledger}), and {where} needs {format_bytes(requested_bytes)} more. Nothing was updated."
+        " Raise limit_bytes=, or make a plan with a lower budget=",
         limit_bytes=limit_bytes,
         held_bytes=held_bytes,
         requested_bytes=requested_bytes,

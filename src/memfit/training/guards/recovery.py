@@ -43,9 +43,9 @@ class OutOfMemoryEvent:
         held = f"; {format_bytes(self.held_bytes)} stayed allocated" if self.held_bytes else ""
         snapshot = f"; {self.snapshot}" if self.snapshot else ""
         if self.lower is None:
-            return f"{said}{held}; no lower plan was left{snapshot}"
+            return f"{said}{held}; no plan with a lower peak is left{snapshot}"
         return (
-            f"{said}{held}; the step was undone, and its batch run under the plan of"
+            f"{said}{held}; memfit undid the step, and ran its batch again under the plan of"
             f" {format_bytes(self.lower.predicted.peak_bytes)}: {uses_text(self.lower.uses)}{snapshot}"
         )
 
@@ -216,7 +216,7 @@ class Recovery(OutOfMemoryObserver):
 
     def _failed_otherwise(self) -> MemfitError:
         return MemfitError(
-            f"step {self.step.steps + 1}: {PeerError(ran_out=False)}. Nothing was updated; see that rank's error"
+            f"step {self.step.steps + 1}: {PeerError(ran_out=False)}. Nothing was updated; read that rank's error"
         )
 
     def _error(self, record: OutOfMemory, retries: int, *, is_torn: bool) -> OutOfMemoryError:
@@ -224,14 +224,14 @@ class Recovery(OutOfMemoryObserver):
         if is_torn:
             text = (
                 f"step {number} ran out of memory while the optimizer changed the weights ({record.text}), and there"
-                " was no memory for a copy of them: resume from a checkpoint (resume=True)"
+                " was no memory for a copy of the weights: resume from a checkpoint (resume=True)"
             )
         else:
-            tried = f" and {retries} below it" if retries else ""
+            tried = f" and under {retries} with a lower peak" if retries else ""
             text = (
-                f"step {number} ran out of memory under its plan{tried}, the last predicted to take"
+                f"step {number} ran out of memory under its plan{tried}; the last plan's predicted peak is"
                 f" {format_bytes(self.plan.predicted.peak_bytes)} ({record.text}). Nothing was updated. Make a plan"
-                " with a lower budget=, allow a freer numerics=, or give the step more memory"
+                " with a lower budget=, allow more by numerics=, or give the step more memory"
             )
         return OutOfMemoryError(text, step=number, is_torn=is_torn)
 

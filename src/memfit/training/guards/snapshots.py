@@ -57,7 +57,7 @@ class Snapshots:
             path = self._new_path(step_number)
             if self._device.type != "cuda":
                 self._predicted(plan, batch, path)
-                return f"memory snapshot, as predicted: {path.name}"
+                return f"predicted memory snapshot: {path.name}"
             if isinstance(record, Exception):
                 raise record
             write_atomic(path, pickle.dumps(record, protocol=_PICKLE_PROTOCOL))
@@ -67,7 +67,7 @@ class Snapshots:
 
     def _new_path(self, step_number: int) -> Path:
         if len(all_snapshots(self.folder)) >= MOST:
-            raise OutputError(f"{self.folder} already holds {MOST} snapshots")
+            raise OutputError(f"{self.folder} already has {MOST} snapshots")
         names = itertools.chain([""], (f".{n}" for n in itertools.count(2)))
         paths = (self.folder / f"out-of-memory-{step_number}{n}.pickle" for n in names)
         return next(path for path in paths if not path.exists())

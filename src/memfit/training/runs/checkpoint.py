@@ -243,7 +243,7 @@ def read(path: Path, step: Step, precision: Precision | None = None, *, is_check
     """
     manifest = codec.read(path / MANIFEST, Checkpoint, error=DamagedCheckpointError)
     if manifest != manifest.sealed():
-        raise DamagedCheckpointError(f"{path / MANIFEST} is damaged: its SHA-256 differs from the one recorded in it")
+        raise DamagedCheckpointError(f"{path / MANIFEST} is damaged: its SHA-256 differs from the recorded one")
     if step_of(path) not in (None, manifest.step):
         raise DamagedCheckpointError(f"{path} was renamed: it is the checkpoint of step {manifest.step}")
     _check_names(path, manifest)
@@ -252,9 +252,9 @@ def read(path: Path, step: Step, precision: Precision | None = None, *, is_check
     own = fingerprint(step.workload)
     if manifest.fingerprint != own:
         raise CheckpointError(
-            f"{path} is of another workload: its fingerprint is {manifest.fingerprint} ({manifest.workload!r}), and"
-            f" that of the workload {step.workload.name!r} is {own}. The model's modules, parameters and buffers, the"
-            " batch's shapes and the kind of optimizer must be the same"
+            f"{path} is of another workload: its fingerprint is {manifest.fingerprint} ({manifest.workload!r}); the"
+            f" workload {step.workload.name!r} has {own}. The model's modules, parameters and buffers, the batch's"
+            " shapes and the kind of optimizer must be the same"
         )
     try:
         plan = codec.read(path / PLAN, Plan, error=DamagedCheckpointError)
@@ -281,7 +281,7 @@ def read_model(path: Path) -> Stored:
     """
     manifest = codec.read(path / MANIFEST, Checkpoint, error=DamagedCheckpointError)
     if manifest != manifest.sealed():
-        raise DamagedCheckpointError(f"{path / MANIFEST} is damaged: its SHA-256 differs from the one recorded in it")
+        raise DamagedCheckpointError(f"{path / MANIFEST} is damaged: its SHA-256 differs from the recorded one")
     _check_names(path, manifest)
     _check_files(path, manifest)
     return _stored(path, manifest, "model")
@@ -310,9 +310,9 @@ def read_newest(
                 return path, damages, found if ranks.size == 1 else None
             except DamagedCheckpointError as e:
                 damages.append(e)
-        reasons = "; ".join(map(str, damages)) or "there is none"
+        reasons = "; ".join(map(str, damages)) or "none was found"
         raise CheckpointError(
-            f"out={str(folder)!r} holds no complete checkpoint ({reasons}): start again with overwrite=True, or give"
+            f"out={str(folder)!r} has no complete checkpoint ({reasons}): start again with overwrite=True, or give"
             " another out="
         )
 
@@ -403,7 +403,7 @@ def _move(new: Path, path: Path) -> None:
     """Move a whole checkpoint to its place; an older one there is moved away first."""
     if path.exists():
         if not is_ours(path):
-            raise OutputError(f"{path} exists with files that memfit did not write: move it, or give another out=")
+            raise OutputError(f"{path} has files that memfit did not write: move it, or give another out=")
         remove(path)
     new.rename(path)
     _sync(path.parent)
@@ -446,7 +446,7 @@ def _check_files(path: Path, manifest: Checkpoint) -> None:
             size_bytes = file.stat().st_size
             if size_bytes != entry.size_bytes:
                 raise DamagedCheckpointError(
-                    f"{file} is damaged: it has {size_bytes} bytes, and {entry.size_bytes} were written"
+                    f"{file} is damaged: it has {size_bytes} bytes, and memfit wrote {entry.size_bytes}"
                 )
             if _sha256(file) != entry.sha256:
                 raise DamagedCheckpointError(f"{file} is damaged: its SHA-256 differs from the one in {MANIFEST}")

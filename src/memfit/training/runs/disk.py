@@ -47,7 +47,9 @@ def check_disk(
     total, _, free = shutil.disk_usage(place)
     checkpoints = f"{at_once} checkpoint{'s' if at_once > 1 else ''} of {format_bytes(each)} at a time"
     if total and needed - replaced_bytes > free:  # some network file systems report a size of 0
-        replaced = f", {format_bytes(replaced_bytes)} of which the run in it takes already" if replaced_bytes else ""
+        replaced = (
+            (f" ({format_bytes(replaced_bytes)} of it in use by the present run already)") if replaced_bytes else ""
+        )
         raise OutputError(
             f"out={str(out)!r} has {format_bytes(free)} free, and the run needs {format_bytes(needed)}{replaced}:"
             f" {checkpoints}, the log and the report. Free space there, lower keep_checkpoints= ({keep_checkpoints}),"
@@ -57,8 +59,8 @@ def check_disk(
     largest = max(model_bytes, state_bytes)
     if limit != resource.RLIM_INFINITY and largest > limit:
         raise OutputError(
-            f"files of this process are limited to {format_bytes(limit)} (ulimit -f), and the run's largest would have"
-            f" {format_bytes(largest)}: raise the limit with ulimit -f"
+            f"this process may write files of at most {format_bytes(limit)} (ulimit -f), and the run's largest file"
+            f" needs {format_bytes(largest)}: raise the limit with ulimit -f"
         )
 
 

@@ -76,12 +76,12 @@ def check_folder(out: Path, *, overwrite: bool, resume: bool) -> None:
     if resume:
         newest = checkpoint_folders.latest(out)
         if newest is None:
-            raise CheckpointError(f"out={str(out)!r} holds no complete checkpoint: start again with overwrite=True")
+            raise CheckpointError(f"out={str(out)!r} has no complete checkpoint: start again with overwrite=True")
         _check_only_own_in_the_way(out, after_step=checkpoint_folders.step_of(newest))
     elif names and not overwrite:
         raise OutputError(
-            f"out={str(out)!r} is not empty, it holds {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}:"
-            " give another out=, overwrite=True to replace the run in it, or resume=True to continue it"
+            f"out={str(out)!r} is not empty; it has {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}: give"
+            " another out=, overwrite=True to replace the run in it, or resume=True to continue it"
         )
     elif names:
         _check_only_own_in_the_way(out)

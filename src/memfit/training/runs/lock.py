@@ -230,7 +230,11 @@ def _has_ended(holder: Holder, own: Holder) -> bool:
 
 def _beats(path: Path, holder: Holder) -> bool:
     """Tell whether a run is alive: it updates the file's modification time."""
-    _log.warning("%s is held by %s, which can't be seen from here: waiting for a sign of life", path.parent, holder)
+    _log.warning(
+        "%s is in use by %s, on another host or in another container: waiting to see whether that run still writes",
+        path.parent,
+        holder,
+    )
     first, ends = _modified(path), time.monotonic() + SILENT_SECONDS
     while time.monotonic() < ends:
         if _modified(path) != first:
@@ -291,11 +295,11 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _refusal(folder: Path, own: Holder, who: str, holder: Holder | None = None) -> OutputError:
-    what_to_do = "give this one another out=, or wait until it ends, or stop it"
+    what_to_do = "give another out=, wait until that run ends, or stop it"
     if holder is not None and holder.machine == own.machine and holder.processes != own.processes:
         what_to_do += " (it is in another container of this host)"
     elif holder is not None and holder.machine == own.machine:
-        what_to_do += f" (kill {holder.pid}; it then writes a checkpoint, which resume=True resumes from)"
+        what_to_do += f" (kill {holder.pid}; that run then writes a checkpoint, and resume=True continues from it)"
     return OutputError(f"out={str(folder)!r} is in use by a run of {who}: {what_to_do}. Nothing was changed")
 
 

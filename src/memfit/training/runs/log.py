@@ -162,9 +162,7 @@ def read_lines(metrics: Path) -> list[dict[str, Any]]:
         except (ValueError, TypeError, KeyError) as e:
             if number == len(raw) - 1 and not text.endswith(b"\n"):
                 break
-            raise OutputError(
-                f"line {number + 1} of {metrics} is not a line of memfit's log: move the file away"
-            ) from e
+            raise OutputError(f"line {number + 1} of {metrics} was not written by memfit: move the file") from e
     return lines
 
 

@@ -45,8 +45,8 @@ def pack(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
         items = [pack(v, tensors, f"{where}.{i}") for i, v in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
     raise CheckpointError(
-        f"{where} is a {type(value).__qualname__}, which a checkpoint can't hold: it keeps None, bools, numbers,"
-        " strings and tensors, in dicts, lists and tuples. Leave it out of the state_dict()"
+        f"{where} is a {type(value).__qualname__}: a checkpoint can store None, bools, numbers, strings and tensors, in"
+        " dicts, lists and tuples. Remove it from the state_dict()"
     )
 
 
@@ -78,7 +78,7 @@ def _key(key: Any, where: str) -> str | int:
     if isinstance(key, str) or type(key) is int:
         return key
     raise CheckpointError(
-        f"{where} has a key {key!r}, a {type(key).__qualname__}, which a checkpoint can't hold: use strings and ints"
+        f"{where} has the key {key!r}, a {type(key).__qualname__}: a checkpoint can store strings and ints as keys"
     )
 
 
@@ -87,8 +87,8 @@ def _pack_tensor(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], where: 
     plain = is_dense and tensor.layout is torch.strided
     if not plain or tensor.dtype is torch.complex128 or tensor.is_quantized:
         raise CheckpointError(
-            f"{where} is a {type(tensor).__qualname__} with dtype={tensor.dtype} and layout={tensor.layout}, which a"
-            " checkpoint can't hold: it keeps plain dense tensors"
+            f"{where} is a {type(tensor).__qualname__} with dtype={tensor.dtype} and layout={tensor.layout}: a"
+            " checkpoint can store plain dense tensors only"
         )
     key, n = where, 0
     while key in tensors:

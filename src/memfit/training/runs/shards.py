@@ -119,7 +119,7 @@ class Stored(Mapping[str, torch.Tensor]):
             there = sum(math.prod(piece.shape) for piece in pieces)
             if there != math.prod(self.shape(key)):
                 raise DamagedCheckpointError(
-                    f"{paths[0].parent} holds {there} elements of {key}, which has the shape {self.shape(key)}"
+                    f"{paths[0].parent} has {there} elements of {key}, and its shape is {self.shape(key)}"
                 )
 
     def _open(self, path: Path) -> None:

@@ -167,14 +167,14 @@ def _fit(own: torch.Tensor, saved: torch.Tensor) -> bool:
 def _check_names(what: str, own: set[str], saved: set[str]) -> None:
     if own != saved:
         missing, foreign = sorted(own - saved)[:3], sorted(saved - own)[:3]
-        raise CheckpointError(f"the checkpoint lacks {missing} of {what}, and has {foreign}, which {what} lacks")
+        raise CheckpointError(f"the checkpoint lacks {missing} of {what}, and has {foreign}, not found in {what}")
 
 
 def _check_like(what: str, own: torch.Tensor, saved: torch.Tensor) -> None:
     if own.shape != saved.shape or own.dtype != saved.dtype:
         raise CheckpointError(
-            f"{what} has shape {tuple(own.shape)} and {own.dtype},"
-            f" and in the checkpoint shape {tuple(saved.shape)} and {saved.dtype}"
+            f"{what} has shape {tuple(own.shape)} and {own.dtype}; in the checkpoint it has shape {tuple(saved.shape)}"
+            f" and {saved.dtype}"
         )
 
 
@@ -194,16 +194,17 @@ def _checked_optimizer_state(step: Step, state: TrainingState) -> dict[str, Any]
     saved_kind = state.optimizer.get("kind", kind)
     if kind != saved_kind:
         raise CheckpointError(
-            f"the checkpoint holds the state of {saved_kind}, and the step's optimizer is {kind}: resume with the"
-            " plan's levers.optimizer that the checkpoint has"
+            f"the checkpoint has the state of {saved_kind}, and the step's optimizer is {kind}: resume with the"
+            " levers.optimizer of the checkpoint's plan"
         )
     own, saved_names = _parameter_names(step), state.optimizer["parameters"]
     if own != saved_names:
         pairs = zip(own, saved_names, strict=False)
         differing = next((pair for pair in pairs if pair[0] != pair[1]), (own, saved_names))
         raise CheckpointError(
-            f"the optimizer has {len(own)} parameter groups and the checkpoint {len(saved_names)}; they differ first in"
-            f" {str(differing[0])[:200]} against {str(differing[1])[:200]}: build the optimizer as for the checkpoint"
+            f"the optimizer has {len(own)} parameter groups and the checkpoint {len(saved_names)}. First difference:"
+            f" {str(differing[0])[:200]}, and {str(differing[1])[:200]} in the checkpoint. Create the optimizer as for"
+            " the checkpoint"
         )
     saved: dict[str, Any] = unpack(state.optimizer["state"], _OptimizerTensors(state, step))
     for index, values in step.workload.optimizer.state_dict()["state"].items():
