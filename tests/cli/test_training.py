@@ -62,7 +62,7 @@ def test_training_by_the_room_that_there_is(
     large = replace(plan, predicted=replace(plan.predicted, peak_upper_bytes=peak_bytes))
     training.settle_memory(large, host_budget)
     assert ways == [way]
-    assert ("goes back to the system at once" in capsys.readouterr().err) == (way == "returned")
+    assert ("returns freed memory to the system at once" in capsys.readouterr().err) == (way == "returned")
 
 
 @pytest.mark.parametrize(("runs_plain", "way"), [(False, "kept"), (True, "returned")])

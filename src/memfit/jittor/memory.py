@@ -200,9 +200,9 @@ def refuse(requested_bytes: int, where: str, **known: Any) -> None:
     by_category = {name: nbytes for name, nbytes in ledger(**known).items() if nbytes}
     listed = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in by_category.items())
     raise MemoryLimitError(
-        f"{where} would take {format_bytes(requested_bytes)} beyond the {format_bytes(held)} that Jittor holds"
-        f" ({listed}), more than limit={format_bytes(allowed)}: it was not run. Plan the step for this budget"
-        " (memfit.jittor.plan), make the batch smaller, or raise limit's budget=",
+        f"{where} needs {format_bytes(requested_bytes)} more than the {format_bytes(held)} that Jittor has allocated"
+        f" ({listed}). Together they exceed limit={format_bytes(allowed)}, so it was not run. Plan the step for this"
+        " budget (memfit.jittor.plan), make the batch smaller, or raise limit's budget=",
         limit_bytes=allowed,
         held_bytes=held,
         requested_bytes=requested_bytes,

@@ -180,7 +180,7 @@ class _Planner:
                 solve_seconds=seconds,
             ),
             frontier=found,
-            notes=["peaks are what Jittor's pools hold; that of the chosen plan is measured", *self.notes],
+            notes=["peaks are bytes of Jittor's pools; the chosen plan's peak is measured", *self.notes],
         )
 
     def _profile(self, precision: Precision) -> Profile:

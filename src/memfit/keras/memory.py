@@ -29,8 +29,8 @@ def reset_peak(device: str) -> None:
         tf.config.experimental.reset_memory_stats(device)
     except ValueError as e:
         raise UsageError(
-            f"TensorFlow counts no memory of device={device!r} ({e}): for a CPU, set TF_ENABLE_ONEDNN_OPTS=1 in the"
-            " environment before TensorFlow is imported"
+            f"TensorFlow does not count the memory of device={device!r} ({e}): for a CPU, set TF_ENABLE_ONEDNN_OPTS=1"
+            " in the environment before TensorFlow is imported"
         ) from e
 
 

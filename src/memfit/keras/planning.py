@@ -200,8 +200,8 @@ class Planner:
             notes=[
                 f"predicted from its layers: {format_bytes(chosen.peak_bytes)} at the peak, and"
                 f" {format_seconds(chosen.step_seconds - plain.step_seconds)} of recomputation",
-                f"measured on the applied step: {format_bytes(upper_bytes / (1 + self.allowance))} at the peak, beyond"
-                f" what TensorFlow held before the step; equal steps may differ by {self.allowance:.0%}",
+                f"measured on the applied step: {format_bytes(upper_bytes / (1 + self.allowance))} at the peak, added"
+                f" to the memory that TensorFlow used before the step; equal steps may differ by {self.allowance:.0%}",
                 *self._left_out(),
             ],
         )
@@ -228,9 +228,9 @@ class Planner:
         left_out = self._left_out()
         more = f". {'; '.join(left_out[:3])}" if left_out else ""
         return InfeasibleError(
-            f"{infeasible_verdict(budget_bytes, lowest)}\nTensorFlow allocates that much beyond what it held before the"
-            " step. What to do: raise budget= to that, give Workload.batch fewer samples, or set Keras's mixed"
-            f" precision{more}",
+            f"{infeasible_verdict(budget_bytes, lowest)}\nTensorFlow allocates that much in the step, added to its"
+            " memory before the step. What to do: raise budget= to that, give Workload.batch fewer samples, or set"
+            f" Keras's mixed precision{more}",
             budget_bytes=budget_bytes,
             lowest_peak_bytes=lowest,
             where="the applied step, measured",

@@ -148,8 +148,8 @@ class Recomputed(keras.layers.Layer):  # type: ignore[misc]
         results = tf.recompute_grad(run)(*(inputs[index] for index in differentiable))
         if internals.losses_added(self.body) > losses:
             raise WorkloadError(
-                f"one of the layers {[layer.name for layer in self.layers]} adds a loss in its call, which has no"
-                " gradient where they are recomputed: plan with memfit.keras.plan, which leaves it out"
+                f"one of the layers {[layer.name for layer in self.layers]} adds a loss in its call, and a recomputed"
+                " layer's loss gets no gradient: plan with memfit.keras.plan, which does not recompute such a layer"
             )
         return results
 

@@ -111,16 +111,17 @@ def _next_steps(ladder: Ladder) -> list[NextStep]:
     if top.peak_bytes is not None and top.step_seconds is not None and top is not plain:
         levers = [rung.name for rung in ladder.rungs if rung.outcome == "kept"][1:]
         why = (
-            f"What pays here ({clean(', '.join(levers))}) takes {format_bytes(top.peak_bytes)} and"
-            f" {seconds_text(top.step_seconds)} a step. Have the planner choose among all combinations for that budget:"
+            f"The kept levers ({clean(', '.join(levers))}) need {format_bytes(top.peak_bytes)} and"
+            f" {seconds_text(top.step_seconds)} a step. Let the planner choose among all combinations within that"
+            " budget:"
         )
         budget = budget_argument(max(top.peak_bytes, ladder.budget_bytes if ladder.is_budget_given else 0))
         steps.append(NextStep(why, f"plan = memfit.plan(workload, budget={budget!r}, numerics={ladder.allowed!r})"))
     if top.largest_batch is not None and plain.largest_batch is not None and top.largest_batch > plain.largest_batch:
         steps.append(
             NextStep(
-                f"The budget then holds a batch of {top.largest_batch:,} in place of {plain.largest_batch:,}: give"
-                " Workload.batch that many samples if the training bears it."
+                f"With these levers a batch of {top.largest_batch:,} fits the budget, in place of"
+                f" {plain.largest_batch:,}: give Workload.batch that many samples if your training allows it."
             )
         )
     proposed = (rung for rung in ladder.rungs if rung.outcome == "proposed")
