@@ -36,7 +36,7 @@ class Workload:
 
 
 def load_workload(name: str) -> Workload:
-    """Return the workload that a function makes.
+    """Call a function by its name and return its workload.
 
     Args:
         name: `file.py:function` or `package.module:function`.

@@ -43,7 +43,7 @@ def peak_of(run: Callable[[], Any], device: str) -> int:
 
 
 def measured_peak(run: Callable[[], Any], device: str = "CPU:0") -> int:
-    """Return the bytes that TensorFlow allocates at the peak of a run, beyond those held before.
+    """Return the peak memory of a run in bytes, minus the memory allocated before it.
 
     Args:
         run: The function, run once to trace it and once to measure it.

@@ -231,7 +231,7 @@ def _point_text(plan: Plan, point: Candidate | Prediction) -> str:
     speed = beside_text(point.step_seconds, plan.plain.step_seconds, "plain")
     lines = [f"{format_bytes(point.peak_bytes)}, {seconds_text(point.step_seconds)} ({speed})"]
     if isinstance(point, Prediction):
-        return "\n".join([*lines, "the step as it was" if point is plan.plain else "the plan, predicted"])
+        return "\n".join([*lines, "the plain step" if point is plan.plain else "the plan, predicted"])
     regions = [label(f"{group.name} {group.action}", 40) for group in region_groups(point.levers.regions)]
     lines.append(f"{levers_text(point)}; {point.numerics}, {point.status}")
     more = [f"and {len(regions) - 4} more"] if len(regions) > 4 else []
