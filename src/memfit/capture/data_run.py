@@ -46,7 +46,7 @@ class DataRunLimits(EagerMode):
         safe_point()
         self.operators += 1
         if time.monotonic() > self.until:
-            raise DataRunLimitError(f"with data the step takes more than {self.seconds:g} s with data")
+            raise DataRunLimitError(f"the step takes more than {self.seconds:g} s with data")
         if self.operators % _CHECK_EVERY == 0 and not _has_memory(0):
             raise DataRunLimitError("with data the step needs more memory than the machine has free")
         return func(*args, **(kwargs or {}))
