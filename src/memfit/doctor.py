@@ -122,9 +122,12 @@ def _check_headers() -> Check:
 
 def _check_onednn() -> Check:
     folders = _onednn()
-    how = f"pip install 'memfit[{EXTRA}]' brings the wheels; without them Jittor downloads oneDNN, or use_mkl=0"
+    how = (
+        f"pip install 'memfit[{EXTRA}]' brings the wheels; without them Jittor downloads oneDNN, unless use_mkl=0"
+        " is set"
+    )
     if folders is None:
-        return Check("oneDNN", False, "no wheels of it", how, needed=False)
+        return Check("oneDNN", False, "not installed", how, needed=False)
     return Check("oneDNN", True, str(folders[0]))
 
 
@@ -134,7 +137,7 @@ def _check_cuda() -> Check:
         return Check("CUDA", True, "no nvcc: Jittor uses the CPU")
     if _can_use_cuda():
         return Check("CUDA", True, nvcc)
-    return Check("CUDA", True, f"{nvcc} without its libcudart or a driver: hidden from Jittor, which uses the CPU")
+    return Check("CUDA", True, f"{nvcc} without its libcudart or a driver: hidden from Jittor, so Jittor uses the CPU")
 
 
 def _check_cache() -> Check:
@@ -245,7 +248,7 @@ def _compile(progress: Progress) -> None:
 
 def _on_stderr(what: str, done: int, total: int | None) -> None:
     end = "\n" if done == total else ""
-    print(f"\rmemfit: Jittor is compiled, once: {what} {done}/{total} ", end=end, file=sys.stderr, flush=True)
+    print(f"\rmemfit: compiling Jittor, once: {what} {done}/{total} ", end=end, file=sys.stderr, flush=True)
 
 
 def load() -> ModuleType:

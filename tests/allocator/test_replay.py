@@ -67,8 +67,8 @@ def test_empty_storages_are_passed_over() -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (((0, 1, 1), (3, 1, 1)), "storage 1 is allocated at point 3, and is alive already"),
-        (((2, -7, 1),), "storage 7 is freed at point 2, and is not alive"),
+        (((0, 1, 1), (3, 1, 1)), "storage 1 is allocated at point 3, but is allocated already"),
+        (((2, -7, 1),), "storage 7 is freed at point 2, but is not allocated"),
     ],
 )
 def test_lives_that_can_not_be(rows: tuple[tuple[int, int, float], ...], message: str) -> None:

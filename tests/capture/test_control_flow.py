@@ -259,7 +259,7 @@ DRAWING = [by_python, by_python_choice, by_numpy_draw, by_torch, by_torch_intege
 def test_the_draws_from_the_present_states_are_followed_and_the_worst_is_in_the_interval(course: Course) -> None:
     found = predicted(course)
     assert found.peak_upper_bytes >= predicted(lambda block, x: x + block(x)).peak_bytes
-    assert any("random numbers decide what the step runs" in note for note in found.notes)
+    assert any("random numbers choose the operators of the step" in note for note in found.notes)
     if course in (by_python, by_python_choice, by_numpy_draw):
         assert found.peak_bytes == measured(course)
 

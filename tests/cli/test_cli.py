@@ -160,7 +160,7 @@ def test_verify(memfit: Shell, plan_file: Path, tmp_path: Path) -> None:
     (tmp_path / "edited.json").write_text(json.dumps(edited))
     status, output, errors = memfit("verify", LEAN, "--plan", str(tmp_path / "edited.json"), "--steps", "0")
     assert status == 4
-    assert "does not hold" in output and "Plain and planned step" not in output
+    assert "Verification failed" in output and "Plain and planned step" not in output
     assert "Traceback" not in errors
 
 

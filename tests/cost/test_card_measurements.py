@@ -88,7 +88,7 @@ def test_modelled_times_elsewhere_are_corrected_by_class_and_dtype_and_say_so(
         factor = 1.5 if (name, work.dtype) == kind else 1.0
         assert corrected.of(text).seconds == pytest.approx(factor * cost.seconds)
     assert corrected.step_error == plain.step_error == STEP_ERROR
-    note = "times are modelled, and corrected by what A card took (2026-01-01)"
+    note = "times are modelled, and corrected by measured steps on A card (2026-01-01)"
     assert plain.notes == [] and note in predict(trace, corrected, _without_limits(device))[0].notes
 
 

@@ -110,8 +110,8 @@ def test_the_kernel_that_runs(device: str, given: Call, kernel: str) -> None:
 def test_a_mask_that_forces_the_math_path_is_given_as_the_reason() -> None:
     _, reasons = choose(call(**GROUPED, **MASK), catalogue()[AMPERE])
     assert reasons == {
-        "flash": "it takes no mask",
-        "efficient": "it takes as many heads of keys (2) as of queries (8)",
+        "flash": "it accepts no mask",
+        "efficient": "it needs as many heads of keys (2) as of queries (8)",
     }
 
 
@@ -130,7 +130,7 @@ def test_kernels_that_are_switched_off_are_passed_over(backends: list[SDPBackend
 
 
 def test_no_kernel_is_an_error_that_says_why() -> None:
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match="flash: it takes no mask"):
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match="flash: it accepts no mask"):
         choose(call(**MASK), catalogue()[AMPERE])
 
 

@@ -218,7 +218,7 @@ def test_masks_leave_flash_and_the_notes_say_why(found: Found) -> None:
     results = one(found, "attention masks")
     for case in ("a100-80gb 32-true", "a100-80gb bf16-mixed"):
         assert "_scaled_dot_product_efficient_attention" in ops(results[case], "forward")
-        assert "memory-efficient kernel: not flash since it takes no mask" in results[case]["notes"][0]
+        assert "memory-efficient kernel: not flash since it accepts no mask" in results[case]["notes"][0]
     fused = {"_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention"}
     assert fused & ops(results["h100 bf16-mixed"], "forward")
 
@@ -236,7 +236,7 @@ def test_padding_decides_transformers_kernel(found: Found) -> None:
         pytest.skip("transformers is not installed")
     assert "_scaled_dot_product_flash_attention" in ops(results["full"])
     assert "_scaled_dot_product_efficient_attention" in ops(results["padded"])
-    assert "not flash since it takes no mask" in results["padded"]["notes"][0]
+    assert "not flash since it accepts no mask" in results["padded"]["notes"][0]
 
 
 def test_two_microbatches_stand_for_all(found: Found) -> None:

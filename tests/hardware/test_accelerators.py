@@ -26,7 +26,7 @@ def test_the_cpu_counts_nothing() -> None:
     assert accelerators.allocated_bytes(CPU) == accelerators.reserved_bytes(CPU) == accelerators.cached_bytes(CPU) == 0
     accelerators.reset_peaks(CPU)
     accelerators.synchronize(CPU)
-    with pytest.raises(UsageError, match="does not tell the memory of cpu.*limit_bytes="):
+    with pytest.raises(UsageError, match="does not report the memory of cpu.*limit_bytes="):
         accelerators.memory_info(CPU)
 
 

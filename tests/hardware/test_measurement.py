@@ -74,7 +74,7 @@ def test_an_entry_that_no_probe_wrote_is_left_alone(found: Device, own_file: Pat
     own_file.parent.mkdir()
     mine = MINE.replace("[mine]", f"[{found.name}]")
     own_file.write_text(mine)
-    with pytest.raises(UsageError, match="no probe wrote.*--output"):
+    with pytest.raises(UsageError, match="memfit did not write.*--output"):
         measurement.keep([found])
     assert own_file.read_text() == mine
 

@@ -190,7 +190,7 @@ def test_variables_that_it_was_not_told_of_are_refused() -> None:
 def test_an_intermediate_that_it_was_not_told_of_is_refused() -> None:
     x = jt.ones((2,))
     holder = SimpleNamespace(hidden=x * 3)
-    with pytest.raises(RecomputationError, match="parameters= lacks"):
+    with pytest.raises(RecomputationError, match="not in parameters="):
         jt.grad(checkpoint(lambda v: v * holder.hidden, x).sum(), x)
 
 

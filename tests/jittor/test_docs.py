@@ -25,5 +25,5 @@ def test_the_examples_run(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         printed.append(done.stdout)
     planned, by_hand = printed
-    assert "40.0 MiB" in planned and "would take" in by_hand
+    assert "40.0 MiB" in planned and "exceed limit" in by_hand
     assert (tmp_path / "0" / "plan.json").exists() and (tmp_path / "0" / "state.safetensors").exists()

@@ -156,7 +156,7 @@ def test_layers_that_differ_when_called_again_are_left_out() -> None:
     )
     planner = Planner(mine, points=4, time_limit_seconds=1.0)
     plan = planner.plan("0.9x")
-    assert any("noise is not recomputed: it gives other values when it is called again" in n for n in plan.notes)
+    assert any("noise is not recomputed: it returns other values when it is called again" in n for n in plan.notes)
     assert any("penalty is not recomputed: it adds a loss in its call" in n for n in plan.notes)
     for candidate in plan.frontier:
         assert not {"noise", "penalty"} & {name for region in candidate.levers.regions for name in region.modules}

@@ -132,7 +132,7 @@ def test_names_are_the_same_in_every_process() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(UsageError, match="k=0"):
         checkpoint_every(mlp(depth=2), 0)
-    with pytest.raises(WorkloadError, match="are not known"):
+    with pytest.raises(WorkloadError, match="can't see the layer calls"):
         checkpoint_every(keras.Sequential([layers.Dense(2)]), 2)
 
 

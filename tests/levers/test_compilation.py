@@ -344,11 +344,11 @@ def test_what_can_not_be_compiled_is_refused(options: dict[str, Any], error: typ
 def test_a_step_without_code_says_so() -> None:
     disabled = torch.compiler.disable(cross_entropy_of_rows)
     apart = dataclasses.replace(whole(), loss_fn=lambda model, batch: disabled(model, batch))
-    with pytest.raises(PlanError, match="makes no code of the step"):
+    with pytest.raises(PlanError, match="compiled nothing of the step"):
         capture_levers(apart, ROWS, CPU)
     plan = memfit.plan(apart, budget="1x", compile="auto", precisions=["32-true"], points=1)
     assert plan.levers.compiler == "none"
-    assert any(re.match("compiled: left out.*makes no code of the step", note) for note in plan.notes)
+    assert any(re.match("compiled: left out.*compiled nothing of the step", note) for note in plan.notes)
 
 
 @pytest.mark.ci
@@ -582,7 +582,7 @@ def test_batches_of_too_many_shapes_are_refused_by_name() -> None:
         loss(workload.model, {name: tensor[:samples] for name, tensor in workload.batch.items()})
     assert backend.graphs == MOST_SHAPES
     loss(workload.model, {name: tensor[:2] for name, tensor in workload.batch.items()})
-    with pytest.raises(PlanError, match=r"a shape that no code was compiled for.*9, 32.*pad batches"):
+    with pytest.raises(PlanError, match=r"a new shape.*9, 32.*pad batches"):
         loss(workload.model, {name: tensor[:9] for name, tensor in workload.batch.items()})
     assert backend.graphs == MOST_SHAPES
 

@@ -51,7 +51,7 @@ def test_hours_nodes_and_costs_follow_from_the_steps() -> None:
 def test_what_is_not_in_time_names_the_nearest() -> None:
     found = fleet(within="1s", devices=["a100-80gb"])
     assert found.in_time == [] and found.fewest is None and found.fastest is not None
-    assert "Nothing is done within 1.0 s: the nearest is" in str(found)
+    assert "No fleet finishes within 1.0 s. Fastest: " in str(found)
 
 
 @pytest.mark.ci

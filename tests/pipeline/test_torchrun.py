@@ -207,7 +207,7 @@ def test_a_plan_that_does_not_hold_fails_on_all_ranks_and_the_first_says_why(tmp
     plan_for(workload(), DDP).save(tmp_path / "plan.json")  # of made-up predictions
     name = "tests.ranks.trainings:workload"
     status, text = under_torchrun("verify", name, "--plan", str(tmp_path / "plan.json"), "--steps", "0")
-    assert status != 0 and text.count("Plain step against planned step") == 1, text
+    assert status != 0 and text.count("Plain step and planned step") == 1, text
     assert "the plan states predicted.peak_bytes" in " ".join(text.split())
     assert text.count("exitcode  : 4") == 2 or "exitcode  : -15" in text, text
 

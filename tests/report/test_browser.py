@@ -134,7 +134,7 @@ def test_a_pointer_is_told_what_runs_and_what_is_held(browser: Any, file: Path, 
     at(page, "frontier", 0.5)
     star = page.locator("#frontier .mark.star").bounding_box()
     page.mouse.move(star["x"] + 3, star["y"] + 3)
-    assert "×1.25 of plain" in told(page) and "blocks 0 to 7" in told(page)
+    assert "25 % slower than plain" in told(page) and "blocks 0 to 7" in told(page)
     page.context.close()
 
 

@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_said() -> None:
 def test_the_process_is_what_is_reserved_and_the_context() -> None:
     told = msgspec.structs.replace(ON_A_GPU, context_bytes=GIB // 2)
     assert told.process_bytes == 22 * GIB + GIB // 2
-    assert "22.5 GiB, 512.0 MiB of it the driver's context" in " ".join(shown(told).split())
+    assert "22.5 GiB, including 512.0 MiB for the driver's context" in " ".join(shown(told).split())
     told = msgspec.structs.replace(told, context_upper_bytes=GIB)
     assert told.process_upper_bytes == 23 * GIB + GIB
     assert "at most 24.0 GiB, with every kernel loaded" in " ".join(shown(told).split())
@@ -74,7 +74,7 @@ def test_the_process_is_what_is_reserved_and_the_context() -> None:
 
 def test_a_step_that_runs_by_giving_the_cache_back_says_how_often() -> None:
     tight = msgspec.structs.replace(ON_A_GPU, device_bytes=16 * GIB, retries=3)
-    assert "gives its cache back 3 times in two steps" in " ".join(shown(tight).split())
+    assert "empties its cache 3 times in two steps" in " ".join(shown(tight).split())
 
 
 def test_time_by_class_adds_up() -> None:

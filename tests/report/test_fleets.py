@@ -30,7 +30,7 @@ def test_the_table_has_the_answers_and_the_front() -> None:
     assert "Fewest cards: 1 × <big>, in 20.0 h (14.0 h to 26.0 h)" in text
     assert "Cheapest: 8 × small, for 36.00 EUR" in text
     assert "Fastest: 4 × <big>, in 6.0 h" in text
-    assert "tiny: nothing fits; the least found holds 2.0 GiB of 1.0 GiB, with ranks of 8" in text
+    assert "tiny: no plan fits; the smallest one found needs 2.0 GiB of 1.0 GiB, on 8 ranks" in text
     assert "zero3 in 2 copies" in text
 
 
@@ -48,7 +48,7 @@ def test_the_page_escapes_names_and_has_a_mark_for_every_row() -> None:
 
 def test_nothing_in_time_names_the_nearest() -> None:
     late = replace(some(), within_hours=1.0)
-    assert answer_lines(late) == ["Nothing is done within 1.0 h: the nearest is 4 × <big>, in 6.0 h (4.2 h to 7.8 h)"]
+    assert answer_lines(late) == ["No fleet finishes within 1.0 h. Fastest: 4 × <big>, in 6.0 h (4.2 h to 7.8 h)"]
 
 
 def test_a_logarithmic_axis_has_its_powers() -> None:

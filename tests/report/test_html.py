@@ -196,10 +196,10 @@ def test_the_headline(page: Page, plan: Plan, views: Views) -> None:
 
 
 def test_plans_that_were_run_have_a_table(page: Page, plan: Plan, views: Views) -> None:
-    assert "Plans that were run" not in page.said()
+    assert "memfit ran these plans" not in page.said()
     with_table = Page(render(run_before(plan), views, None, []))
     said = with_table.said()
-    assert "Plans that were run" in said and "190.0 ms 210.0 ms" in said and "250.0 ms 200.0 ms" in said
+    assert "memfit ran these plans" in said and "190.0 ms 210.0 ms" in said and "250.0 ms 200.0 ms" in said
     assert [tag for tag, _ in with_table.tags].count("table") == [tag for tag, _ in with_table.tags].count("caption")
 
 
@@ -236,10 +236,10 @@ def test_evaluations_with_different_values(page: Page) -> None:
 def test_events_and_waiting_are_told(page: Page, plan: Plan, views: Views, run: RunRecord) -> None:
     said = page.said()
     assert "200 damaged checkpoint checkpoint-250 was cut short; training continues from checkpoint-200" in said
-    assert "waited for data 31 % of the time: have batches made while steps run" in said
+    assert "waited for data 31 % of the time. Make batches while steps run" in said
     for share, part in ((0.05, "waited for data 5.0 % of the time."), (None, "")):
         said = Page(render(plan, views, msgspec.structs.replace(run, data_share=share), [])).said()
-        assert part in said and "have batches made" not in said and ("waited" in said) == (share is not None)
+        assert part in said and "Make batches" not in said and ("waited" in said) == (share is not None)
 
 
 def test_allocation_retries_are_a_warning(plan: Plan, views: Views, run: RunRecord) -> None:
@@ -255,11 +255,11 @@ def test_many_modules_events_and_evaluations_are_cut_and_it_is_said(plan: Plan, 
     long = msgspec.structs.replace(run, events=events, evaluations=evaluations)
     source = render(plan, msgspec.structs.replace(views, modules=modules), long, [])
     said = Page(source).said()
-    assert "3,000 modules, of which the 1,000 that hold most are here" in said
+    assert "3,000 modules: the 1,000 largest are shown" in said
     assert "m.0 Linear" in said and "m.999 Linear" in said and "m.1000 Linear" not in said
-    assert "5,000 events, of which the first and the last 200 are here" in said
+    assert "5,000 events: the first and the last 200 are shown" in said
     assert "event 200." in said and "event 201." not in said and "event 4801." in said and "event 5000." in said
-    assert "5,000 evaluations, of which the first and the last 200" in said and "200.5" in said and "2500.5" not in said
+    assert "5,000 evaluations: the first and the last 200" in said and "200.5" in said and "2500.5" not in said
     assert len(source) < 1_000_000
 
 
@@ -287,7 +287,7 @@ def test_every_table_has_a_caption_and_scopes(page: Page) -> None:
 def test_a_run_of_another_workload_is_named(plan: Plan, views: Views, run: RunRecord) -> None:
     other = msgspec.structs.replace(run, fingerprint="0123", status="failed", error="CUDA error", steps=7)
     said = Page(render(plan, views, other, [])).said()
-    assert "The run was of another workload than the plan: its fingerprint is 0123" in said
+    assert "The run used another workload than the plan: its fingerprint is 0123" in said
     assert "The run failed at step 7: CUDA error" in said
 
 
@@ -419,7 +419,7 @@ def test_the_frontier(plan: Plan) -> None:
     assert len({mark.symbol for mark in chart.marks}) == 4 and all(mark.hollow for mark in denied)
     (line,) = chart.rules
     assert value(chart.x, line.at) == pytest.approx(6 * GIB) and line.upright
-    assert "blocks 0 to 7 recomputed" in ours.tip and "×1.25 of plain" in ours.tip
+    assert "blocks 0 to 7 recomputed" in ours.tip and "25 % slower than plain" in ours.tip
     assert chart.y.title == "step time (ms)"
 
 

@@ -149,11 +149,11 @@ def test_pictures_stand_beside_the_tables(records: dict[str, Any], plan: Plan) -
 
 def test_lines_say_what_counts(records: dict[str, Any]) -> None:
     assert repr(records["plan"]) == (
-        "<Plan for 'recipes.byte_lm:byte_lm' on rtx-3090: 4.9 GiB of 13.1 GiB, ×1.25 of the plain step's time, budget"
+        "<Plan for 'recipes.byte_lm:byte_lm' on rtx-3090: 4.9 GiB of 13.1 GiB, 25 % slower than plain, budget"
         " 6.0 GiB, reordered>"
     )
     assert repr(records["verification"]) == (
-        "<Verification does not hold, 1 failures: exact, 101.0 MiB measured of a budget of 128.0 MiB>"
+        "<Verification failed, 1 failure: exact, 101.0 MiB measured of a budget of 128.0 MiB>"
     )
     assert "finished after 300 steps, loss 5.545 → 1.62" in repr(records["run"])
 

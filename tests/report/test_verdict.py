@@ -210,19 +210,19 @@ def a_verification(**more: Any) -> Verification:
 @pytest.mark.parametrize(
     ("more", "verdict"),
     [
-        ({}, "Holds: measured 98 of 100 MiB, bit-identical."),
+        ({}, "Verified: measured 98 of 100 MiB, bit-identical."),
         (
             {"numerics": "reordered", "bitwise": False, "gradient_difference": 3e-7},
-            "Holds: measured 98 of 100 MiB, equal to rounding (gradients 3e-07 apart).",
+            "Verified: measured 98 of 100 MiB, equal to rounding (gradients 3e-07 apart).",
         ),
         (
             {"numerics": "reduced", "bitwise": False, "gradient_difference": 0.01},
-            "Holds: measured 98 of 100 MiB, fewer bits (gradients 1e-02 apart).",
+            "Verified: measured 98 of 100 MiB, fewer bits (gradients 1e-02 apart).",
         ),
-        ({"measured_reserved_bytes": 99 * MIB}, "Holds: measured 99 of 100 MiB, bit-identical."),
-        ({"rank_peaks_bytes": [MIB, 98 * MIB]}, "Holds: measured 98 of 100 MiB on each of 2 ranks, bit-identical."),
-        ({"failures": ["measured peak is high"]}, "Does not hold: measured peak is high."),
-        ({"failures": ["one", "two", "three"]}, "Does not hold: one (and 2 more)."),
+        ({"measured_reserved_bytes": 99 * MIB}, "Verified: measured 99 of 100 MiB, bit-identical."),
+        ({"rank_peaks_bytes": [MIB, 98 * MIB]}, "Verified: measured 98 of 100 MiB on each of 2 ranks, bit-identical."),
+        ({"failures": ["measured peak is high"]}, "Verification failed: measured peak is high."),
+        ({"failures": ["one", "two", "three"]}, "Verification failed: one (and 2 more)."),
     ],
 )
 def test_a_verifications_verdict(more: dict[str, Any], verdict: str) -> None:

@@ -90,10 +90,10 @@ class LiveStorages:
         if not event.alloc:
             block = self.blocks.pop(event.storage, None)
             if block is None:
-                raise ValueError(f"storage {event.storage} is freed at point {event.point}, and is not alive")
+                raise ValueError(f"storage {event.storage} is freed at point {event.point}, but is not allocated")
             self.allocator.free(block)
         elif event.storage in self.blocks:
-            raise ValueError(f"storage {event.storage} is allocated at point {event.point}, and is alive already")
+            raise ValueError(f"storage {event.storage} is allocated at point {event.point}, but is allocated already")
         else:
             self.blocks[event.storage] = self.allocator.malloc(event.nbytes, event.stream)
 

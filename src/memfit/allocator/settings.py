@@ -221,7 +221,7 @@ def _divisions(key: str, value: str) -> int | tuple[int, ...]:
     if not value.startswith("["):
         divisions = _number(key, value)
         if divisions == 0:
-            raise AllocatorSettingsError(f"{key}:0 is refused by PyTorch; leave the key out instead")
+            raise AllocatorSettingsError(f"PyTorch refuses {key}:0; leave the key out instead")
         return divisions
     result, last, first = [0] * INTERVALS, 0, True
     for pair in filter(None, value[1:-1].split(",")):

@@ -222,8 +222,8 @@ class Courses:
             return 0.0
         worst = max(peaks) / peak_bytes - 1
         self.notes.append(
-            "random numbers decide what the step runs. The prediction is for the next two steps, with the generators as"
-            f" they are now. The worst of {len(peaks)} other draws takes {abs(worst):.1%}"
+            "random numbers choose the operators of the step. The prediction is for the next two steps, with the"
+            f" generators as they are now. The worst of {len(peaks)} other draws needs {abs(worst):.1%}"
             f" {'more' if worst > 0 else 'less'}"
         )
         return max(0.0, worst)

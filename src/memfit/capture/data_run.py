@@ -48,7 +48,7 @@ class DataRunLimits(EagerMode):
         if time.monotonic() > self.until:
             raise DataRunLimitError(f"the step takes more than {self.seconds:g} s with data")
         if self.operators % _CHECK_EVERY == 0 and not _has_memory(0):
-            raise DataRunLimitError("the step takes more memory with data than the machine has left")
+            raise DataRunLimitError("with data the step needs more memory than the machine has free")
         return func(*args, **(kwargs or {}))
 
 

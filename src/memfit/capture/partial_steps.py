@@ -91,8 +91,8 @@ def every_microbatch(trace: Trace, may_differ: bool) -> EveryMicrobatch:
     if any('"args":[{"s":' in trace.signatures[op.signature] for op in adding):  # sparse gradients
         if operators > _MOST_OPERATORS:
             raise CaptureError(
-                f"{trace.scale_microbatches:,} microbatches add up sparse gradients, which grow with each. They"
-                f" run {operators:,} operators, and a capture runs {_MOST_OPERATORS:,} at most. Give a larger"
+                f"{trace.scale_microbatches:,} microbatches add up sparse gradients, and the sum grows with each."
+                f" They run {operators:,} operators; a capture runs at most {_MOST_OPERATORS:,}. Give a larger"
                 " microbatch_size="
             )
         return EveryMicrobatch.NEEDED

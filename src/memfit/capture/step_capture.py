@@ -57,12 +57,12 @@ _NOTED_GARBAGE = 1e-3  # share of the peak
 _OTHER_STEPS = 3  # recorded where each forward pass runs other operators
 _OTHER_EACH_TIME = (
     "the forward pass runs other operators each time it is called. The prediction is the highest peak of"
-    f" {_OTHER_STEPS + 1} steps in a row, and nothing is recomputed. Other steps may take more"
+    f" {_OTHER_STEPS + 1} steps in a row, and nothing is recomputed. Other steps may need more"
 )
 _OTHERS_MORE = 0.1  # chosen, not measured: the slack for microbatches that differ from the two captured
 _MICROBATCHES_DIFFER = (
-    "the microbatches run different operators, and are too many to run them all: the prediction is from two of them,"
-    " and others may take more"
+    "the microbatches run different operators, and are too many to run all of them: the prediction is from two of"
+    " them, and others may need more"
 )
 _COMPILED = (
     "torch.compile is not predicted: the prediction is for the step without it. Compiled, a step takes less time, and"
@@ -119,7 +119,7 @@ def capture(
 
     trace = Courses(run, workload.values, reading).worst()
     if warm and trace.slack:
-        raise CaptureError("the step may take other courses: it is captured from its first step on")
+        raise CaptureError("the step may run other operators the next time: memfit captures it from its first step on")
     extra_notes = [uncut_note(workload), evaluation_note(workload), _COMPILED if is_compiled(workload) else None]
     notes = [*trace.notes, *(note for note in extra_notes if note)]
     return replace(trace, device=trace.device if device is None else device.name, notes=notes)
@@ -142,7 +142,7 @@ def warmed(workload: Workload, build: BuildStep, *, device: Device | None = None
             if garbage_bytes > _NOTED_GARBAGE * recorder.live_bytes():
                 raise CaptureError(f"the step leaves {format_bytes(garbage_bytes)} to Python's garbage collector")
             if around.is_written():
-                raise CaptureError("the step's code writes state that each capture must find as the user left it")
+                raise CaptureError("the step's code changes state, and each capture needs that state unchanged")
     return copied
 
 
@@ -336,7 +336,7 @@ def _record(
         dry = dry_forward_passes(recorder, step, copied.batch, recorded[0], enter_phase)
         is_same = runs_same_operators(recorded[0], dry)
         if warm and not is_same:
-            raise CaptureError("the copy holds state of another step: it is captured from its first step on")
+            raise CaptureError("the copy has the state of another step: memfit captures it from its first step on")
         if not is_same:
             more_steps = [_recorded(recorder, step, copied.batch, enter_phase) for _ in range(_OTHER_STEPS)]
             highest = max([recorded, *more_steps], key=lambda pair: live_peak_bytes(pair[0]))
@@ -363,13 +363,12 @@ def _record(
     if count > MOST_MICROBATCHES and share > 1:
         raise CaptureError(
             f"{count:,} microbatches and those of the step before leave {format_bytes(garbage_bytes)} in reference"
-            " cycles until Python's garbage collector runs, which is more than the step takes. Give a larger"
-            " microbatch_size="
+            " cycles until Python's garbage collector runs: more than the step needs. Give a larger microbatch_size="
         )
     if share > _NOTED_GARBAGE:
         notes.append(
-            f"a step and the one before leave {format_bytes(garbage_bytes)} in reference cycles, which stay"
-            " until Python's garbage collector runs: a step may take that much more, and more after further steps"
+            f"a step and the one before leave {format_bytes(garbage_bytes)} in reference cycles until Python's"
+            " garbage collector runs: a step may need that much more, and later steps even more"
         )
     return replace(trace, notes=notes, slack=late_share + early_share + (share if share > _NOTED_GARBAGE else 0.0))
 

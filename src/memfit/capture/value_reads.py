@@ -250,9 +250,9 @@ class Guess(Read):
         where = f" at {self.site}" if self.site is not None else ""
         if self.is_number:
             stated = "" if self.site is None else ". Workload.values can state it"
-            tried = f"{self.answer} and its opposite were tried, and the one with the higher peak is predicted"
+            tried = f"memfit tried {self.answer} and its opposite, and predicts the one with the higher peak"
             return f"{self.form} is read{where}; {tried}{stated}"
-        return f"{self.kind.split('.')[1]} of {self.form}{where} is taken to select everything"
+        return f"{self.kind.split('.')[1]} of {self.form}{where} is assumed to select everything"
 
 
 @dataclass(frozen=True)

@@ -72,15 +72,15 @@ class CompiledLoss:
     def _check_count(self, shape: Any) -> None:
         if len(self._shapes) == MOST_SHAPES:
             raise PlanError(
-                f"the batch has a shape that no code was compiled for, {shape[0]}, and this step compiled code for"
-                f" {MOST_SHAPES} others: pad batches to fewer shapes, or set levers.compiler to 'none'"
+                f"the batch has a new shape, {shape[0]}, and this step has compiled code for {MOST_SHAPES} shapes"
+                " already: pad batches to fewer shapes, or set levers.compiler to 'none'"
             )
 
     def _recorded(self, recorder: Recorder, model: nn.Module, batch: Any) -> Any:
         """Return the loss of a step that is captured."""
         if recorder.fake is None:
             raise CaptureError(
-                "a compiled step is captured without data, and the step asks for data: plan without compile="
+                "a compiled step is captured without data, but this step reads data: plan without compile="
             )
         with torch.compiler.set_stance("default"), unwatched(model), recorder.unwatched():
             sites = KnownValues.of(recorder.fake).read_sites
@@ -89,21 +89,21 @@ class CompiledLoss:
         if sites:
             raise PlanError(
                 f"the step reads values of its tensors at {sites[0]}, between its compiled graphs, and torch.compile"
-                " would make code for each value: plan with compile=False, or read them after the step"
+                " would compile new code for each value: plan with compile=False, or read them after the step"
             )
         return loss
 
     def _check_graphs(self) -> None:
         if not self._backend.graphs:
             raise PlanError(
-                "torch.compile makes no code of the step, as where a loop breaks into several graphs: look at"
+                "torch.compile compiled nothing of the step; a loop may break it into several graphs. Check it with"
                 " torch.compile(..., fullgraph=True), set levers.compiler to 'none', or plan with compile=False"
             )
         missing = [r.modules for r in self._backend.regions if not self._backend.called.issuperset(r.modules)]
         if missing:
             raise PlanError(
-                f"the compiled step does not call {', '.join(missing[0])}, which levers.regions has recomputed: make"
-                " the plan again, with this version of PyTorch"
+                f"the compiled step does not call {', '.join(missing[0])}, but levers.regions recomputes it: plan"
+                " again, with this version of PyTorch"
             )
 
 

@@ -57,8 +57,8 @@ class PlannedBackend:
             )
         if users := users_of_sparse(module.graph):
             raise PlanError(
-                f"the compiled graph computes with sparse gradients ({users[0]}), which Inductor takes for dense ones:"
-                " call a table with sparse=True once in a step, or set levers.compiler to 'none'"
+                f"the compiled graph computes with sparse gradients ({users[0]}), and Inductor treats them as dense"
+                " ones: call a table with sparse=True once in a step, or set levers.compiler to 'none'"
             )
         prepare(module.graph)
         if self.channels_last:

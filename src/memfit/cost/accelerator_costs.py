@@ -203,8 +203,8 @@ def _measure(
     done = subprocess.run(line, input=asked, stdout=subprocess.PIPE, env=environment, text=True, check=False)
     if done.returncode:
         raise CaptureError(
-            f"the process that measures operators on {device.name} ended with status {done.returncode}: what it printed"
-            " stands above"
+            f"the process that measures operators on {device.name} ended with status {done.returncode}: see its"
+            " output above"
         )
     if progress is not None:
         progress(len(signatures), len(signatures))

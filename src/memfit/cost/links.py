@@ -85,7 +85,7 @@ def _probe(ranks: int) -> Links:
         for process in processes:
             process.kill()
     if any(process.returncode for process in processes):
-        raise CaptureError(f"the {ranks} processes that measure their link failed: what they printed stands above")
+        raise CaptureError(f"the {ranks} processes that measure their link failed: see their output above")
     return msgspec.json.decode(written[0], type=Links)
 
 

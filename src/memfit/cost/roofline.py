@@ -88,7 +88,7 @@ def roofline(traces: Iterable[Trace], device: Device, *, matmul: Matmul = "highe
         step_error=STEP_ERROR,
         resident_workspace_bytes=max((resident_bytes(trace, device) for trace in traces), default=0),
         link_bytes_per_second=device.link_bytes_per_second,
-        notes=[f"times are modelled, and corrected by what {like.device} took ({like.date})"] if like else [],
+        notes=[f"times are modelled, and corrected by measured steps on {like.device} ({like.date})"] if like else [],
     )
 
 
@@ -106,7 +106,7 @@ def check_figures(device: Device) -> None:
     missing = [name for name, value in needed.items() if value <= 0]
     if missing:
         raise UsageError(
-            f"device={device.name!r} has no {', '.join(missing)}, so that no time can be predicted for it: add"
+            f"device={device.name!r} has no {', '.join(missing)}, so memfit can't predict its times: add"
             f" {'them' if len(missing) > 1 else 'it'} to its entry (vector_flops needs 'float32')"
         )
 

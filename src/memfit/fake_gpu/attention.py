@@ -65,7 +65,7 @@ def choose(call: Call, device: Device) -> tuple[Kernel, dict[Kernel, str]]:
             return kernel, reasons
         reasons[kernel] = why
     listed = "; ".join(f"{_NAMES[kernel]}: {why}" for kernel, why in reasons.items())
-    raise RuntimeError(f"no attention kernel of {device.name} takes this call ({listed})")
+    raise RuntimeError(f"no attention kernel of {device.name} accepts this call ({listed})")
 
 
 def _order(device: Device) -> tuple[Kernel, ...]:
@@ -84,14 +84,14 @@ def takes_cudnn_first(device: Device) -> bool:
 def _common(call: Call) -> Iterator[str]:
     shapes = (call.query, call.key, call.value)
     if any(len(shape) != 4 for shape in shapes):
-        yield f"it takes four dimensions, not {'/'.join(str(len(shape)) for shape in shapes)}"
+        yield f"it needs four dimensions, not {'/'.join(str(len(shape)) for shape in shapes)}"
         return
     if call.query[-2] == 0 or call.key[-2] == 0:
-        yield "it takes no empty sequences"
+        yield "it accepts no empty sequences"
     if not call.last_strides_are_1:
-        yield "it takes a contiguous last dimension"
+        yield "it needs a contiguous last dimension"
     if len({shape[0] for shape in shapes}) > 1:
-        yield "it takes as many samples of keys as of queries"
+        yield "it needs as many samples of keys as of queries"
 
 
 def _heads(call: Call, grouped: bool, same: bool = True) -> Iterator[str]:
@@ -101,24 +101,24 @@ def _heads(call: Call, grouped: bool, same: bool = True) -> Iterator[str]:
         if (same and keys != values) or queries % keys or queries % values:
             yield f"its heads of keys ({keys}) and values ({values}) must divide those of queries ({queries})"
     elif not queries == keys == values:
-        yield f"it takes as many heads of keys ({keys}) as of queries ({queries})"
+        yield f"it needs as many heads of keys ({keys}) as of queries ({queries})"
 
 
 def _flash(call: Call, device: Device) -> Iterator[str]:
     yield from _common(call)
     if device.vendor == "nvidia" and not _is_between(device, (8, 0), (12, 1)):
-        yield "it takes an Ampere GPU (sm_80) or newer"
+        yield "it needs an Ampere GPU (sm_80) or newer"
     if call.mask is not None:
-        yield "it takes no mask"
+        yield "it accepts no mask"
     yield from _one_head_size(call, device)
     if call.dtype not in _HALF or not call.same_dtypes:
-        yield f"it takes float16 or bfloat16, not {str(call.dtype)[6:]}"
+        yield f"it accepts float16 or bfloat16, not {str(call.dtype)[6:]}"
     if call.is_causal and call.query[-2] != call.key[-2]:
-        yield "it takes is_causal=True with equal lengths of queries and keys only"
+        yield "it accepts is_causal=True only with as many queries as keys"
     consumer = _is_between(device, (8, 6), (8, 9)) or _is_between(device, (12, 0), (12, 1))
     size = call.query[-1]
     if call.needs_gradient and consumer and (192 < size <= 224 or (size > 224 and call.dropout > 0)):
-        yield f"its backward pass takes no head size of {size} on this GPU"
+        yield f"its backward pass accepts no head size of {size} on this GPU"
     yield from _heads(call, grouped=True)
 
 
@@ -126,7 +126,7 @@ def _one_head_size(call: Call, device: Device) -> Iterator[str]:
     sizes = {call.query[-1], call.key[-1], call.value[-1]}
     limit = 512 if device.vendor == "amd" else 256
     if len(sizes) > 1 or max(sizes) > limit:
-        yield f"it takes one head size of at most {limit}, not {sorted(sizes)}"
+        yield f"it needs one head size of at most {limit}, not {sorted(sizes)}"
 
 
 def _efficient(call: Call, device: Device) -> Iterator[str]:
@@ -138,7 +138,7 @@ def _efficient(call: Call, device: Device) -> Iterator[str]:
     newer = device.vendor == "amd" or _is_between(device, (8, 0), (99, 0))
     allowed = (torch.float16, torch.float32, torch.bfloat16) if newer else (torch.float16, torch.float32)
     if call.dtype not in allowed or not call.same_dtypes:
-        yield f"it takes no {str(call.dtype)[6:]} on this GPU"
+        yield f"it accepts no {str(call.dtype)[6:]} on this GPU"
     yield from _heads(call, grouped=False)
 
 
@@ -147,21 +147,21 @@ def _aligned_head_sizes(call: Call, device: Device) -> Iterator[str]:
     half = call.dtype in _HALF
     alignment = (8 if half else 4) if _is_between(device, (8, 0), (99, 0)) else 8 if half else 1
     if call.query[-1] != call.key[-1] or call.query[-1] % alignment or call.value[-1] % alignment:
-        yield f"it takes head sizes that are multiples of {alignment}, not {call.query[-1]} and {call.value[-1]}"
+        yield f"it needs head sizes that are multiples of {alignment}, not {call.query[-1]} and {call.value[-1]}"
 
 
 def _cudnn(call: Call, device: Device) -> Iterator[str]:
     if device.vendor != "nvidia" or not _is_between(device, (8, 0), (12, 1)):
-        yield "it takes an NVIDIA GPU of sm_80 or newer"
+        yield "it needs an NVIDIA GPU of sm_80 or newer"
     yield from _common(call)
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         yield "it is not deterministic"
     if call.dtype not in _HALF or not call.same_dtypes:
-        yield f"it takes float16 or bfloat16, not {str(call.dtype)[6:]}"
+        yield f"it accepts float16 or bfloat16, not {str(call.dtype)[6:]}"
     if not _fits(call):
-        yield f"it takes no mask of shape {list(call.mask or ())}, nor one that needs a gradient"
+        yield f"it accepts no mask of shape {list(call.mask or ())}, nor one that needs a gradient"
     if _VERSION >= (2, 12) and (call.dropout * 16) % 1:
-        yield f"it takes a dropout that is a multiple of 1/16, not {call.dropout:g}"
+        yield f"it needs a dropout that is a multiple of 1/16, not {call.dropout:g}"
     yield from _heads(call, grouped=True, same=False)
     yield from _cudnn_sizes(call, device)
 
@@ -177,16 +177,16 @@ def _fits(call: Call) -> bool:
 
 def _cudnn_sizes(call: Call, device: Device) -> Iterator[str]:
     if max(call.query[:2]) > _DIMENSION:
-        yield f"it takes at most {_DIMENSION} samples and heads"
+        yield f"it accepts at most {_DIMENSION} samples and heads"
     deepseek = (
         device.capability is not None and device.capability[0] == 10 and (call.query[3], call.value[3]) == (192, 128)
     )
     limit = 256 if device.capability == (9, 0) else 192 if deepseek else 128
     sizes = {call.query[3], call.value[3]}
     if max(sizes) > limit or any(size % 8 for size in sizes):
-        yield f"it takes head sizes that are multiples of 8 up to {limit}, not {sorted(sizes)}"
+        yield f"it needs head sizes that are multiples of 8 up to {limit}, not {sorted(sizes)}"
     if call.key[2] == 1 or (call.query[2] == 1 and call.dropout > 0):
-        yield "it takes no sequence of length 1"
+        yield "it accepts no sequence of length 1"
 
 
 _Check = Callable[[Call, Device], Iterator[str]]
@@ -232,7 +232,7 @@ class Attention:
     def notes(self) -> list[str]:
         """Return the chosen kernels as notes for the user."""
         return [
-            f"attention on {self.device.name}: {'1 call takes' if count == 1 else f'{count} calls take'} the"
+            f"attention on {self.device.name}: {'1 call uses' if count == 1 else f'{count} calls use'} the"
             f" {_NAMES[kernel]} kernel{why and ': '}{why}"
             for (kernel, why), count in self.chosen.items()
         ]

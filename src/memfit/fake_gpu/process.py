@@ -57,8 +57,8 @@ def run(call: bytes, progress: Progress, *, fakes_cuda: bool = True, over: threa
                 raise
         if not reply.exists():
             raise CaptureError(
-                f"the process that predicts ended without a reply, with status {process.returncode}: what it"
-                " printed stands above (-9 often means that this machine ran out of memory)"
+                f"the process that predicts ended without a reply, with status {process.returncode}: see its output"
+                " above (-9 often means that this machine ran out of memory)"
             )
         result = pickle.loads(reply.read_bytes())  # from our own process, in our own folder
     if isinstance(result, BaseException):

@@ -126,7 +126,9 @@ def memory_info(device: torch.device) -> tuple[int, int]:
         total = int(module.recommended_max_memory())
         return total - allocated_bytes(device), total
     if not hasattr(module, "mem_get_info"):
-        raise UsageError(f"PyTorch does not tell the memory of {device}: give the budget in bytes, and no limit_bytes=")
+        raise UsageError(
+            f"PyTorch does not report the memory of {device}: give the budget in bytes, and no limit_bytes="
+        )
     free, total = module.mem_get_info(device)
     return int(free), int(total)
 

@@ -54,14 +54,14 @@ def advice(device: Device) -> list[str]:
         )
     if supports_float8(device):
         rate = _speed(device, "float8")
-        found.append(f"float8 products are there (torchao.float8){rate}; they change the numbers the most.")
+        found.append(f"It has float8 products (torchao.float8){rate}; they change the numbers the most.")
     return found
 
 
 def _cpu_advice(device: Device) -> list[str]:
     fast, plain = device.matrix_flops.get("bfloat16"), device.matrix_flops.get("float32")
     if not fast or not plain:
-        return ["How fast bfloat16 is here is not known: `memfit tools probe-devices` measures it."]
+        return ["The speed of bfloat16 here is unknown: `memfit tools probe-devices` measures it."]
     ratio = fast / plain
     if ratio > 1:
         return [f"bf16-mixed saves memory and time: bfloat16 products ran {ratio:.1f} times as fast as float32 ones."]
@@ -80,7 +80,7 @@ def _half(device: Device) -> str:
 
 def _float32(device: Device) -> str:
     if supports_tf32(device):
-        needs = ", where HIPBLASLT_ALLOW_TF32=1 is set" if device.vendor == "amd" else ""
+        needs = ", if HIPBLASLT_ALLOW_TF32=1 is set" if device.vendor == "amd" else ""
         return (
             f"torch.set_float32_matmul_precision('high') runs float32 products as TF32{_speed(device, 'tf32')},"
             f" with 10 bits of mantissa{needs}."

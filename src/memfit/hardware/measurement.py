@@ -228,7 +228,9 @@ def keep(devices: list[Device], path: Path | None = None) -> Path:
         first, last = map(re.escape, _marks(device.name))
         text = re.sub(rf"^{first}$.*?^{last}$\n*", "", text, flags=re.DOTALL | re.MULTILINE)
     for name in (device.name for device in devices if device.name in parse(text, str(path))):
-        raise UsageError(f"{path} has an entry [{name}] that no probe wrote: rename it, or give --output another file")
+        raise UsageError(
+            f"{path} has an entry [{name}] that memfit did not write: rename it, or give --output another file"
+        )
     text = "\n".join([*([text.rstrip("\n") + "\n"] if text.strip() else []), *map(_block, devices)])
     parse(text, str(path))
     return codec.write_atomic(path, text.encode())

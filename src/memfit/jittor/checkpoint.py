@@ -145,7 +145,7 @@ class _Region(jt.Function):
             raise RecomputationError(
                 (self.name,),
                 self.name,
-                f"it uses variables that parameters= lacks, which would get no gradient: {listed}",
+                f"it uses variables that are not in parameters=, and they would get no gradient: {listed}",
             )
         _searched.add(key)
 
@@ -205,7 +205,7 @@ def _no_reads(name: str) -> contextlib.AbstractContextManager[None]:
 
     def refusal(read: str, _: Any) -> Any:
         def refuse(*_: Any, **__: Any) -> Any:
-            raise RecomputationError((name,), name, f"it reads values by {read}, which makes Jittor execute")
+            raise RecomputationError((name,), name, f"it reads values with {read}, and Jittor must execute for that")
 
         return property(refuse) if read == "data" else refuse
 

@@ -53,7 +53,7 @@ def release() -> None:
 
 
 def held_bytes() -> int:
-    """Return the bytes that the pools hold of the device, in use or not."""
+    """Return the size of the pools on the device in bytes, used or free."""
     info = jt.get_mem_info()
     return int(info.total_cuda_used if jt.flags.use_cuda else info.total_cpu_used)
 
@@ -65,7 +65,7 @@ def device_bytes() -> int:
 
 @contextlib.contextmanager
 def measure() -> Iterator[Measurement]:
-    """Measure the peak and time of the code inside. Pending operators run first."""
+    """Measure the peak and time of the code inside this context. Pending operators run first."""
     measurement = Measurement()
     release()
     measurement.before_bytes = held_bytes()
@@ -138,12 +138,11 @@ def summary(model: Any = None, optimizer: Any = None, batch: Any = None) -> str:
 
 @contextlib.contextmanager
 def limit(budget: int | float | str, *, swap: bool = False) -> Iterator[None]:
-    """Keep Jittor below a number of bytes: exceeding it raises, instead of killing the process.
+    """Limit the bytes that Jittor allocates: an error stops the program before the system kills it.
 
-    Jittor itself dies of a segmentation fault when the CPU's memory is full. Inside this context a
-    `memfit.jittor.Step` predicts its peak from runs with few samples before it first runs a batch of some shape,
-    and reading the values of a variable larger than the remaining bytes raises. Operators in other code are not
-    watched.
+    Jittor itself crashes with a segmentation fault when the CPU's memory is full. Inside this context a
+    `memfit.jittor.Step` predicts its peak from runs with few samples before its first batch of a shape. Reading
+    the values of a variable larger than the remaining bytes raises, too. Operators in other code are not watched.
 
     Args:
         budget: Bytes, a string with a unit ("300MiB"), or a share of the device's memory ("90%").
@@ -180,12 +179,12 @@ def _swapping(nbytes: int) -> Iterator[None]:
 
 
 def limit_bytes() -> int | None:
-    """Return the tightest limit in force."""
+    """Return the smallest active limit."""
     return min(_limits, default=None)
 
 
 def refuse(requested_bytes: int, where: str, **known: Any) -> None:
-    """Raise if as many more bytes would exceed the limit in force.
+    """Raise MemoryLimitError if these further bytes exceed the active limit.
 
     Raises:
         MemoryLimitError: They would exceed it.
@@ -200,9 +199,9 @@ def refuse(requested_bytes: int, where: str, **known: Any) -> None:
     by_category = {name: nbytes for name, nbytes in ledger(**known).items() if nbytes}
     listed = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in by_category.items())
     raise MemoryLimitError(
-        f"{where} would take {format_bytes(requested_bytes)} beyond the {format_bytes(held)} that Jittor holds"
-        f" ({listed}), more than limit={format_bytes(allowed)}: it was not run. Plan the step for this budget"
-        " (memfit.jittor.plan), make the batch smaller, or raise limit's budget=",
+        f"{where} needs {format_bytes(requested_bytes)} more than the {format_bytes(held)} that Jittor has allocated"
+        f" ({listed}). Together they exceed limit={format_bytes(allowed)}, so it was not run. Plan the step for this"
+        " budget (memfit.jittor.plan), make the batch smaller, or raise limit's budget=",
         limit_bytes=allowed,
         held_bytes=held,
         requested_bytes=requested_bytes,

@@ -53,21 +53,21 @@ def plan(
     time_limit_seconds: float = 8.0,
     progress: Progress = silent,
 ) -> Plan:
-    """Choose the fastest combination of levers that fits a budget, by its measured peak.
+    """Choose the fastest combination of levers with a measured peak within the budget.
 
-    Searched are microbatch sizes, checkpointing of modules at any depth and of runs of a container's layers, and
-    precisions. What modules keep, and their times, are measured on a part of the batch; the solver is that for
-    PyTorch. The plan that it chooses is applied and measured on the whole batch, and chosen again where that is over.
+    It searches microbatch sizes, precisions, and checkpointing of modules at any depth and of neighbouring layers of a
+    container. memfit measures the memory and time of modules on a part of the batch; the solver is PyTorch's. Then it
+    applies the chosen plan and measures it on the whole batch. If it is over the budget, memfit chooses again.
 
     Args:
-        workload: The user's workload. Steps are run on it; weights, statistics and optimizer are as they were after.
-        budget: What Jittor's pools may hold: bytes, a string with a unit ("300MiB"), or a share of the memory
+        workload: The user's workload. Steps run on it; afterwards weights, statistics and optimizer are restored.
+        budget: Memory of Jittor's pools: bytes, a string with a unit ("300MiB"), or a share of the memory
             ("90%") or of the plain step's peak ("0.5x").
-        numerics: How far the numbers may change. Checkpointing is "reordered" in Jittor, which fuses operators
-            otherwise where regions end; what it makes is the same.
+        numerics: How far the numbers may change. Checkpointing is "reordered" in Jittor: Jittor fuses operators
+            differently at the ends of regions.
         precisions: Precisions to search: "32-true" and "16-mixed" (on the CPU correct, but very slow).
         points: Budgets that the frontier is solved for, for each precision and microbatch size.
-        time_limit_seconds: Of solving, about.
+        time_limit_seconds: Approximate time limit of the solver.
         progress: Called with (stage, done, total).
 
     Raises:
@@ -85,7 +85,7 @@ def plan(
 
 
 def apply(plan: Plan, workload: Workload) -> Step:
-    """Return the training step that a plan describes.
+    """Return the training step of a plan.
 
     Raises:
         PlanMismatchError: The plan was made for another workload, or not for Jittor.
@@ -180,7 +180,7 @@ class _Planner:
                 solve_seconds=seconds,
             ),
             frontier=found,
-            notes=["peaks are what Jittor's pools hold; that of the chosen plan is measured", *self.notes],
+            notes=["peaks are bytes of Jittor's pools; the chosen plan's peak is measured", *self.notes],
         )
 
     def _profile(self, precision: Precision) -> Profile:
@@ -288,7 +288,7 @@ class _Planner:
     def _infeasible(self, lowest_bytes: int) -> InfeasibleError:
         return InfeasibleError(
             f"{infeasible_verdict(self.budget_bytes, lowest_bytes)}\nWith numerics={self.numerics!r} no plan was found"
-            " that needs less. What to do: raise budget=, allow more by numerics=, or make Workload.batch or the model"
+            " that needs less. What to do: raise budget=, allow more with numerics=, or make Workload.batch or the model"
             " smaller",
             budget_bytes=self.budget_bytes,
             lowest_peak_bytes=lowest_bytes,

@@ -31,8 +31,8 @@ def checkpointed(model: Any, regions: Sequence[Region]) -> Iterator[None]:
         for region in regions:
             if region.keep or region.offload:
                 raise PlanError(
-                    f"the plan's levers.regions keep operators or offload in {region.modules[0]!r}, which memfit.jittor"
-                    " does not do: leave out keep= and offload="
+                    f"the plan's levers.regions keep operators or offload in {region.modules[0]!r}, which"
+                    " memfit.jittor can't do: leave out keep= and offload="
                 )
             members = [_module(modules, fqn) for fqn in region.modules]
             if len(members) > 1:

@@ -241,7 +241,7 @@ class Step:
         return fixed + int(slope * size)
 
     def fixed_bytes(self) -> int:
-        """Return the bytes of a step without samples: held bytes and gradients."""
+        """Return the bytes of a step without samples: allocated bytes and gradients."""
         memory.release()
         return memory.held_bytes() + sum(p.nbytes for p in trainables(self.workload))
 
@@ -253,7 +253,7 @@ class Step:
         return measurement.peak_bytes
 
     def save(self, path: str | Path) -> Path:
-        """Write parameters, buffers, optimizer state, loss scale and position as safetensors, whole or not at all.
+        """Write parameters, buffers, optimizer state, loss scale and position as safetensors, atomically.
 
         Raises:
             OutputError: The file can't be written.
@@ -271,7 +271,7 @@ class Step:
         return write_atomic(path, save(arrays, {"memfit": json.dumps(state)}))
 
     def load(self, path: str | Path) -> None:
-        """Restore the state of a checkpoint that `save` wrote, bitwise.
+        """Restore the state of a saved checkpoint, bit for bit.
 
         Raises:
             CheckpointError: The file can't be read, or is of another workload. Nothing was changed.

@@ -36,7 +36,7 @@ class Workload:
 
 
 def load_workload(name: str) -> Workload:
-    """Return the workload that a function makes.
+    """Call a function by its name and return its workload.
 
     Args:
         name: `file.py:function` or `package.module:function`.
@@ -61,7 +61,7 @@ def batch_size_of(batch: Any) -> int:
     sizes = {shape[0] if shape else 0 for shape in shapes}
     if len(sizes) != 1 or 0 in sizes:
         raise WorkloadError(
-            "Workload.batch must hold jittor variables with the same number of samples as their first dimension, not"
+            "Workload.batch must hold jittor variables with the same number of samples in their first dimension, not"
             f" {type(batch).__name__} with variables of shapes {shapes}"
         )
     return int(sizes.pop())

@@ -86,8 +86,8 @@ def graph_of(model: Any) -> Graph:
     check_backend()
     if internals.functional(model) is None or not getattr(model, "inputs", None):
         raise WorkloadError(
-            f"the calls of the model {getattr(model, 'name', model)!r} are not known: give a built keras.Sequential or"
-            " a functional model, keras.Model(inputs, outputs)"
+            f"memfit can't see the layer calls of the model {getattr(model, 'name', model)!r}: give a built"
+            " keras.Sequential or a functional model, keras.Model(inputs, outputs)"
         )
     units: list[Unit] = []
     tensors = {id(t): t for t in model.inputs}
@@ -136,7 +136,7 @@ def _refused(node: Any) -> str:
     if getattr(node.operation, "activity_regularizer", None) is not None:
         return "adds a loss in its call (activity_regularizer=)"
     if any(internals.mask_of(t) is not None for t in (*node.input_tensors, *node.outputs)):
-        return "takes or gives a mask"
+        return "uses or returns a mask"
     if not all("float" in t.dtype for t in node.outputs):
-        return "gives values that are no floats"
+        return "returns values that are not floats"
     return ""

@@ -29,8 +29,8 @@ def reset_peak(device: str) -> None:
         tf.config.experimental.reset_memory_stats(device)
     except ValueError as e:
         raise UsageError(
-            f"TensorFlow counts no memory of device={device!r} ({e}): for a CPU, set TF_ENABLE_ONEDNN_OPTS=1 in the"
-            " environment before TensorFlow is imported"
+            f"TensorFlow does not count the memory of device={device!r} ({e}): for a CPU, set TF_ENABLE_ONEDNN_OPTS=1"
+            " in the environment before TensorFlow is imported"
         ) from e
 
 
@@ -43,7 +43,7 @@ def peak_of(run: Callable[[], Any], device: str) -> int:
 
 
 def measured_peak(run: Callable[[], Any], device: str = "CPU:0") -> int:
-    """Return the bytes that TensorFlow allocates at the peak of a run, beyond those held before.
+    """Return the peak memory of a run in bytes, minus the memory allocated before it.
 
     Args:
         run: The function, run once to trace it and once to measure it.

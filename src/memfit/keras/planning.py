@@ -44,37 +44,37 @@ def plan(
     time_limit_seconds: float = 6.0,
     progress: Progress = silent,
 ) -> Plan:
-    """Choose the runs of layers to recompute: they fit a budget by their measured peak, and cost the least time.
+    """Choose the layers to recompute for the fastest step with a measured peak within the budget.
 
-    Each layer is measured by itself on the batch: the bytes that its backward pass needs, and its times. The solver for
-    PyTorch's plans makes the frontier of time and memory from that. The plans on it are applied and measured, from the
-    fastest that may fit on, until one does.
+    memfit measures each layer by itself on the batch: the bytes that its backward pass needs, and its times. The solver
+    for PyTorch's plans makes the frontier of time and memory from them. memfit applies and measures plans of the
+    frontier, the fastest first, until one fits.
 
     Args:
-        workload: The step. Its weights and statistics are as they were after.
-        budget: What TensorFlow may allocate in the step beyond what it held before (weights, the optimizer's state, the
+        workload: The step. Afterwards its weights and statistics are restored.
+        budget: Memory that TensorFlow may allocate in the step, added to its memory before (weights, optimizer state,
             batch): bytes, a string with a unit ("200MiB"), or a share of the plain step's peak ("0.5x"), which is
             measured then.
         points: Budgets that the frontier is solved for.
-        time_limit_seconds: Of solving, about.
+        time_limit_seconds: Approximate time limit of the solver.
         progress: Called with (stage, done, total).
 
     Raises:
         BudgetError: `budget` can't be parsed.
         InfeasibleError: No plan found fits.
         UsageError: Keras runs on another backend, or TensorFlow does not count the device's memory.
-        WorkloadError: The calls of the model's layers are not known.
+        WorkloadError: memfit can't see the layer calls of the model.
     """
     read_budget(budget, of_device=False)
     return Planner(workload, points, time_limit_seconds, progress).plan(budget)
 
 
 def apply(plan: Plan, model: Any) -> Any:
-    """Return a model of the same layers and weights that recomputes the plan's runs of layers.
+    """Return a model of the same layers and weights, with the recomputation of a plan.
 
     Raises:
         PlanMismatchError: The plan was made for another model, or not for Keras.
-        WorkloadError: The calls of the model's layers are not known.
+        WorkloadError: memfit can't see the layer calls of the model.
     """
     graph = graph_of(model)
     if plan.fingerprint != fingerprint(graph):
@@ -200,8 +200,8 @@ class Planner:
             notes=[
                 f"predicted from its layers: {format_bytes(chosen.peak_bytes)} at the peak, and"
                 f" {format_seconds(chosen.step_seconds - plain.step_seconds)} of recomputation",
-                f"measured on the applied step: {format_bytes(upper_bytes / (1 + self.allowance))} at the peak, beyond"
-                f" what TensorFlow held before the step; equal steps may differ by {self.allowance:.0%}",
+                f"measured on the applied step: {format_bytes(upper_bytes / (1 + self.allowance))} at the peak, added"
+                f" to the memory that TensorFlow used before the step; equal steps may differ by {self.allowance:.0%}",
                 *self._left_out(),
             ],
         )
@@ -228,9 +228,9 @@ class Planner:
         left_out = self._left_out()
         more = f". {'; '.join(left_out[:3])}" if left_out else ""
         return InfeasibleError(
-            f"{infeasible_verdict(budget_bytes, lowest)}\nTensorFlow allocates that much beyond what it held before the"
-            " step. What to do: raise budget= to that, give Workload.batch fewer samples, or set Keras's mixed"
-            f" precision{more}",
+            f"{infeasible_verdict(budget_bytes, lowest)}\nTensorFlow allocates that much in the step, added to its"
+            " memory before the step. What to do: raise budget= to that, give Workload.batch fewer samples, or set"
+            f" Keras's mixed precision{more}",
             budget_bytes=budget_bytes,
             lowest_peak_bytes=lowest,
             where="the applied step, measured",

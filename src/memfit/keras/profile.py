@@ -84,7 +84,7 @@ class _Measured(Stretch):
             refused = refused or "adds a loss in its call"
         with keras.StatelessScope(state):  # nothing that is measured changes the model
             if not _same(results, unit.call(values, training)):
-                refused = refused or "gives other values when it is called again"
+                refused = refused or "returns other values when it is called again"
         for variable, before in state:
             variable.assign(before)
         given = {t: values[t] for t in unit.inputs}

@@ -21,7 +21,7 @@ Run = tuple[int, int]
 
 
 def checkpoint_every(model: Any, k: int) -> Any:
-    """Return a model of the same layers and weights that recomputes its layers k at a time in the backward pass.
+    """Return a model of the same layers and weights, recomputed k layers at a time in the backward pass.
 
     Args:
         model: A built `keras.Sequential` or a functional model, on the TensorFlow backend; its layers may branch.
@@ -29,7 +29,7 @@ def checkpoint_every(model: Any, k: int) -> Any:
 
     Raises:
         UsageError: `k` is not positive, or Keras runs on another backend.
-        WorkloadError: The calls of the model's layers are not known.
+        WorkloadError: memfit can't see the layer calls of the model.
     """
     if k < 1:
         raise UsageError(f"k={k} is not above 0: give a number of layers")
@@ -148,8 +148,8 @@ class Recomputed(keras.layers.Layer):  # type: ignore[misc]
         results = tf.recompute_grad(run)(*(inputs[index] for index in differentiable))
         if internals.losses_added(self.body) > losses:
             raise WorkloadError(
-                f"one of the layers {[layer.name for layer in self.layers]} adds a loss in its call, which has no"
-                " gradient where they are recomputed: plan with memfit.keras.plan, which leaves it out"
+                f"one of the layers {[layer.name for layer in self.layers]} adds a loss in its call, and a recomputed"
+                " layer's loss gets no gradient: plan with memfit.keras.plan, which does not recompute such a layer"
             )
         return results
 

@@ -50,7 +50,7 @@ class Workload:
         """
         shapes = [tuple(t.shape) for t in keras.tree.flatten(self.batch)]
         if not shapes or not shapes[0]:
-            raise WorkloadError(f"Workload.batch holds no tensor whose first dimension is that of samples: {shapes}")
+            raise WorkloadError(f"Workload.batch has no tensor with samples as its first dimension: {shapes}")
         return int(shapes[0][0])
 
 

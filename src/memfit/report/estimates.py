@@ -9,9 +9,9 @@ from rich.text import Text
 
 from memfit.ir.plan import Prediction
 from memfit.ir.throughput import Throughput
-from memfit.report.summary import clean, fit_text, ratio_text, seconds_text, share_text
+from memfit.report.summary import clean, fit_text, seconds_text, share_text
 from memfit.report.tables import prediction_table, verdict_text
-from memfit.report.verdict import prediction_verdict
+from memfit.report.verdict import beside_text, prediction_verdict
 from memfit.units import format_bytes
 
 _CLASSES_SHOWN = 6
@@ -44,11 +44,14 @@ def _memory(prediction: Prediction) -> list[tuple[str, Text]]:
         verdict = (fit_text(prediction.peak_upper_bytes, prediction.device_bytes), "green" if fits else "bold red")
         lines.append(("Device", Text.assemble(text, verdict)))
         if not fits and prediction.retries:
-            often = f"it runs there if the allocator gives its cache back {prediction.retries} times in two steps"
+            often = f"it runs there if the allocator empties its cache {prediction.retries} times in two steps"
             lines.append(("", Text(f"{often}; each time the GPU waits")))
     if prediction.process_bytes is not None:
         held = format_bytes(prediction.context_bytes or 0)
-        text = f"{format_bytes(prediction.process_bytes)}, {held} of it the driver's context, outside of the allocator"
+        text = (
+            f"{format_bytes(prediction.process_bytes)}, including {held} for the driver's context, outside the"
+            " allocator"
+        )
         if prediction.process_upper_bytes is not None:
             text += f"; at most {format_bytes(prediction.process_upper_bytes)}, with every kernel loaded"
         lines.append(("nvidia-smi", Text(text)))
@@ -81,7 +84,7 @@ def _speed(speed: Throughput | None, step_seconds: float) -> list[tuple[str, Tex
 def _classes(speed: Throughput) -> Table:
     """Return a table of the time by class of operator."""
     figures = (Column(name, justify="right", no_wrap=True) for name in ("seconds", "share"))
-    table = Table(Column("time goes to", no_wrap=True), *figures, box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(Column("time by class", no_wrap=True), *figures, box=SIMPLE_HEAD, pad_edge=False)
     total = sum(speed.seconds_by_class.values())
     rows = list(speed.seconds_by_class.items())
     shown, further = rows[:_CLASSES_SHOWN], rows[_CLASSES_SHOWN:]
@@ -96,8 +99,8 @@ def as_written_line(as_written: Prediction, chosen: Prediction, precision: str) 
     """Return what a step takes in the dtype that its model is written in, beside one in another precision."""
     held = format_bytes(as_written.peak_reserved_bytes or as_written.peak_bytes)
     seconds = seconds_text(as_written.step_seconds)
-    times = ratio_text(as_written.step_seconds, chosen.step_seconds)
+    speed = beside_text(as_written.step_seconds, chosen.step_seconds, precision)
     return (
-        f"In 32-true, as the model is written: {held}, {seconds} a step, {times} of {precision}'s."
-        " --precision 32-true shows it, --precision tf32 its products in TF32"
+        f"In 32-true, the precision of the model's code: {held}, {seconds} a step, {speed}."
+        " --precision 32-true shows this step; --precision tf32 shows it with matrix products in TF32"
     )

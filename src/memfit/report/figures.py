@@ -24,7 +24,8 @@ from memfit.report.axes import (
     second_axis,
 )
 from memfit.report.charts import Chart, Mark, Note, Rule, Shape, steps_to
-from memfit.report.summary import chosen_index, clean, is_allowed, levers_text, ratio_text, region_groups, seconds_text
+from memfit.report.summary import chosen_index, clean, is_allowed, levers_text, region_groups, seconds_text
+from memfit.report.verdict import beside_text
 from memfit.units import format_bytes
 
 _WIDE_SPAN = 0.12
@@ -227,10 +228,10 @@ def _staircase(candidates: Sequence[Candidate], held: _Bytes) -> list[Candidate]
 
 def _point_text(plan: Plan, point: Candidate | Prediction) -> str:
     """Return what a pointer is told about a point."""
-    ratio = ratio_text(point.step_seconds, plan.plain.step_seconds)
-    lines = [f"{format_bytes(point.peak_bytes)}, {seconds_text(point.step_seconds)} ({ratio} of plain)"]
+    speed = beside_text(point.step_seconds, plan.plain.step_seconds, "plain")
+    lines = [f"{format_bytes(point.peak_bytes)}, {seconds_text(point.step_seconds)} ({speed})"]
     if isinstance(point, Prediction):
-        return "\n".join([*lines, "the step as it was" if point is plan.plain else "the plan, predicted"])
+        return "\n".join([*lines, "the plain step" if point is plan.plain else "the plan, predicted"])
     regions = [label(f"{group.name} {group.action}", 40) for group in region_groups(point.levers.regions)]
     lines.append(f"{levers_text(point)}; {point.numerics}, {point.status}")
     more = [f"and {len(regions) - 4} more"] if len(regions) > 4 else []

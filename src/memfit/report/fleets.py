@@ -22,8 +22,8 @@ from memfit.report.rendering import text_of
 from memfit.report.summary import MISSING, clean, seconds_text
 from memfit.units import format_bytes, format_hours
 
-COLUMNS = ("", "card", "ranks", "nodes", "holds at most", "step", "training", "cost", "plan")
-_NUMBERS = ("ranks", "nodes", "holds at most", "step", "training", "cost")
+COLUMNS = ("", "card", "ranks", "nodes", "needs at most", "step", "training", "cost", "plan")
+_NUMBERS = ("ranks", "nodes", "needs at most", "step", "training", "cost")
 _FRONT, _COST_FRONT, _ANSWER = "·", "$", "➤"
 
 
@@ -42,8 +42,8 @@ def fleet_table(fleet: Fleet) -> Group:
     for row in shown_rows(fleet):
         late = fleet.within_hours is not None and row.hours > fleet.within_hours
         table.add_row(*(Text(cell) for cell in cells(fleet, row)), style="bright_black" if late else "")
-    marks = f"{_ANSWER} an answer   {_FRONT} no row has as few cards in as few hours"
-    marks += f"   {_COST_FRONT} nor costs as little" if fleet.front_by_cost else ""
+    marks = f"{_ANSWER} an answer   {_FRONT} no other row is better in cards and hours"
+    marks += f"   {_COST_FRONT} no other row is better in cost and hours" if fleet.front_by_cost else ""
     table.caption = Text(marks if fleet.within_hours is None else f"{marks}   grey: too late")
     table.caption_justify = "left"
     answers = (Text(line) for line in answer_lines(fleet))
@@ -77,7 +77,7 @@ def answer_lines(fleet: Fleet) -> list[str]:
     fewest, cheapest, fastest = fleet.fewest, fleet.cheapest, fleet.fastest
     if fewest is None and fastest is not None and fleet.within_hours is not None:
         found.append(
-            f"Nothing is done within {format_hours(fleet.within_hours)}: the nearest is {_said(fastest)}, in"
+            f"No fleet finishes within {format_hours(fleet.within_hours)}. Fastest: {_said(fastest)}, in"
             f" {_span(fleet, fastest)}"
         )
     elif fewest is not None:
@@ -175,7 +175,7 @@ def fleet_chart(fleet: Fleet) -> Chart:
             hollow=row not in front and row not in answers,
             tip=clean(f"{row.ranks} × {row.device}, {plan_text(row)}") + f"\n{_span(fleet, row)}",
             text=clean(f"{row.ranks} × {row.device}") if row in answers else "",
-            series="an answer" if row in answers else "on the front" if row in front else "others",
+            series="an answer" if row in answers else "Pareto front" if row in front else "others",
         )
         for row in sorted(fleet.rows, key=lambda row: (row in front, row in answers))
     ]
@@ -200,8 +200,8 @@ def _next_steps(fleet: Fleet) -> list[NextStep]:
 
 def _notes(fleet: Fleet) -> list[str]:
     misfits = [
-        f"{each.device}: nothing fits; the least found holds {format_bytes(each.held_bytes)} of"
-        f" {format_bytes(each.budget_bytes)}, with ranks of {each.ranks}"
+        f"{each.device}: no plan fits; the smallest one found needs {format_bytes(each.held_bytes)} of"
+        f" {format_bytes(each.budget_bytes)}, on {each.ranks} ranks"
         for each in fleet.misfits
     ]
     prices = [

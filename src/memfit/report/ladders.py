@@ -120,8 +120,8 @@ def _next_steps(ladder: Ladder) -> list[NextStep]:
     if top.largest_batch is not None and plain.largest_batch is not None and top.largest_batch > plain.largest_batch:
         steps.append(
             NextStep(
-                f"The budget then holds a batch of {top.largest_batch:,} in place of {plain.largest_batch:,}: give"
-                " Workload.batch that many samples if the training bears it."
+                f"With these levers a batch of {top.largest_batch:,} fits the budget, in place of"
+                f" {plain.largest_batch:,}: give Workload.batch that many samples if your training allows it."
             )
         )
     proposed = (rung for rung in ladder.rungs if rung.outcome == "proposed")

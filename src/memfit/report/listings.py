@@ -100,7 +100,7 @@ def _rate(figure: float, unit: str) -> str:
 
 def verification_table(verification: Verification) -> Group:
     """Return a verification: its verdict, numerics, peaks, times, and failures."""
-    table = _facts("Plain step against planned step")
+    table = _facts("Plain step and planned step")
     table.add_row("class", verification.numerics)
     table.add_row(
         "loss",
@@ -116,7 +116,7 @@ def verification_table(verification: Verification) -> Group:
     if verification.comparison is not None:
         parts.append(comparison_table(None, verification.comparison))
     parts += [Text(note, style="dim") for note in verification.notes]
-    parts += [Text(f"does not hold: {failure}", style="red") for failure in verification.failures]
+    parts += [Text(f"failed: {failure}", style="red") for failure in verification.failures]
     return Group(*parts)
 
 
@@ -131,12 +131,12 @@ def _measured(verification: Verification) -> str:
     besides = [] if plain is None else [f"plain {format_bytes(plain)}"]
     besides.append(f"budget {format_bytes(verification.budget_bytes)}")
     if peaks:
-        besides.append(f"rank {peaks.index(max(peaks))}, which holds most of {len(peaks)} ranks")
+        besides.append(f"rank {peaks.index(max(peaks))}, the highest of {len(peaks)} ranks")
     return f"{format_bytes(verification.measured_peak_bytes)} ({', '.join(besides)})"
 
 
 def _apart(relative: float) -> str:
-    return "equal" if relative == 0 else f"{relative:.2e} apart, relative"
+    return "equal" if relative == 0 else f"relative difference {relative:.2e}"
 
 
 def _gradients(verification: Verification) -> Table:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from memfit.ir.plan import NUMERICS, Candidate, Numerics, Plan
 from memfit.ir.run_record import RunRecord, Views
-from memfit.report.summary import is_allowed, levers_text, microbatches, ratio_text, seconds_text, share_text
+from memfit.report.summary import is_allowed, levers_text, microbatches, seconds_text, share_text
+from memfit.report.verdict import beside_text
 from memfit.units import format_bytes
 
 _UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024), ("B", 1))
@@ -105,11 +106,11 @@ def _go_on(report: Report) -> Iterator[NextStep]:
     run = report.run
     if run is None or run.status == "finished":
         return
-    state = "The run failed" if run.status == "failed" else "When this was written the run had not ended, and was"
+    state = "The run failed" if run.status == "failed" else "At the time of this report the run was still going,"
     at = f"{state} after step {run.steps:,}."
     saved = sorted(int(match[1]) for path in _entries(report.folder) if (match := _CHECKPOINT.fullmatch(path.name)))
     if saved:
-        unless = "" if run.status == "failed" else " If it no longer runs, go on from there."
+        unless = "" if run.status == "failed" else " If it no longer runs, resume from there."
         yield NextStep(f"{at} Its newest checkpoint is from step {saved[-1]:,}.{unless}", _train(report))
     elif run.status == "failed":
         yield NextStep(f"{at} It has no checkpoint: start again, with --checkpoint-every (checkpoint_every=).")
@@ -124,16 +125,18 @@ def _fit(plan: Plan, report: Report) -> Iterator[NextStep]:
     upper, budget, measured = plan.predicted.peak_upper_bytes, plan.budget_bytes, _measured(report)
     if measured is not None and measured > budget:
         over = format_bytes(measured - budget)
-        why = f"The measured peak of {format_bytes(measured)} is {over} over the budget: plan for less."
+        why = f"The measured peak of {format_bytes(measured)} is {over} over the budget: plan with a lower one."
         yield NextStep(why, _plan(report, int(budget * budget / measured)))
     elif upper > budget:
-        why = f"The plan may take {format_bytes(upper)}, {format_bytes(upper - budget)} over the budget."
-        yield NextStep(f"{why} This is the least budget that it fits for certain.", _plan(report, upper))
+        why = f"The plan may need up to {format_bytes(upper)}, {format_bytes(upper - budget)} over the budget."
+        yield NextStep(f"{why} The smallest budget that surely fits:", _plan(report, upper))
     lost = [event for event in report.run.events if event.kind == "out of memory"] if report.run else []
     if lost:
         times = f"{len(lost):,} time{'s' * (len(lost) != 1)}"
-        why = f"The run was out of memory {times}, last after step {lost[-1].step:,}, and went on under a lower plan."
-        yield NextStep(f"{why} Begin with a lower one.", _plan(report, _leaner_budget(plan)))
+        why = (
+            f"The run ran out of memory {times}, last after step {lost[-1].step:,}, and continued with a smaller plan."
+        )
+        yield NextStep(f"{why} Start with a smaller plan:", _plan(report, _leaner_budget(plan)))
 
 
 def _measured(report: Report) -> int | None:
@@ -147,8 +150,8 @@ def _retried(report: Report) -> Iterator[NextStep]:
     retries = report.run.allocation_retries if report.run else None
     if retries:
         why = (
-            f"The GPU's allocator found no room {retries:,} time{'s' * (retries != 1)} and emptied its cache to look"
-            " again: each stops the GPU, and the next may be out of memory. Plan for a lower budget."
+            f"The GPU's allocator found no room {retries:,} time{'s' * (retries != 1)} and emptied its cache. Each"
+            " time stops the GPU, and the next may run out of memory. Plan with a lower budget."
         )
         yield NextStep(why, _plan(report, _leaner_budget(report.plan)))
 
@@ -173,8 +176,8 @@ def _skipped(report: Report) -> Iterator[NextStep]:
     scale = next((line["loss_scale"] for line in reversed(lines) if line.get("loss_scale")), None)
     if skipped > _MANY_SKIPS * len(lines) and scale:
         why = (
-            f"{skipped:,} of {len(lines):,} steps had no update, as their gradients overflowed. The scale has come down"
-            f" to {scale:g}: begin with it."
+            f"{skipped:,} of {len(lines):,} steps had no update, because their gradients overflowed. The loss scale"
+            f" is now {scale:g}: start with it."
         )
         yield NextStep(why, f"memfit.Workload(..., loss_scaling=memfit.LossScaling(initial={scale:g}))")
 
@@ -184,8 +187,8 @@ def _waited(report: Report) -> Iterator[NextStep]:
     if run is not None and run.data_share is not None and run.data_share >= _MUCH_WAITING:
         option = "--prefetch-batches=2" if run.command else "prefetch_batches=2"
         why = (
-            f"Steps waited for data {share_text(run.data_share, 1)} of the time. Have batches made while steps run,"
-            f" with DataLoader(num_workers=...) or with {option}."
+            f"Steps waited for data {share_text(run.data_share, 1)} of the time. Make batches while steps run:"
+            f" DataLoader(num_workers=...) or {option}."
         )
         yield NextStep(why, "" if run.status == "finished" else _train(report, None, option))
 
@@ -195,9 +198,9 @@ def _slow(report: Report) -> Iterator[NextStep]:
     predicted, run = report.plan.predicted.step_seconds, report.run
     if run is not None and run.step_seconds is not None and run.step_seconds > _SLOW * predicted > 0:
         why = (
-            f"A step took {seconds_text(run.step_seconds)}, {ratio_text(run.step_seconds, predicted)} of what was"
-            " predicted: the machine did other work, or the step does what no operator shows. Compare with the plain"
-            " step, in turn."
+            f"A step took {seconds_text(run.step_seconds)}, {beside_text(run.step_seconds, predicted, 'predicted')}:"
+            " other programs used the machine, or the step does work outside PyTorch's operators."
+            " Compare it with the plain step:"
         )
         yield NextStep(why, "memfit.verify(plan, workload, steps=10)")
 
@@ -214,7 +217,7 @@ def _faster(report: Report) -> Iterator[NextStep]:
     if upper <= plan.budget_bytes:
         return
     gain = share_text(ours.step_seconds - best.step_seconds, ours.step_seconds)
-    more = f"{format_bytes(upper - plan.budget_bytes)} more memory would buy a step that takes {gain} less time"
+    more = f"With {format_bytes(upper - plan.budget_bytes)} more memory a step takes {gain} less time"
     if measured is not None and measured < (1 - _ROOM) * plan.budget_bytes:
         more += f"; the run left {format_bytes(plan.budget_bytes - measured)} of the budget free"
     yield NextStep(f"{more}.", _plan(report, upper))
@@ -231,9 +234,9 @@ def _larger_batch(report: Report) -> Iterator[NextStep]:
     batch = int(plan.batch_size * (1 + room / (scaled * upper)))
     if batch > plan.batch_size:
         why = (
-            f"{format_bytes(room)} of the budget are left: a batch of about {batch:,} in place of {plan.batch_size:,}"
-            " would fit, as what grows with the batch takes"
-            f" {format_bytes(scaled / plan.batch_size)} a sample. Give Workload.batch that many, and plan again."
+            f"{format_bytes(room)} of the budget are free. A batch of about {batch:,} fits in place of"
+            f" {plan.batch_size:,}: one more sample needs {format_bytes(scaled / plan.batch_size)}. Give"
+            " Workload.batch that many samples, and plan again."
         )
         yield NextStep(why, _plan(report, plan.budget_bytes))
 
@@ -246,9 +249,9 @@ def _freer(report: Report) -> Iterator[NextStep]:
         best = min(own, key=lambda c: c.step_seconds, default=None)
         if best is not None and best.step_seconds < _FASTER * ours.step_seconds:
             step = (
-                f"{seconds_text(best.step_seconds)}, {ratio_text(best.step_seconds, ours.step_seconds)} of this plan's"
+                f"{seconds_text(best.step_seconds)}, {beside_text(best.step_seconds, ours.step_seconds, 'this plan')}"
             )
-            why = f"If the training bears class {numerics} ({levers_text(best)}), a step takes about {step}."
+            why = f"If your training allows numerics class {numerics} ({levers_text(best)}), a step takes about {step}."
             yield NextStep(why, _plan(report, plan.budget_bytes, numerics))
             return
 
@@ -263,7 +266,7 @@ def _train_on(report: Report) -> Iterator[NextStep]:
     before, last = (statistics.fmean(some) for some in (losses[-2 * part : -part], losses[-part:]))
     if before > 0 and last < (1 - _FALLING) * before:
         fell = share_text(before - last, before)
-        why = f"The loss still fell, by {fell} from one tenth of the run to the last: train on."
+        why = f"The loss was still falling at the end, by {fell} over the last tenth of the run: train for more steps."
         yield NextStep(why, _train(report, run.steps + run.steps // 2))
 
 
@@ -272,7 +275,7 @@ def _verify(report: Report) -> Iterator[NextStep]:
     plan, name = report.plan, _workload_name(report)
     if report.views.comparison is not None or plan.device != "cpu":
         return
-    why = f"Nothing has held this plan of class {plan.numerics} to the plain step yet."
+    why = f"This plan of class {plan.numerics} was not compared with the plain step yet."
     if name and report.folder is not None:
         yield NextStep(why, shlex.join(["memfit", "verify", name, "--plan", str(report.folder / "plan.json")]))
     else:

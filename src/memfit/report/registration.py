@@ -23,8 +23,9 @@ from memfit.report.fleets import fleet_line, fleet_table, fleet_text
 from memfit.report.ladders import ladder_text
 from memfit.report.listings import device_page, device_table, range_table, run_table, verification_table
 from memfit.report.rendering import text_of
-from memfit.report.summary import clean, levers_text, ratio_text, seconds_text
+from memfit.report.summary import clean, levers_text, seconds_text
 from memfit.report.tables import comparison_table, frontier_table, plan_text
+from memfit.report.verdict import beside_text
 from memfit.units import format_bytes
 
 
@@ -63,9 +64,9 @@ def _text(table: Callable[[Any], RenderableType]) -> Callable[[Any], str]:
 
 def _plan(plan: Plan) -> str:
     peaks = f"{format_bytes(plan.predicted.peak_bytes)} of {format_bytes(plan.plain.peak_bytes)}"
-    ratio = ratio_text(plan.predicted.step_seconds, plan.plain.step_seconds)
+    speed = beside_text(plan.predicted.step_seconds, plan.plain.step_seconds, "plain")
     return (
-        f"for {clean(plan.workload)!r} on {clean(plan.device)}: {peaks}, {ratio} of the plain step's time, budget"
+        f"for {clean(plan.workload)!r} on {clean(plan.device)}: {peaks}, {speed}, budget"
         f" {format_bytes(plan.budget_bytes)}, {plan.numerics}"
     )
 
@@ -81,7 +82,7 @@ def _prediction(prediction: Prediction) -> str:
 
 
 def _verification(found: Verification) -> str:
-    state = "holds" if found.holds else f"does not hold, {len(found.failures)} failures"
+    state = "verified" if found.holds else f"failed, {len(found.failures)} failure{'s' * (len(found.failures) != 1)}"
     peak, budget = format_bytes(found.measured_peak_bytes), format_bytes(found.budget_bytes)
     return f"{state}: {found.numerics}, {peak} measured of a budget of {budget}"
 

@@ -130,7 +130,7 @@ def proof_text(plan: Plan) -> str:
         return ""
     if plan.is_proven:
         return "recomputed tensors matched a real step bit for bit"
-    why = clean(plan.proof.why) or "the levers are not those that were proven"
+    why = clean(plan.proof.why) or "the levers changed after the proof"
     return f"the first step compares recomputed tensors with the originals: {why}"
 
 
@@ -227,14 +227,14 @@ def solver_text(plan: Plan) -> str:
         return "no faster plan fits, as far as times are predicted"
     gap = solution.gap if solution.status == "optimal" else max(solution.gap, _NO_GAP)
     if gap >= 1:
-        return "how much faster the best possible plan is was not found out"
+        return "a faster plan may fit: the solver found no lower bound of the step time"
     slower = share_text(gap, 1 - gap)  # the gap is a share of the plan's time
     return f"at most {slower} slower than the best possible plan, as far as times are predicted"
 
 
 _SMALLER_BY = {
     "logits": "a chunked loss, microbatches",
-    "attention scores": "F.scaled_dot_product_attention, which never holds them whole; checkpointing, microbatches",
+    "attention scores": "F.scaled_dot_product_attention (never allocates them whole), checkpointing, microbatches",
     "activations": "activation checkpointing, microbatches, mixed precision",
     "activation gradients": "microbatches, mixed precision",
     "gradients": "updates in the backward pass, sharding",
@@ -308,8 +308,8 @@ def waiting_text(run: RunRecord) -> str | None:
     if run.data_share < _MUCH_WAITING:
         return f"{share}."
     return (
-        f"{share}: have batches made while steps run, with DataLoader(num_workers=...) or prefetch_batches=2, or make"
-        " less of each batch anew."
+        f"{share}. Make batches while steps run: DataLoader(num_workers=...) or prefetch_batches=2. Or do less work"
+        " for each batch."
     )
 
 
@@ -319,8 +319,8 @@ def retries_text(run: RunRecord) -> str | None:
         return None
     times = f"{run.allocation_retries:,} time{'s' * (run.allocation_retries != 1)}"
     return (
-        f"The allocator found no room {times} and emptied its cache to look again, which stops the GPU and comes"
-        " before out of memory: make a plan with a lower budget=."
+        f"The allocator found no room {times} and emptied its cache. Each time stops the GPU, and the next may run"
+        " out of memory: plan with a lower budget=."
     )
 
 
@@ -340,7 +340,7 @@ def loss_rows(comparison: Comparison) -> list[tuple[int, str, str, str]]:
 def comparison_lines(comparison: Comparison, plan: Plan | None = None) -> list[str]:
     """Return the sentences below a comparison: of the losses, of times unlike the predicted ones, of the machine."""
     notes = [f"{note[0].upper()}{note[1:]}." for note in comparison.notes]
-    return [f"Loss at the same data, {loss_text(comparison)}.", *_unlike_predicted(comparison, plan), *notes]
+    return [f"Losses on the same data: {loss_text(comparison)}.", *_unlike_predicted(comparison, plan), *notes]
 
 
 def _unlike_predicted(comparison: Comparison, plan: Plan | None) -> list[str]:
@@ -364,7 +364,8 @@ def _unlike_predicted(comparison: Comparison, plan: Plan | None) -> list[str]:
     if lines and not comparison.notes:
         count = max(1, len(comparison.plain_losses) - 1)
         lines.append(
-            f"No other program was seen, and only {count} step{'s' * (count != 1)} of each counted: compare more steps."
+            f"memfit saw no other program, and compared only {count} step{'s' * (count != 1)} of each: compare"
+            " more steps."
         )
     return lines
 

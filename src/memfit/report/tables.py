@@ -37,7 +37,7 @@ from memfit.report.summary import (
     share_text,
     solver_text,
 )
-from memfit.report.verdict import comparison_verdict, offers, plan_verdict
+from memfit.report.verdict import beside_text, comparison_verdict, offers, plan_verdict
 from memfit.units import format_bytes
 
 _BAR_CELLS = 24
@@ -71,7 +71,7 @@ def plan_table(plan: Plan) -> Table:
 
 def verdict_text(verdict: str) -> Text:
     """Return a verdict in the colour of what it says."""
-    colours = {"Fits": "green", "Holds": "green", "Does": "red", "May": "yellow"}
+    colours = {"Fits": "green", "Verified": "green", "Does": "red", "Verification": "red", "May": "yellow"}
     return Text(verdict, f"bold {colours.get(verdict.split(':')[0].split()[0], '')}".strip())
 
 
@@ -95,8 +95,7 @@ def _cost_block(plan: Plan) -> list[tuple[str, RenderableType]]:
             Text.assemble(
                 (seconds_text(ours.step_seconds), "bold"),
                 " predicted, ",
-                (ratio_text(ours.step_seconds, plain.step_seconds), "bold"),
-                " of plain",
+                (beside_text(ours.step_seconds, plain.step_seconds, "plain"), "bold"),
             ),
         ),
         ("", _dim(f"plain {seconds_text(plain.step_seconds)}")),
@@ -206,7 +205,7 @@ def _marks(plan: Plan, shown: Sequence[Candidate], chosen: Candidate | None) -> 
     if any(c.held_bytes > plan.budget_bytes for c in shown):
         marks.append(f"{_OVER} over the budget of {format_bytes(plan.budget_bytes)}")
     if any(_is_rival(c, c is chosen) for c in shown):
-        marks.append(f"{_CAPTURED} captured with its levers, as this plan was")
+        marks.append(f"{_CAPTURED} captured with its own levers, like this plan")
     return "   ".join(marks)
 
 

@@ -7,7 +7,7 @@ import math
 from memfit.ir.plan import NUMERICS, OTHER_DRAWS, Candidate, LeverUse, Plan, Prediction
 from memfit.ir.run_record import Comparison
 from memfit.ir.verification import Verification
-from memfit.report.summary import clean, levers_text
+from memfit.report.summary import MISSING, clean, levers_text
 from memfit.units import format_bytes
 
 _AS_FAST = 0.005
@@ -87,6 +87,12 @@ def speed_text(seconds: float, plain_seconds: float) -> str:
     return f"{abs(ratio - 1) * 100:.0f} % {'slower' if ratio > 1 else 'faster'}"
 
 
+def beside_text(seconds: float, other_seconds: float, other: str) -> str:
+    """Return "4 % slower than plain", "as fast as plain", or a dash where a time is not known."""
+    speed = speed_text(seconds, other_seconds)
+    return f"{speed} {'than' if speed.endswith('er') else 'as'} {other}" if speed else MISSING
+
+
 def numerics_text(point: Plan | Candidate) -> str:
     """Return what the levers of a plan do to the numbers, in words."""
     if point.numerics == "exact":
@@ -145,7 +151,7 @@ def verification_verdict(found: Verification) -> str:
     """Return whether a plan is what it says."""
     if not found.holds:
         more = f" (and {len(found.failures) - 1} more)" if len(found.failures) > 1 else ""
-        return f"Does not hold: {clean(found.failures[0])}{more}."
+        return f"Verification failed: {clean(found.failures[0])}{more}."
     taken = found.measured_peak_bytes if found.measured_reserved_bytes is None else found.measured_reserved_bytes
     ranks = f" on each of {len(found.rank_peaks_bytes)} ranks" if found.rank_peaks_bytes else ""
     if found.bitwise:
@@ -154,7 +160,7 @@ def verification_verdict(found: Verification) -> str:
         equal = {"exact": "bit-identical", "reordered": "equal to rounding", "reduced": "fewer bits"}
         apart = f"gradients {found.gradient_difference:.0e} apart"
         said = f"{equal.get(found.numerics, 'another training')} ({apart})"
-    return f"Holds: measured {of_text(taken, found.budget_bytes)}{ranks}, {said}."
+    return f"Verified: measured {of_text(taken, found.budget_bytes)}{ranks}, {said}."
 
 
 def comparison_verdict(comparison: Comparison) -> str:
