@@ -90,9 +90,15 @@ def test_buckets_begin_anew_after_a_backward_pass_that_was_aborted() -> None:
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.usefixtures("alone")
 def test_new_buckets_take_no_more_memory_than_the_old_ones(views: bool) -> None:
-    """They are made in the second step; a meter that was not there before sees no frees of the old ones."""
+    """They are made in the second step; a meter that was not there before sees no frees of the old ones.
+
+    Gloo's thread may free a bucket that it sent later than this one reads it: the smallest of five peaks has none such.
+    """
 
     def peak_bytes(steps: int, metered_from: int = 0) -> int:
+        return min(measured_peak_bytes(steps, metered_from) for _ in range(5))
+
+    def measured_peak_bytes(steps: int, metered_from: int) -> int:
         with contextlib.ExitStack() as stack:
             meter = stack.enter_context(allocated()) if metered_from == 0 else None
             model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))

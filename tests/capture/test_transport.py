@@ -180,5 +180,5 @@ def test_a_small_model_in_half_precision_is_sent(dtype: torch.dtype) -> None:
 def test_a_quantised_tensor_is_refused_by_name() -> None:
     warnings.simplefilter("ignore")  # PyTorch deprecates them; pytest sets the filters back
     model = Holds({"q": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)})
-    with pytest.raises(WorkloadError, match=r"a quantised tensor, of torch\.quint8"):
+    with pytest.raises(WorkloadError, match=r"a quantised tensor of torch\.quint8"):
         packed(known_bytes, of(model), {})

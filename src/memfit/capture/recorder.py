@@ -309,7 +309,8 @@ class Recorder(PassiveMode):
             return known
         storage = tensor.untyped_storage()
         index = self._index[key] = len(self.now.storages)
-        self.now.storages.append(LiveStorage(storage.nbytes(), birth, shape=tuple(tensor.shape)))
+        shape = () if tensor.is_nested else tuple(tensor.shape)
+        self.now.storages.append(LiveStorage(storage.nbytes(), birth, shape=shape))
         weakref.finalize(storage, self._died, key).atexit = False
         return index
 
