@@ -67,23 +67,25 @@ def first_lines() -> Iterator[tuple[str, str]]:
                 doc = inspect.getdoc(found) if callable(found) or isinstance(found, property) else None
                 if doc:
                     yield f"{door.__name__}.{what}", doc.split("\n\n")[0]
-    for folder in DOORS_BY_SOURCE:
+    for folder, names in DOORS_BY_SOURCE.items():
         for path in sorted((SOURCE / folder).glob("*.py")):
-            for node in ast.parse(path.read_text()).body:
-                is_public = isinstance(node, ast.ClassDef | ast.FunctionDef) and (
-                    {node.name, path.stem} & DOORS_BY_SOURCE[folder] and not node.name.startswith("_")
-                )
-                if not is_public:
-                    continue
-                members = [m for m in getattr(node, "body", []) if isinstance(m, ast.FunctionDef)]
-                for found in (node, *(m for m in members if isinstance(node, ast.ClassDef) and m.name[0] != "_")):
-                    if doc := ast.get_docstring(found):
-                        yield f"{folder}.{node.name}.{found.name}", doc.split("\n\n")[0]
+            for node in _public(ast.parse(path.read_text())):
+                if node.name in names or path.stem in names:
+                    for found in (node, *(_public(node) if isinstance(node, ast.ClassDef) else ())):
+                        if doc := ast.get_docstring(found):
+                            yield f"{folder}.{node.name}.{found.name}", doc.split("\n\n")[0]
+
+
+def _public(parent: ast.Module | ast.ClassDef) -> Iterator[ast.ClassDef | ast.FunctionDef]:
+    for node in parent.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+            yield node
 
 
 def help_lines(group: Any = None, path: str = "") -> Iterator[tuple[str, str]]:
     """Yield the command and the first line of each help text."""
-    for name, command in (group or typer.main.get_command(app)).commands.items():
+    commands: Any = group or typer.main.get_command(app)
+    for name, command in commands.commands.items():
         for text in (command.help, *(getattr(option, "help", None) for option in command.params)):
             if text:
                 yield f"{path}{name}", text.split("\n\n")[0]
