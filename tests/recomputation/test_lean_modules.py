@@ -397,9 +397,10 @@ def test_patterns_name_modules() -> None:
     x = torch.randn(8, 4)
     assert _counts(model, x, ["1"])["aten.native_layer_norm.default"] == 3
     assert _counts(model, x, ["1", "?"])["aten.native_layer_norm.default"] == 4
-    with pytest.raises(PlanMismatchError, match=
-        r"levers.lean has '0'.*the model has 2 \(1, 3, …\)"
-    ), lean(model, ["0"]):
+    with (
+        pytest.raises(PlanMismatchError, match=r"levers.lean has '0'.*the model has 2 \(1, 3, …\)"),
+        lean(model, ["0"]),
+    ):
         pass
 
 
