@@ -193,7 +193,7 @@ FIRST: dict[str, tuple[Callable[[Plan], Any], list[str]]] = {
     ),
     "an optimizer of another model": (
         lambda plan: planned(workload(model=OTHER)),
-        ["Workload.optimizer is the optimizer AdamW over 2 tensors", "as AdamW(model.parameters())"],
+        ["Workload.optimizer is the optimizer AdamW over 2 tensors", ": AdamW(model.parameters())"],
     ),
     "batch and loss swapped": (
         lambda plan: Workload(MODEL, loss_fn, BATCH, OPTIMIZER),  # type: ignore[arg-type]

@@ -276,7 +276,7 @@ def test_after_the_lowest_plan_the_step_stops_as_if_it_had_not_begun() -> None:
         before = state_of(step)
         seed()
         handle = workload.model.register_forward_hook(lambda *_: raises(MemoryError()))
-        with pytest.raises(OutOfMemoryError, match="under its plan and 2 below it") as caught:
+        with pytest.raises(OutOfMemoryError, match="under its plan and under 2 with a lower peak") as caught:
             step(workload.batch)
         handle.remove()
         seed()

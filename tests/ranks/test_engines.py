@@ -231,7 +231,7 @@ def refused(rank: int) -> Iterator[Any]:
     wrong = {
         "world_size=3": Sharding(world_size=3, mode="ddp"),
         "'blocks.7'": Sharding(world_size=2, mode="zero3", units=("blocks.7",)),
-        "on paper only": Sharding(world_size=2, mode="zero1"),
+        "can be predicted only": Sharding(world_size=2, mode="zero1"),
     }
     texts = []
     for sharding in wrong.values():

@@ -137,7 +137,7 @@ def test_what_can_not_make_its_values_is_refused_by_its_name() -> None:
     assert "with values (4.scale)" in refusal(Bare())
     assert "Workload.model.4, a Bare, was built under" in refusal(Bare().to("meta"))
     assert "the values of scale of a InParts are not all initialised" in refusal(InParts().to("meta"))
-    assert "OfItsOwn._init_weights() initialises them in its own way" in refusal(OfItsOwn(8, 8).to("meta"))
+    assert "OfItsOwn._init_weights() initialises the parameters in its own way" in refusal(OfItsOwn(8, 8).to("meta"))
 
 
 def gpt2(device: str) -> nn.Module:
