@@ -105,7 +105,7 @@ def test_a_plan_is_proven_and_what_differs_is_left_out() -> None:
     multiplied = {fqn for r in plan.levers.regions if "aten.mul.Tensor#0" not in r.keep for fqn in r.modules}
     assert not multiplied & {"1", "4"}
     assert any("is not recomputed: run again, it does something else" in note for note in plan.notes)
-    assert "bit by bit" in proof_text(plan)
+    assert "bit for bit" in proof_text(plan)
     assert "Proof" in str(plan)
     assert are_equal(plain_loop(workload(1, 4)), planned_loop(plan, workload(1, 4)))
     assert verify(plan, workload(), steps=0).bitwise
@@ -182,7 +182,7 @@ def test_what_can_not_run_here_is_not_proven(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(proof, "LONGEST_SECONDS", 0.0)
     plan = planned(workload())
     assert plan.levers.regions and not plan.is_proven
-    assert "by the first step" in proof_text(plan)
+    assert "the first step compares" in proof_text(plan)
 
 
 def test_a_step_that_fails_with_data_is_planned_without_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
