@@ -288,8 +288,8 @@ class _Planner:
     def _infeasible(self, lowest_bytes: int) -> InfeasibleError:
         return InfeasibleError(
             f"{infeasible_verdict(self.budget_bytes, lowest_bytes)}\nWith numerics={self.numerics!r} no plan was found"
-            " that needs less. What to do: raise budget=, allow more with numerics=, or make Workload.batch or the model"
-            " smaller",
+            " that needs less. What to do: raise budget=, allow more with numerics=, or make Workload.batch or the"
+            " model smaller",
             budget_bytes=self.budget_bytes,
             lowest_peak_bytes=lowest_bytes,
             where="the applied step, measured",
