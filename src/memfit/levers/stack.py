@@ -108,14 +108,24 @@ def check_workload(workload: Workload, device: Device) -> None:
         PlanError: A plan is applied to it.
         WorkloadError: Its model is elsewhere, or of a kind that can't be run.
     """
-    check_supported(workload)
+    check_as_given(workload)
     elsewhere = {p.device.type for p in workload.model.parameters()} - {"cpu", "meta", device.kind}
     if elsewhere:
         raise WorkloadError(
             f"Workload.model is on {', '.join(sorted(elsewhere))}, not on device={device.name!r}: build it on the CPU"
             ' or under torch.device("meta")'
         )
-    check_untouched(workload)
+
+
+def check_as_given(workload: Workload) -> None:
+    """Check that a workload is as the user made it, and that its model and optimizer can be copied and stepped.
+
+    Raises:
+        PlanError: A plan is applied to it.
+        WorkloadError: Its model or optimizer is of a kind that can't be run, or they don't belong together.
+    """
+    check_untouched(workload)  # first: a lever may have put other parameters into the optimizer
+    check_supported(workload)
 
 
 def host_bytes_of(plan: Plan) -> dict[str, int]:

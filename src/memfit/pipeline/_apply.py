@@ -19,7 +19,7 @@ from memfit.ir import codec
 from memfit.ir.plan import Plan
 from memfit.levers import registry
 from memfit.levers.compilation import LIMIT
-from memfit.levers.stack import applied, check_plan, check_untouched, host_bytes_of
+from memfit.levers.stack import applied, check_as_given, check_plan, host_bytes_of
 from memfit.levers.switch import Switch, without_switched
 from memfit.pipeline.adaptive import Adaptive
 from memfit.pipeline.first_arguments import checked
@@ -36,7 +36,6 @@ from memfit.training.guards.ledger import device_of, held_tensors
 from memfit.training.guards.limits import AcceleratorLimit, CpuLimit
 from memfit.training.guards.recovery import OutOfMemoryObserver, Recovery
 from memfit.training.guards.snapshots import Snapshots
-from memfit.training.refusals import check_supported
 from memfit.training.step import Step
 from memfit.workload import Workload
 
@@ -187,8 +186,7 @@ def switchable(
     """Run a plan on a workload, and what may be put in its place, until the context is left; see `apply`."""
     if limit_bytes is not None and limit_bytes < 1:
         raise UsageError(f"limit_bytes={limit_bytes} is not above 0: give a number of bytes, or None for no limit")
-    check_supported(workload)
-    check_untouched(workload)
+    check_as_given(workload)
     check_plan(plan, workload)
     levers_bytes = host_bytes_of(plan)
     if levers_bytes:

@@ -17,7 +17,7 @@ from memfit.ir.allocations import allocations
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Precision, Prediction
 from memfit.ir.trace import Trace
-from memfit.levers.stack import check_workload
+from memfit.levers.stack import check_as_given, check_workload
 from memfit.pipeline._on_paper import on_paper
 from memfit.pipeline.first_arguments import checked
 from memfit.pipeline.placement import device_named
@@ -30,7 +30,6 @@ from memfit.report.memory_snapshot import write_snapshot
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.sharding.model_parallel import Parallel, read_parallel
 from memfit.sharding.one_rank import Mode, Sharding, communication, shard, with_share_of_update
-from memfit.training.refusals import check_supported
 from memfit.units import format_bytes
 from memfit.workload import Workload, precision_label, samples_of, tokens_per_sample
 
@@ -78,7 +77,7 @@ def estimate(
         OutputError: A file can't be written, which is found out first.
         CaptureError: The step can't be captured.
     """
-    check_supported(workload)
+    check_as_given(workload)
     device = device_named(device, workload)
     found = find_device(device)
     if precision == "auto":

@@ -19,7 +19,7 @@ from memfit.ir.fleet import Fleet, FleetRow, Misfit, Price
 from memfit.ir.plan import NUMERICS, Numerics, Precision, allows
 from memfit.ir.sharding import Mode
 from memfit.levers.microbatches import microbatch_sizes
-from memfit.levers.stack import check_workload
+from memfit.levers.stack import check_as_given, check_workload
 from memfit.pipeline.first_arguments import checked
 from memfit.pipeline.verbs import verb
 from memfit.planner import gpu_process, worlds
@@ -27,7 +27,6 @@ from memfit.planner.prediction import Progress, silent
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.report.verdict import of_text
 from memfit.sharding.proposals import SEARCHED
-from memfit.training.refusals import check_supported
 from memfit.units import format_seconds, parse_hours, read_budget
 from memfit.version import __version__
 from memfit.workload import Workload, fingerprint, samples_of
@@ -77,7 +76,7 @@ def fleet(
         InfeasibleError: Nothing fits on any card.
         CaptureError: The step can't be captured.
     """
-    check_supported(workload)
+    check_as_given(workload)
     asked = read_budget(budget, of_plain=False)
     _check(steps, world_sizes, sharding, numerics)
     if set(precisions or ()) - {"32-true"} and not allows(numerics, "reduced"):

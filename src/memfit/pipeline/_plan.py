@@ -22,7 +22,7 @@ from memfit.levers.circumstances import circumstances
 from memfit.levers.compilation import COMPILATION
 from memfit.levers.microbatches import microbatch_sizes
 from memfit.levers.shared_by_ranks import SHARDING
-from memfit.levers.stack import check_plan, check_workload
+from memfit.levers.stack import check_as_given, check_plan, check_workload
 from memfit.pipeline.first_arguments import checked
 from memfit.pipeline.joining import ranks_here
 from memfit.pipeline.placement import device_named
@@ -37,7 +37,6 @@ from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import check_same, each, once
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.sharding.proposals import SEARCHED
-from memfit.training.refusals import check_supported
 from memfit.units import parse_budget, read_budget
 from memfit.workload import Workload, samples_of
 
@@ -145,7 +144,7 @@ def plan(
                 "compile": compile,
             },
         )
-    check_supported(workload)
+    check_as_given(workload)
     device = device_named(device, workload)
     found = find_device(device)
     asked = read_budget(budget)
@@ -275,7 +274,7 @@ def _plan_on_ranks(
 
 def _own_budget(workload: Workload, budget: int | float | str, device: str) -> tuple[bool, float]:
     """Return this rank's budget: whether it is a share of the plain step's peak, and the share, or bytes."""
-    check_supported(workload)
+    check_as_given(workload)
     asked = read_budget(budget)
     if asked.of == "plain":
         return True, asked.amount
