@@ -122,7 +122,7 @@ TABLE: list[tuple[str, int, str]] = [
     (
         "verify mine:tiny --plan plan.json",
         2,
-        "modules, parameters, batch shapes or optimizer differ. Make a plan for it",
+        "modules, parameters, batch shapes or optimizer differ. Make a plan for this workload",
     ),
     ("train mine:tiny --plan plan.json --out run", 2, "give one of --steps and --epochs"),
     ("train mine:tiny --plan plan.json --out run --steps 2 --limit 90%", 2, "--limit 90% can't be read"),
