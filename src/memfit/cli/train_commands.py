@@ -72,7 +72,7 @@ def verify(
     if not verification.holds and ranks.rank:
         raise SystemExit(VerificationError.exit_status)
     if not verification.holds:
-        raise VerificationError(f"{plan} does not hold: " + "; ".join(verification.failures))
+        raise VerificationError(f"verification of {plan} failed: " + "; ".join(verification.failures))
 
 
 def train(
