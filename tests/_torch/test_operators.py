@@ -42,6 +42,17 @@ def test_call_at_takes_the_kernel_of_a_key() -> None:
     assert torch.equal(found, x @ weight.T)
 
 
+def test_call_at_is_left_out_of_compiled_code_without_a_warning() -> None:
+    x, weight = torch.ones(2, 3), torch.ones(4, 3)
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = call_at(aten.linear.default, COMPOSITE, x * 2, weight, None)
+        return found + 1
+
+    assert torch.equal(torch.compile(doubled, backend="eager")(x), doubled(x))
+    torch._dynamo.reset()
+
+
 def test_destroy_library_takes_back_its_kernels() -> None:
     library = torch.library.Library("memfit_contract_of_libraries", "DEF")
     library.define("same(Tensor x) -> Tensor")

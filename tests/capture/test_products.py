@@ -20,6 +20,9 @@ from tests.measuring import peaks
 SAMPLES, LENGTH, WIDTH = 8, 24, 16
 LEVERS = Levers(microbatch_size=SAMPLES)
 Use = Callable[[Tensor], Tensor]
+SELECTED = pytest.mark.xfail(
+    torch.__version__.startswith("2.11."), reason="copies by masks and reads zeros under a mode until 2.12", strict=True
+)
 
 
 def rendered(x: Tensor) -> Tensor:
@@ -74,12 +77,15 @@ def workload(use: Use, *, on_meta: bool = False) -> Workload:
     return Workload(model, torch.randn(SAMPLES, LENGTH, WIDTH), lambda m, x: m(x).mean(), optimizer)
 
 
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[SELECTED] if name == "cumulative product with zeros" else []) for name in USES]
+)
 def test_the_peak_is_that_of_the_formula_that_runs(name: str) -> None:
     predicted, measured = peaks(workload(USES[name]), LEVERS)
     assert predicted == measured
 
 
+@SELECTED
 def test_the_comparison_notices_the_formula_for_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memfit.capture.composites.register_products", lambda library, key: None)
     predicted, measured = peaks(workload(rendered), LEVERS)

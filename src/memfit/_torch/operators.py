@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from memfit._torch.compilers import disable_dynamo
+
 schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
 """The schema of an operator: its arguments and returns, and the arguments that it writes."""
 
@@ -14,8 +16,9 @@ packet_of: Callable[[Any], Any] = operator.attrgetter("_overloadpacket")
 """The packet of an operator: all overloads of its name."""
 
 
+@disable_dynamo
 def call_at(func: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call an operator's kernel for a dispatch key."""
+    """Call an operator's kernel for a dispatch key, out of compiled code: Dynamo warned of it before PyTorch 2.13."""
     return func._op_dk(key, *args, **kwargs)
 
 
