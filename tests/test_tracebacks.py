@@ -48,7 +48,7 @@ def step(loss_fn: Callable[..., Any]) -> Any:
 
 def loop() -> None:
     made = workload()
-    with memfit.fit(made.model, made.optimizer, budget=64, tell=lambda text: None):
+    with memfit.fit(made.model, made.optimizer, budget="64B", tell=lambda text: None):
         for _ in range(3):
             mean(made.model, made.batch).backward()
             made.optimizer.step()
@@ -75,7 +75,7 @@ CASES: dict[str, tuple[type[BaseException], Callable[[], Any], list[str]]] = {
     "an argument": (UsageError, lambda: memfit.plan(nn.Linear(1, 1), budget="1MiB"), []),  # type: ignore[arg-type]
     "a constructor": (WorkloadError, lambda: memfit.Loop(zero_grad="never"), []),  # type: ignore[arg-type]
     "a capture": (WorkloadError, lambda: memfit.estimate(workload(none)), []),
-    "a budget": (InfeasibleError, lambda: memfit.plan(workload(), budget=64), []),
+    "a budget": (InfeasibleError, lambda: memfit.plan(workload(), budget="64B"), []),
     "a workload's name": (UsageError, lambda: memfit.load_workload("nowhere:workload"), []),
     "a step": (WorkloadError, lambda: step(none), ["step"]),
     "a loop": (InfeasibleError, loop, ["loop", "loop", "mean"]),

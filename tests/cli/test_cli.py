@@ -430,15 +430,17 @@ def test_quiet_prints_the_verdict_alone(memfit: Shell, line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", ["estimate", "plan --budget 1GiB", "train --budget 1GiB --steps 2 --out run", "tools probe-range"]
+    "line",
+    [f"{verb} slow.py:workload" for verb in ("estimate", "plan --budget 1GiB", "tools probe-range")]
+    + ["train slow.py:workload --budget 1GiB --steps 2 --out run"],
 )
 def test_an_interrupt_says_that_nothing_is_left(
-    memfit: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str
+    memfit: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "slow.py").write_text("def workload():\n    raise KeyboardInterrupt\n")
-    verb, *options = arguments.split()
-    status, _, errors = memfit(verb, "slow.py:workload", *options)
+
+    status, _, errors = memfit(*line.split())
     assert status == 130
     assert errors.splitlines()[-1] == "interrupted; nothing was written; run the same command again"
 

@@ -36,7 +36,7 @@ def test_an_estimate_and_what_it_writes(tmp_path: Path) -> None:
     assert found["peak_bytes"] == sum(found["by_category"].values())
     assert found["peak_bytes"] <= found["peak_reserved_bytes"] < found["peak_upper_bytes"] < found["device_bytes"]
     assert found["throughput"]["tokens_per_second"] > 0 and not found["throughput"]["measured"]
-    assert found["notes"] == ["attention on rtx-3090: 2 calls take the flash kernel"]
+    assert found["notes"] == ["attention on rtx-3090: 2 calls use the flash kernel"]
     page = tmp_path / "step.html"
     viewer = [sys.executable, "-m", "torch.cuda._memory_viz", "trace_plot", str(snapshot), "-o", str(page)]
     shown = subprocess.run(viewer, capture_output=True, text=True, check=False)

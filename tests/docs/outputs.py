@@ -17,7 +17,9 @@ from tests.docs.pages import ALONE, ROOT, blocks, name_of, run_alone
 
 LEFT_OUT = "…"
 ENVIRONMENT = {"COLUMNS": "100"}
-_PROGRESS = re.compile(r"^memfit: (?:capture|solve|frontier|prove)\b|^[a-z]+( [a-z]+)*(: (\d.*|done in .*))?$|^\[W\d{4} |^USDT:")
+_PROGRESS = re.compile(
+    r"^memfit: (?:capture|solve|frontier|prove)\b|^[a-z]+( [a-z]+)*(: (\d.*|done in .*))?$|^\[W\d{4} |^USDT:"
+)
 
 
 def lines_of(printed: str) -> list[str]:

@@ -85,7 +85,7 @@ def _launched(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.usefixtures("_launched")
 def test_processes_that_an_accelerator_would_not_share_the_step_with_are_refused() -> None:
     """Without `cpu=True` accelerate has each process of a CPU train alone, in the arguments of either call."""
-    with pytest.raises(UsageError, match=r"a launcher started 2, .*FittedLoop\(arguments=\{'cpu': True\}\)"):
+    with pytest.raises(UsageError, match=r"a launcher started 2\. .*FittedLoop\(arguments=\{'cpu': True\}\)"):
         FittedLoop(workload(), budget="8GiB")
     assert not PartialState._shared_state  # so that the next one may be for both
     fitted = object.__new__(FittedLoop)

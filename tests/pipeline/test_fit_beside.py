@@ -64,7 +64,7 @@ def trained(model: nn.Module, beside: Callable[[], object] = lambda: None, keep:
             loss.backward()
             optimizer.step()
             beside()
-    return [line for line in told if "outside of the step" in line]
+    return [line for line in told if "outside the step" in line]
 
 
 def test_a_step_alone_is_told_nothing_of() -> None:

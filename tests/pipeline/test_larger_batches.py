@@ -189,7 +189,7 @@ def test_a_run_tells_of_larger_batches_or_ends_with_a_checkpoint_from_before(
         assert [event.kind for event in record.events] == ["larger batch"]
         assert all(map(torch.equal, workload.model.state_dict().values(), plain("samples", [128, 128, 256, 128])))
         return
-    with pytest.raises(UsageError, match="256x16 where 128x16") as caught:
+    with pytest.raises(UsageError, match="256x16 instead of the planned 128x16") as caught:
         memfit.train(plan, workload, out=tmp_path / "run", steps=4)
     newest = latest(tmp_path / "run")
     assert newest is not None and newest.name.endswith("2")

@@ -117,7 +117,7 @@ def test_a_build_with_data_is_told_before_it_runs_with_its_bytes(file: Path, nam
 
 def test_what_can_only_be_built_with_data_and_is_larger_than_the_machine_is_refused(file: Path) -> None:
     told: list[str] = []
-    with pytest.raises(WorkloadError, match=r"takes 4.00 TiB or more, and this machine has .* free"):
+    with pytest.raises(WorkloadError, match=r"needs 4.00 TiB or more, and this machine has .* free"):
         load_fake_workload(f"{file}:too_large", told.append)
     assert not told
 

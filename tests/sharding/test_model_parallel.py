@@ -209,7 +209,7 @@ def test_a_bubble_lengthens_a_step() -> None:
     assert few.phase_seconds["backward"] > 2 * many.phase_seconds["backward"] / 8
     assert any("the bubble adds 300% to the step" in note for note in few.notes)
     assert any("the bubble adds 38% to the step" in note for note in many.notes)
-    assert any(note.startswith("stage 0 of 0 to 3 holds most") for note in many.notes)
+    assert any(note.startswith("stage 0 of 0 to 3 has the largest peak") for note in many.notes)
 
 
 @pytest.mark.ci

@@ -21,7 +21,7 @@ import msgspec
 import torch
 from torch import nn
 
-from memfit._torch.modules import own_modules
+from memfit._torch.modules import own_buffers, own_modules, own_parameters
 from memfit.cost.calibrate import cache_folder
 from memfit.errors import OutputError
 from memfit.hardware.host import find_device, host_name
@@ -144,7 +144,7 @@ def _parts(name: str, workload: LoopWorkload, options: object) -> Iterator[str]:
     yield from _settings()
     for fqn, module in workload.model.named_modules():
         yield f"{fqn} {_source(type(module))}"
-        own = {*own_modules(module), *module._parameters, *module._buffers}
+        own = {*own_modules(module), *own_parameters(module), *own_buffers(module)}
         plain = {key: value for key, value in vars(module).items() if key not in own and not key.startswith("_")}
         yield from _told(plain, _DEEP)
         yield str([len(hooks) for key, hooks in sorted(vars(module).items()) if key.endswith("_hooks")])
