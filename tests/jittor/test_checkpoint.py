@@ -165,9 +165,9 @@ HIDDEN = SimpleNamespace(weight=None)
 @pytest.mark.parametrize(
     "function, how",
     [
-        (lambda x: x * x.sum().item(), "reads values by item"),
-        (lambda x: x * 2 if x.sum() > 0 else x, "reads values by __bool__"),
-        (lambda x: x * jt.array(x.data.max()), "reads values by data"),
+        (lambda x: x * x.sum().item(), "reads values with item"),
+        (lambda x: x * 2 if x.sum() > 0 else x, "reads values with __bool__"),
+        (lambda x: x * jt.array(x.data.max()), "reads values with data"),
         (lambda x: x * float(np.random.rand()), "NumPy's generator"),
         (lambda x: x * random.random(), "Python's or"),
     ],
