@@ -123,7 +123,7 @@ def fitted(name: str, sizes: list[int], budget: int) -> tuple[list[float], list[
         ("rows", 0.75, "planned again"),
         pytest.param("text", 0.8, "planned again", marks=pytest.mark.ci),
         pytest.param("crowds", 0.95, "planned again", marks=pytest.mark.ci),
-        pytest.param("pairs", 0.8, "can't be run on it", marks=pytest.mark.ci),
+        pytest.param("pairs", 0.8, "can't be resized to it", marks=pytest.mark.ci),
         pytest.param("rows", 1.2, "the plan still fits", marks=pytest.mark.ci),
     ],
 )

@@ -70,7 +70,7 @@ def test_state_goes_with_the_channels_that_are_left(make: Any, is_global: bool, 
         for key, value in state.items():
             torch.testing.assert_close(value, parameter.detach() * 3 if value.dim() else was[key], rtol=0, atol=0)
         cut += parameter.numel() < old[name].numel()
-    assert cut >= 6 and not any("could not be cut" in note for note in found.notes)
+    assert cut >= 6 and not any("could not be pruned" in note for note in found.notes)
     assert [p for g in made.optimizer.param_groups for p in g["params"]] == list(made.model.parameters())
     x = made.batch["x"]
     assert made.model(x).shape == workload.model(x).shape and made.model.training
@@ -157,7 +157,7 @@ def test_state_of_another_shape_starts_anew_and_is_told() -> None:
     with Step(workload, StepOptions(microbatch_size=4)) as step:
         step(workload.batch)
     found = prune(workload, multiply_adds=0.5)
-    assert "could not be cut" in found.notes[0]
+    assert "could not be pruned" in found.notes[0]
     with Step(found.workload, StepOptions(microbatch_size=4)) as step:
         step(found.workload.batch)
 
