@@ -36,7 +36,7 @@ def plan_for(
         InfeasibleError: No plan fits.
     """
 
-    def planned(budget: int) -> Plan:
+    def planned(budget: int | str) -> Plan:
         return memfit.plan(
             task.workload,
             budget=budget,
@@ -52,7 +52,7 @@ def plan_for(
     if share != LOWEST:
         return planned(task.budget_bytes(float(share)))
     try:
-        return planned(1)
+        return planned("1B")
     except InfeasibleError as e:
         return planned(e.lowest_peak_bytes)
 
