@@ -158,8 +158,6 @@ def train(
     For a plan for several ranks: torchrun --nproc-per-node N -m memfit train ...
     """
     check_inputs(workload, device=device)
-    if plan is not None:
-        read_plan(plan)
     if (steps is None) == (epochs is None):
         raise UsageError("give one of --steps and --epochs")
     if adaptive and recover is False:
@@ -179,6 +177,8 @@ def train(
     }
     for name in (name for name, value in of_budget.items() if plan is not None and value):
         raise UsageError(f"{name} is for the plan that --budget makes: leave it out with --plan, which sets it")
+    if plan is not None:
+        read_plan(plan)
     searched = precisions_of(precision or [])
     codec.check_writable(output / "plan.json")
     from memfit import pipeline
