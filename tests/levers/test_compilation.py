@@ -616,7 +616,7 @@ def test_a_plan_is_what_it_says(compiled: Plan) -> None:
     verification = memfit.verify(compiled, whole(), steps=0)
     assert verification.failures == [] and not verification.bitwise
     dropped = memfit.plan(dropping(), budget="0.8x", compile=True, precisions=["32-true"], points=1)
-    assert any("dropout masks of compiled code differ" in note for note in dropped.notes)
+    assert any(re.search("dropout masks of (compiled code|microbatches) differ", note) for note in dropped.notes)
     assert memfit.verify(dropped, dropping(), steps=0).failures == []
 
 
