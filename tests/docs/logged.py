@@ -24,7 +24,7 @@ def of_wandb() -> set[int]:
     """Return the steps whose losses are in the files of offline runs, which are in wandb's own format."""
     written = b"".join(path.read_bytes() for path in Path("wandb").glob("offline-run-*/run-*.wandb"))
     lines = map(json.loads, Path("runs/wandb/metrics.jsonl").read_text().splitlines())
-    return {line["step"] for line in lines if json.dumps(line["loss"]).encode() in written}
+    return {line["step"] for line in lines if "loss" in line and json.dumps(line["loss"]).encode() in written}
 
 
 def of_database(path: Path, query: str) -> set[int]:

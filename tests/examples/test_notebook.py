@@ -64,7 +64,7 @@ def test_the_notebook_runs_and_shows_what_it_says(tmp_path: Path) -> None:
     assert re.fullmatch(r"<Prediction [\d.]+ MiB, at most [\d.]+ MiB, [\d.]+ m?s a step>", estimate)
     assert plan.startswith("<Plan for 'first steps' on cpu: ") and plan.endswith(", exact>")
     assert result.startswith("StepResult(loss=") and "skipped=False" in result
-    assert found.startswith("<Verification holds: exact, ")
+    assert found.startswith("<Verification verified: exact, ")
     assert run.startswith("<RunRecord of 'first steps (its one batch, repeated)': finished after 10 steps, loss ")
     assert "report.html" in report and (tmp_path / "runs" / "first_steps" / "report.html").is_file()
     assert 'class="plot"' in data[2]["text/html"] and "<iframe" in data[-1]["text/html"]

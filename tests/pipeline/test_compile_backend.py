@@ -363,7 +363,7 @@ def test_the_gradient_of_a_part_of_the_logits_needs_no_second_tensor_of_their_si
 def test_the_gradient_of_logits_does_not_wait_for_that_of_the_embedding() -> None:
     model, tokens, y = TiedEnds(), torch.randint(0, 2048, (512,)), torch.randint(0, 2048, (512,))
     with pytest.raises(memfit.InfeasibleError) as caught:
-        step_under_inductor(model, tokens, y, 1)
+        step_under_inductor(model, tokens, y, "1B")
     torch._dynamo.reset()
     budget = int(caught.value.lowest_peak_bytes * 1.01)
     peak, plan = step_under_inductor(model, tokens, y, budget)

@@ -445,7 +445,7 @@ def test_mixed_precision_of_a_loop_is_predicted_as_the_loop_would_take_it() -> N
     noting = Noting(
         lambda: [optimizer],
         lambda _: None,
-        _fit.silent,
+        lambda: contextlib.nullcontext(_fit.silent),
         {"budget": "0.6x", "numerics": "exact", "host_budget": None, "time_limit_seconds": 0.5},
     )
     with pytest.MonkeyPatch.context() as patch, noting.watching():

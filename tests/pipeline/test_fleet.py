@@ -111,4 +111,4 @@ def test_more_ranks_than_samples_are_refused_or_left_out() -> None:
         fleet(world_sizes=[17, 32])
     found = fleet(world_sizes=[1, 32], devices=["a100-80gb"])
     assert [row.ranks for row in found.rows] == [1]
-    assert any("more than 16 ranks" in note for note in found.notes)
+    assert any("numbers of ranks above 16 are left out" in note for note in found.notes)

@@ -23,7 +23,7 @@ def planning(rank: int) -> Iterator[Any]:
     options: Any = {"precisions": ["32-true"], "points": 1, "measure": True}
     alone = memfit.plan(workload(), budget="100MiB", world_size=1, **options)
     yield alone.levers.sharding, alone.budget_bytes
-    yield [[note for note in each.notes if "one of 2 ranks" in note] for each in (plan, alone)]
+    yield [[note for note in each.notes if "shared by 2 ranks" in note] for each in (plan, alone)]
     with pytest.raises(InfeasibleError) as e:
         memfit.plan(workload(), budget=1000, **QUICK)
     yield str(e.value)

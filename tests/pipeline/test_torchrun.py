@@ -229,4 +229,4 @@ def test_ranks_plan_and_verify_and_train_by_one_command(tmp_path: Path) -> None:
     status, text = under_torchrun("verify", name, "--plan", str(tmp_path / "out" / "plan.json"), "--steps", "2")
     assert status == 0 and text.count("Plain and planned step") == 1, text
     status, text = under_torchrun("train", name, "--budget", "1000", "--out", out, "--steps", "3", "--overwrite")
-    assert status != 0 and "no plan" in text, text
+    assert status != 0 and "Does not fit" in text, text

@@ -156,7 +156,7 @@ def test_a_share_is_reached_with_the_fewest_and_the_order_is_what_was_asked_for(
         assert len(found.changes) < len(whole.changes)
     assert len(by_work.changes) <= len(by_bytes.changes)
     assert by_bytes.after.peak_bytes < by_work.after.peak_bytes
-    with pytest.raises(WorkloadError, match=r"multiply_adds=0.01 can't be reached.*left"):
+    with pytest.raises(WorkloadError, match=r"multiply_adds=0.01 can't be reached.*remain"):
         separable_convolutions(workload, multiply_adds=0.01)
 
 
