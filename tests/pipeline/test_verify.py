@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from torch import nn
 
 import memfit
 from examples import digits_resnet
@@ -207,3 +208,17 @@ def test_a_region_that_is_recomputed_to_other_values_is_named() -> None:
     plan = memfit.plan(workload, budget="1GiB", numerics="exact", points=1)
     verification = verify(replace(plan, levers=replace(plan.levers, regions=regions)), workload, steps=0)
     assert "a region of the plan can't be recomputed: the second run of 2" in "".join(verification.failures)
+
+
+def test_a_training_that_diverges_in_the_steps_in_turn_is_noted() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(4)), nn.Linear(16, 1))
+    diverging = Workload(
+        model=model,
+        batch={"x": torch.randn(64, 16)},
+        loss_fn=lambda model, batch: (model(batch["x"]) * 1e4).square().mean(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e3),
+    )
+    plan = memfit.plan(diverging, budget="1GiB", numerics="exact", points=1)
+    found = memfit.verify(plan, diverging)
+    assert found.comparison is None and any("steps in turn diverged" in note for note in found.notes)

@@ -220,7 +220,7 @@ def test_they_combine() -> None:
         both.peak_bytes < memfit.estimate(given, parallel=one, microbatch_size=2).peak_bytes
         for one in ("tp=2", "cp=2", "pp=2")
     )
-    assert sum("parallelism of 2 ranks" in n or n.startswith("pipeline of 2") for n in both.notes) == 3
+    assert sum(" of 2 ranks" in note or " of 2 stages" in note for note in both.notes) >= 3
 
 
 # What can't be

@@ -13,7 +13,7 @@ from memfit._torch.modules import NormBase
 from memfit.capture.external_state import differences
 from memfit.capture.fake_workload import nothing_changes, real_copy
 from memfit.capture.measured_peak import measure_peak_bytes, measure_peaks
-from memfit.errors import UsageError
+from memfit.errors import NonFiniteError, UsageError
 from memfit.held_state import generators_of
 from memfit.ir.plan import Levers, Plan
 from memfit.ir.verification import Verification
@@ -84,6 +84,9 @@ def verify(plan: Plan, workload: Workload, *, steps: int = 5, progress: Progress
             comparison = compare(plan, workload, steps=steps, progress=functools.partial(progress, "plain and planned"))
         except PlainStepTooLargeError as e:
             return msgspec.structs.replace(found, notes=[*found.notes, str(e)])
+        except NonFiniteError as e:  # the first steps agree; training on the same batches may still diverge
+            why = f"times were not measured, as the {steps} steps in turn diverged: {e}. Give fewer steps="
+            return msgspec.structs.replace(found, notes=[*found.notes, why])
         return msgspec.structs.replace(found, comparison=comparison)
 
 
