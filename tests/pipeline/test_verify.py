@@ -212,12 +212,12 @@ def test_a_region_that_is_recomputed_to_other_values_is_named() -> None:
 
 def test_a_training_that_diverges_in_the_steps_in_turn_is_noted() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(4)), nn.Linear(16, 1))
+    model = nn.Linear(16, 1, bias=False)
     diverging = Workload(
         model=model,
         batch={"x": torch.randn(64, 16)},
-        loss_fn=lambda model, batch: (model(batch["x"]) * 1e4).square().mean(),
-        optimizer=torch.optim.SGD(model.parameters(), lr=1e3),
+        loss_fn=lambda model, batch: model(batch["x"]).square().mean(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=5e5),  # the loss grows by 1e12 a step
     )
     plan = memfit.plan(diverging, budget="1GiB", numerics="exact", points=1)
     found = memfit.verify(plan, diverging)
