@@ -119,7 +119,7 @@ def brought_by(extra: str, what: str) -> Iterator[None]:
 
 
 class UntestedTorchWarning(UserWarning):
-    """A PyTorch that is newer, or older, than those that memfit was tested with."""
+    """A PyTorch newer or older than the tested versions."""
 
 
 class InfeasibleError(MemfitError):

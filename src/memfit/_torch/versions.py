@@ -1,4 +1,4 @@
-"""The versions of PyTorch that memfit was tested with, and what differs between them.
+"""The tested versions of PyTorch, and the differences between them.
 
 docs/internals/torch-versions.md lists all of it.
 """

@@ -32,7 +32,7 @@ _FILLING = {
     _aten.masked_scatter.default: (_aten.masked_scatter_.default, ("MaskedSelect",)),
     _aten.masked_fill.Scalar: (_aten.masked_fill_.Scalar, ("Atan2", "Clamp", "Fmax", "Fmin", "Maximum", "Minimum")),
 }
-"""Operators that fill what a formula made: their in-place forms, and prefixes of the autograd nodes' names."""
+"""Operators that fill a formula's tensors: their in-place forms, and prefixes of the autograd nodes' names."""
 _CLAMPING = {
     _aten.logical_and.default: (_aten.logical_and_.default, ("Clamp",)),
     _aten.logical_or.default: (_aten.logical_or_.default, ("Clamp",)),

@@ -128,7 +128,7 @@ def _slots_of(kind: type) -> list[str]:
 
 
 def _slot_contents(held: Any) -> dict[str, Any]:
-    """Return what an object's slots hold, without running a `__getattr__`, which makes what is missing."""
+    """Return the values in an object's slots, without running a `__getattr__`, which may make missing ones."""
     contents = {}
     for name in _slots_of(type(held)):
         with contextlib.suppress(AttributeError):

@@ -168,7 +168,7 @@ def check_inputs(workload: str | None = None, *, device: str | None = None) -> N
 
 
 def given_budget(budget: str | None, device: str | None = None) -> str:
-    """Return a budget that can be parsed; where it is missing, say what to type."""
+    """Return a budget that can be parsed; where it is missing, raise an error with the line to type."""
     if budget is not None:
         read_budget(budget)
         return budget

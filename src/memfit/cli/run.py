@@ -146,7 +146,7 @@ def _is_in_script(option: str, call: Call) -> bool:
 
 
 def _what_is_left(call: Call, written: list[Path]) -> str:
-    """Return what an interrupted script leaves, and how to go on."""
+    """Return the plan file that an interrupted script leaves, and the command that continues."""
     script = f"-m {call.name}" if call.is_module else shlex.quote(call.name)
     if written:
         line = f"memfit run --plan {shlex.quote(str(written[0]))} {script}"
