@@ -50,7 +50,7 @@ OPAQUE = (
 )
 """Classes of objects that are not looked into."""
 _MACHINERY = (
-    *("memfit.capture.", "memfit.training.guards.", "memfit.levers.optimizer_in_backward"),
+    *("memfit.capture.", "memfit.training.guards.", "memfit.levers.optimizer_in_backward", "memfit.pipeline."),
     *("_pytest.", "pluggy.", "xdist.", "execnet.", "IPython.", "ipykernel.", "traitlets."),
     *("asyncio.", "_asyncio", "mlflow.", "sqlalchemy.", "tensorboard.", "torch.utils.tensorboard."),
     *("trackio.", "wandb."),
@@ -96,7 +96,7 @@ class Graph:
                 value = waiting.popleft()
                 if type(value) in _ATOMIC or id(value) in self.nodes or isinstance(value, OPAQUE):
                     continue
-                if type(value).__module__.startswith(_MACHINERY):
+                if type(value).__module__.startswith(_MACHINERY) and not isinstance(value, nn.Module):
                     continue
                 self.nodes[id(value)] = value
                 self.children[id(value)] = found = [] if self._ends(value) else list(self._within(value))

@@ -34,14 +34,17 @@ from memfit.extent import Extent, covers, difference_text, extent_of, looked_ahe
 from memfit.frames import on_unused
 from memfit.hardware.host import find_device
 from memfit.interrupts import undone
-from memfit.ir.plan import Numerics, Plan, Prediction
+from memfit.ir.plan import Levers, Numerics, Plan, Prediction
+from memfit.ir.simulate import simulate
 from memfit.levers.stack import check_plan
 from memfit.levers.switch import switched
 from memfit.pipeline._estimate import estimate
-from memfit.pipeline._plan import plan as make_plan
+from memfit.pipeline._plan import PlanOptions
+from memfit.pipeline._plan import planned as make_plan
 from memfit.pipeline.first_arguments import checked
 from memfit.pipeline.kept_plans import Kept
 from memfit.pipeline.verbs import uninterrupted
+from memfit.planner.captured_steps import Findings
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import Progress, costs_of, predict, silent
 from memfit.planner.trials import first_line
@@ -80,7 +83,7 @@ _MOST_AWAITED = 1024  # steps that are recorded until one comes again that was n
 _MOST_CHECKED = 16  # steps, where not all kinds come again
 _POINTS = 4
 _AND = " and "
-_FIRST_SECONDS = 2.0  # for solving for the first step
+_FIRST_SECONDS = 0.5  # for solving for the first step
 _NOTED_SHARE = 0.01  # of the budget: what the loop holds beside the step
 
 
@@ -131,6 +134,7 @@ class Fitted:
         self._reason = ""  # why nothing can be planned
         self._larger = LargerBatches()
         self._kept = Kept()
+        self._findings: tuple[nn.Module | None, Findings] = None, Findings()
         self._growth: Growth | None = None
         self._counted: Callable[[], torch.optim.Optimizer | None] = lambda: None  # whose updates are steps
 
@@ -470,9 +474,17 @@ class Fitted:
             first = self._under[0][1]
             if first.levers == plan.levers:
                 return
-            took = self._kept.of(
-                Prediction, "first", workload, first.levers, lambda: predicted_under(first, workload)
-            ).peak_bytes
+            plain = self._findings_of(workload.model).plain
+
+            def make() -> int:
+                regions = first.levers.regions
+                if plain is None or first.levers != Levers(microbatch_size=1, regions=regions):
+                    return predicted_under(first, workload).peak_bytes
+                costs = costs_of([plain], find_device(plan.device))
+                return simulate(plain, costs, regions).peak_bytes
+
+            with hurried():
+                took = self._kept.of(int, "first", workload, first.levers, make)
             if took > plan.budget_bytes:
                 self._tell(
                     f"memfit: the first step needed about {format_bytes(took)}, over the budget of"
@@ -619,20 +631,25 @@ class Fitted:
             options["time_limit_seconds"] = min(_FIRST_SECONDS, asked)
 
         def make() -> Plan:
+            asked = PlanOptions(
+                **options,
+                precisions=("32-true",),
+                optimizers=(),
+                world_size=1,
+                points=1 if is_first else _POINTS,
+                measure=False,  # the loop's steps are its own
+            )
             with self._stages() as progress:
-                return make_plan(
-                    workload,
-                    **options,
-                    precisions=("32-true",),
-                    optimizers=(),
-                    world_size=1,
-                    points=1 if is_first else _POINTS,
-                    measure=False,  # the loop's steps are its own
-                    progress=progress,
-                )
+                return make_plan(workload, asked, progress=progress, findings=self._findings_of(workload.model))
 
         with outside_autocast(), hurried():  # autocast is where the module is called; the step enters its own
             return self._kept.of(Plan, "plan", workload, options, make)
+
+    def _findings_of(self, model: nn.Module) -> Findings:
+        """Return what the plans so far have found out about a model."""
+        if self._findings[0] is not model:
+            self._findings = model, Findings()
+        return self._findings[1]
 
     def _optimizers_of(self, modules: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:
         return _updating(self._optimizers(), (p for module in modules for p in self._watcher.held_by(module)))
@@ -667,8 +684,8 @@ def fit(
             it holds the loop's steps. Its budget, numerics and host budget are taken.
         numerics: "exact", or "reordered", with which losses of language models are chunked too.
         host_budget: As of `memfit.plan`.
-        time_limit_seconds: As of `memfit.plan`; the plan for the first step takes two seconds of it at most, and the
-            frontier one.
+        time_limit_seconds: As of `memfit.plan`; the plan for the first step takes half a second of it at most, and
+            the frontier too.
         tell: Takes what is to be said; None writes it to standard error.
         progress: Called with (stage, done, total) while memfit plans.
         log: Given a dict for each step: `step`, `seconds`, `peak_bytes` (None where it was not measured, as on the CPU)

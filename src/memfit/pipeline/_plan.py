@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -29,7 +30,7 @@ from memfit.pipeline.placement import device_named
 from memfit.pipeline.verbs import verb
 from memfit.planner import gpu_process
 from memfit.planner.assembly import assemble
-from memfit.planner.captured_steps import Request
+from memfit.planner.captured_steps import Findings, Request
 from memfit.planner.contenders import Measure
 from memfit.planner.prediction import Progress, check_precision, silent
 from memfit.ranks.environment import launched_size
@@ -120,114 +121,140 @@ def plan(
         PlanMismatchError: The ranks of the process group have different workloads.
         UsageError: An argument is out of its range, or `world_size` is not the number of ranks of the process group.
     """
-    measure, ranks = _asked_to_measure(measure), ranks_here()
-    if world_size is None:
-        world_size = ranks.size
-    if ranks.size > 1 and world_size != 1:
-        check_ranks(world_size, sharding, numerics)
+    return planned(
+        workload,
+        PlanOptions(
+            budget=budget,
+            device=device,
+            numerics=numerics,
+            precisions=precisions,
+            optimizers=optimizers,
+            world_size=world_size,
+            sharding=sharding,
+            engine=engine,
+            points=points,
+            host_budget=host_budget,
+            time_limit_seconds=time_limit_seconds,
+            measure=_asked_to_measure(measure),
+            compile=compile,
+        ),
+        progress=progress,
+    )
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The options of `memfit.plan`, as it takes them."""
+
+    budget: int | float | str
+    device: str | torch.device | None = None
+    numerics: Numerics = "reordered"
+    precisions: Sequence[Precision] | None = None
+    optimizers: Sequence[OptimizerLever] | None = None
+    world_size: int | None = None
+    sharding: Mode | Literal["auto"] = "auto"
+    engine: Sharding | None = None
+    points: int = 8
+    host_budget: int | str | None = None
+    time_limit_seconds: float = 10.0
+    measure: Measure = "auto"
+    compile: bool | Literal["auto"] = False
+
+
+def planned(
+    workload: Workload, options: PlanOptions, *, progress: Progress = silent, findings: Findings | None = None
+) -> Plan:
+    """Return the plan that `memfit.plan` makes.
+
+    Args:
+        findings: What plans of the same model have found so far; this one adds its own.
+    """
+    ranks = ranks_here()
+    if options.world_size is None:
+        options = replace(options, world_size=ranks.size)
+    if ranks.size > 1 and options.world_size != 1:
+        check_ranks(options)
         return _plan_on_ranks(
-            ranks,
-            workload,
-            budget,
-            device_named(device, workload),
-            progress,
-            {
-                "numerics": numerics,
-                "precisions": precisions,
-                "optimizers": optimizers,
-                "world_size": world_size,
-                "sharding": sharding,
-                "points": points,
-                "host_budget": host_budget,
-                "time_limit_seconds": time_limit_seconds,
-                "measure": measure,
-                "compile": compile,
-            },
+            ranks, workload, replace(options, device=device_named(options.device, workload)), progress
         )
     check_as_given(workload)
-    device = device_named(device, workload)
-    found = find_device(device)
-    asked = read_budget(budget)
+    options = replace(options, device=device_named(options.device, workload))
+    request = _requested(workload, options, progress, findings or Findings(), max(ranks.size, launched_size()))
+    if gpu_process.is_elsewhere(request.device):
+        sizes = microbatch_sizes(-(-samples_of(workload) // request.world_size))
+        return gpu_process.call(planned, workload, {"options": options}, progress, sizes=sizes)
+    check_workload(workload, request.device)
+    with without_collector():  # which would go through millions of objects, none of which is garbage
+        return assemble(request)
+
+
+def _requested(
+    workload: Workload, options: PlanOptions, progress: Progress, findings: Findings, processes: int
+) -> Request:
+    """Return options made definite, and checked."""
+    found = find_device(str(options.device))
+    asked = read_budget(options.budget)
+    numerics, searched = options.numerics, tuple(options.precisions or precisions_of(found))
     if numerics not in NUMERICS:
         raise UsageError(f"numerics={numerics!r} is unknown: use one of {', '.join(NUMERICS)}")
-    if points < 1:
-        raise UsageError(f"points={points} is not above 0: give the number of budgets on the frontier")
+    if options.points < 1:
+        raise UsageError(f"points={options.points} is not above 0: give the number of budgets on the frontier")
     updates = {lever.value: lever for lever in registry.UPDATES}
-    for value in set(optimizers or ()) - {"as-is", *updates}:
+    for value in set(options.optimizers or ()) - {"as-is", *updates}:
         raise UsageError(f"optimizers={value!r} is unknown: use some of {', '.join(updates)}")
-    check_ranks(world_size, sharding, numerics)
-    if engine is not None and world_size > 1:
+    world_size = check_ranks(options)
+    if options.engine is not None and world_size > 1:
         raise UsageError(
             f"with world_size={world_size} memfit shares the step, and with engine= another library does:"
             " leave out one of them"
         )
-    _check_compilation(compile, workload, found, numerics, world_size)
-    for precision in precisions or ():
+    _check_compilation(workload, options, found)
+    for precision in options.precisions or ():
         check_precision(precision, "precisions", found, workload)
-    host_budget_bytes = 0 if host_budget is None else parse_budget(host_budget, None, "host_budget")
+    host_budget_bytes = 0 if options.host_budget is None else parse_budget(options.host_budget, None, "host_budget")
     if host_budget_bytes:
         used = {ACTIVATION_OFFLOAD} | circumstances(workload, found)
-        registry.check_names(used, where=f"host_budget={host_budget!r} on {found.name}: ")
-    searched = tuple(precisions or precisions_of(found))
+        registry.check_names(used, where=f"host_budget={options.host_budget!r} on {found.name}: ")
     if "32-true" not in searched and not allows(numerics, "reduced"):
         raise UsageError(
             f"precisions={list(searched)} are not allowed by numerics={numerics!r}: allow numerics='reduced'"
         )
-    if gpu_process.is_elsewhere(found):
-        options = {
-            "budget": budget,
-            "device": device,
-            "numerics": numerics,
-            "precisions": precisions,
-            "optimizers": optimizers,
-            "world_size": world_size,
-            "sharding": sharding,
-            "engine": engine,
-            "points": points,
-            "host_budget": host_budget,
-            "time_limit_seconds": time_limit_seconds,
-            "measure": measure,
-            "compile": compile,
-        }
-        sizes = microbatch_sizes(-(-samples_of(workload) // world_size))
-        return gpu_process.call(plan, workload, options, progress, sizes=sizes)
-    check_workload(workload, found)
-    request = Request(
+    return Request(
         workload=workload,
         budget=asked,
         host_budget_bytes=host_budget_bytes,
         device=found,
         numerics=numerics,
         precisions=searched,
-        fallbacks=[lever for value, lever in updates.items() if optimizers is None or value in optimizers],
-        points=points,
-        time_limit_seconds=time_limit_seconds,
+        fallbacks=[
+            lever for value, lever in updates.items() if options.optimizers is None or value in options.optimizers
+        ],
+        points=options.points,
+        time_limit_seconds=options.time_limit_seconds,
         progress=progress,
         world_size=world_size,
-        modes=SEARCHED if sharding == "auto" else (sharding,),
-        engine=engine,
-        measure=measure,
-        compilers=_COMPILERS if compile else (),
-        must_compile=compile is True,
-        processes=max(ranks.size, launched_size()),
+        modes=SEARCHED if options.sharding == "auto" else (options.sharding,),
+        engine=options.engine,
+        measure=options.measure,
+        compilers=_COMPILERS if options.compile else (),
+        must_compile=options.compile is True,
+        processes=processes,
+        findings=findings,
     )
-    with without_collector():  # which would go through millions of objects, none of which is garbage
-        return assemble(request)
 
 
-def _check_compilation(
-    compile: bool | str, workload: Workload, device: Device, numerics: Numerics, world_size: int
-) -> None:
+def _check_compilation(workload: Workload, options: PlanOptions, device: Device) -> None:
+    compile = options.compile
     if compile != "auto" and not isinstance(compile, bool):
         raise UsageError(f"compile={compile!r} is unknown: use 'auto', True or False")
     if not compile:
         return
-    if not allows(numerics, "reordered"):
+    if not allows(options.numerics, "reordered"):
         raise UsageError(
-            f"numerics={numerics!r} does not allow compile={compile!r}: compiled code rounds differently."
+            f"numerics={options.numerics!r} does not allow compile={compile!r}: compiled code rounds differently."
             " Allow numerics='reordered'"
         )
-    shared = {SHARDING} if world_size > 1 else set()
+    shared = {SHARDING} if options.world_size != 1 else set()
     registry.check_names({COMPILATION} | shared | circumstances(workload, device), where=f"compile={compile!r}: ")
 
 
@@ -238,31 +265,22 @@ def _asked_to_measure(measure: Measure) -> Measure:
     return False if measure == "auto" and os.environ.get(MEASURE_VARIABLE) == "no" else measure
 
 
-def _plan_on_ranks(
-    ranks: SingleProcess,
-    workload: Workload,
-    budget: int | float | str,
-    device: str,
-    progress: Progress,
-    options: dict[str, Any],
-) -> Plan:
+def _plan_on_ranks(ranks: SingleProcess, workload: Workload, options: PlanOptions, progress: Progress) -> Plan:
     """Return the plan of the first rank on all; it is made in a process that is in no group."""
-    world_size: int = options["world_size"]
+    world_size, device = options.world_size, str(options.device)
     if world_size != ranks.size:
         raise UsageError(
             f"world_size={world_size}, and this process has joined a process group of {ranks.size} ranks: leave"
             " world_size out, or plan before torch.distributed.init_process_group"
         )
-    budgets = each(ranks, lambda: _own_budget(workload, budget, device))
-    least = _least(budgets, budget)
+    budgets = each(ranks, lambda: _own_budget(workload, options.budget, device))
+    given = replace(options, budget=_least(budgets, options.budget))
 
     def make() -> bytes:
         # A process has only one default process group, in which the step of one of several ranks can't be captured.
-        found = find_device(device)
         sizes = microbatch_sizes(-(-samples_of(workload) // world_size))
-        given = {**options, "budget": least, "device": device}
-        fakes_cuda = gpu_process.is_elsewhere(found)
-        made = gpu_process.call(plan, workload, given, progress, sizes=sizes, fakes_cuda=fakes_cuda)
+        fakes_cuda = gpu_process.is_elsewhere(find_device(device))
+        made = gpu_process.call(planned, workload, {"options": given}, progress, sizes=sizes, fakes_cuda=fakes_cuda)
         return codec.encode(made)
 
     data = once(ranks, make)
@@ -293,18 +311,20 @@ def _least(budgets: list[tuple[bool, float]], own: int | float | str) -> int | f
     return f"{least}x" if is_share else f"{int(least)}B"
 
 
-def check_ranks(world_size: int, sharding: str, numerics: Numerics) -> None:
-    """Check how many ranks are to share a step, and how.
+def check_ranks(options: PlanOptions) -> int:
+    """Return how many ranks are to share a step.
 
     Raises:
-        UsageError: There can't be so many, or they can't share it so.
+        UsageError: There can't be so many, or they can't share it as the options say.
     """
+    world_size, sharding = options.world_size, options.sharding
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise UsageError(f"world_size={world_size!r} is not a whole number above 0: give the number of ranks")
     if sharding not in ("auto", *SEARCHED):
         raise UsageError(f"sharding={sharding!r} is unknown: use one of auto, {', '.join(SEARCHED)}")
-    if world_size > 1 and not allows(numerics, "reordered"):
+    if world_size > 1 and not allows(options.numerics, "reordered"):
         raise UsageError(
-            f"numerics={numerics!r} does not allow world_size={world_size}: ranks add up gradients in another order."
-            " Allow numerics='reordered'"
+            f"numerics={options.numerics!r} does not allow world_size={world_size}: ranks add up gradients in another"
+            " order. Allow numerics='reordered'"
         )
+    return world_size

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from memfit._torch.replacement import replaced
 from memfit.cost.code import code_seconds, kernels_of
-from memfit.errors import PlanError
+from memfit.errors import PlanError, RecomputationError
 from memfit.ir.plan import (
     OTHER_DRAWS,
     Candidate,
@@ -64,7 +64,7 @@ _SLOW = 2.0  # a step with all of its forward pass computed again takes less tha
 _SIZES_BETWEEN = 2  # captured at most: the first one's peak tells whether fewer microbatches fit
 _NEAR = 0.03  # a size between that is expected to be slower by no more may be faster, and is for measuring to tell
 _FIRST_SHARE = 0.9  # of the time for solving: what the plan may take; the frontier has the rest
-_LOOP_FRONTIER_SECONDS = 1.0  # while a loop waits
+_LOOP_FRONTIER_SECONDS = 0.5  # while a loop waits
 
 
 def assemble(request: Request) -> Plan:
@@ -83,8 +83,8 @@ class _Assembly:
         self.confirmation = Confirmation(
             request.workload, self.steps.part, request.device, self.steps.trials, self.steps.plain, request.engine
         )
-        self.notes: list[str] = []
-        self.excluded: frozenset[str] = frozenset()
+        self.notes: list[str] = list(request.findings.notes)
+        self.excluded = request.findings.excluded
         self.solving_seconds = 0.0
         self.wanted: list[Levers] = []
         self.is_renewed = False  # whether the search was begun again, by times that were measured anew
@@ -161,6 +161,7 @@ class _Assembly:
         steps, progress = self.steps, self.request.progress
         progress("capture", 0, 1)
         first = self.confirmation.capture(steps.alone)
+        self.request.findings.plain = first
         steps.traces[steps.alone] = first
         steps.share()
         self._take_budget()
@@ -549,6 +550,9 @@ class _Assembly:
         """Search no longer for plans with levers or regions that turned out not to work."""
         self.notes += found.notes
         self.excluded |= found.modules
+        if isinstance(found.error, RecomputationError):
+            self.request.findings.notes += found.notes
+            self.request.findings.excluded |= found.modules
         self.wanted = self._with_any([levers for levers in self.wanted if not found.are_out(levers)])
         self.postponed.waiting = [levers for levers in self.postponed.waiting if not found.are_out(levers)]
 

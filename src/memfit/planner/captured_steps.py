@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
@@ -43,6 +43,21 @@ from memfit.units import Budget
 from memfit.workload import Workload, samples_of, tokens_per_sample
 
 
+@dataclass
+class Findings:
+    """What a plan finds out about a model, for the next plan of the same model.
+
+    Attributes:
+        plain: The trace of the plain step that was captured last; None before.
+        excluded: Modules that are in no region, since their second run differs from the first.
+        notes: What differs in them.
+    """
+
+    plain: Trace | None = None
+    excluded: frozenset[str] = frozenset()
+    notes: list[str] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class Request:
     """The arguments of `memfit.plan`, made definite."""
@@ -64,6 +79,7 @@ class Request:
     compilers: Sequence[CompilerLever] = ()
     must_compile: bool = False
     processes: int = 1  # that a launcher or a process group has, and each make a plan
+    findings: Findings = field(default_factory=Findings)
 
 
 def _part(request: Request) -> Workload:

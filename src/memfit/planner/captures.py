@@ -20,6 +20,7 @@ from memfit.levers.stack import applied, described
 from memfit.planner import gpu_process
 from memfit.planner.readings import DataRuns
 from memfit.sharding.one_rank import shard
+from memfit.tape import LoopWorkload
 from memfit.workload import Loop, StepProgram, Workload, has_data, samples_of
 
 BENCHMARK_ERROR = 0.15
@@ -66,8 +67,9 @@ def capture_plain(workload: Workload, levers: Levers, device: Device) -> Trace:
 class Captures:
     """Captures a workload's step under many levers, in less time than one by one.
 
-    All are of one copy that has made a step before, but where levers change what the optimizer holds. Of a step that
-    may take several courses, each follows the one that `capture_levers` found with the same data.
+    All are of one copy that has made a step before, but where levers change what the optimizer holds, and but for those
+    of a loop, which also holds gradients and variables of the step before. Of a step that may take several courses,
+    each follows the one that `capture_levers` found with the same data.
 
     Attributes:
         data: Has what the step reads with data.
@@ -76,6 +78,8 @@ class Captures:
     def __init__(self, workload: Workload, device: Device) -> None:
         self.workload, self.device = workload, device
         self.data = DataRuns(workload)
+        if isinstance(workload, LoopWorkload) and workload.tape.entries:
+            self._warm = None
 
     def __call__(self, levers: Levers) -> Trace:
         """Return the trace of the step with levers applied, as `capture_levers` does."""
@@ -90,6 +94,12 @@ class Captures:
             except CaptureError:  # as for a model that holds something of the step before, in another precision
                 pass
         return _captured(self.workload, levers, self.device, self.data, explores=False)
+
+    def of_one_step(self, levers: Levers) -> Trace:
+        """Return the trace of the step as the workload is: of what it computes, which may hold more later."""
+        if gpu_process.is_elsewhere(self.device):
+            return capture_levers(self.workload, levers, self.device, self.data)
+        return _captured(self.workload, levers, self.device, self.data, warm=True, explores=False)
 
     @functools.cached_property
     def _warm(self) -> Workload | None:

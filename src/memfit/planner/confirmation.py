@@ -112,7 +112,7 @@ class Confirmation:
     def _differences(self, levers: Levers) -> Differences:
         """Return the modules that differ when they run again, found without data."""
         with probing() as found, contextlib.suppress(MemfitError):
-            self.capture(levers)
+            self._trials.captures.of_one_step(levers)
         return found
 
     def _without_differing(self, found: Differences, levers: Levers) -> LeftOut:
@@ -155,7 +155,8 @@ class Confirmation:
         if not alike or any(e.how == _GROWS for e in found.values()):
             return {}
         with contextlib.suppress(MemfitError):
-            trace = self.capture(replace(self._plain, regions=tuple(Region((fqn,)) for fqn in alike)))
+            regions = tuple(Region((fqn,)) for fqn in alike)
+            trace = self._trials.captures.of_one_step(replace(self._plain, regions=regions))
             return {of: e for of, e in self._growing(trace).items() if of[0] in alike}
         return {}
 

@@ -27,12 +27,13 @@ class Trials:
     """Captures a step with levers that are optional, and knows which of them failed.
 
     Attributes:
+        captures: Captures it.
         data: Has what the step reads with data.
     """
 
     def __init__(self, workload: Workload, device: Device, plain: Levers) -> None:
-        self._captures, self._plain = Captures(workload, device), plain
-        self.data = self._captures.data
+        self.captures, self._plain = Captures(workload, device), plain
+        self.data = self.captures.data
         self._failed: dict[Levers, str] = {}
 
     def capture(self, levers: Levers) -> Trace | None:
@@ -40,7 +41,7 @@ class Trials:
         if self.has_failed(levers):
             return None
         try:
-            return self._captures(levers)
+            return self.captures(levers)
         except MemfitError as e:
             if levers == self._plain:
                 raise
