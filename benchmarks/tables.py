@@ -26,6 +26,7 @@ from benchmarks.time_tables import (
     overhead_table,
     resident_table,
     roofline_table,
+    start_table,
     step_ratios_table,
     step_times_table,
 )
@@ -268,6 +269,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "roofline": ("roofline", roofline_table),
     "large": ("large", large_table),
     "overhead": ("overhead", overhead_table),
+    "start": ("start", start_table),
     "step_times": ("step_times", step_times_table),
     "step_ratios": ("step_times", step_ratios_table),
     "worked": ("worked_example", worked_example_table),

@@ -56,6 +56,16 @@ def overhead_table(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"{made_by(result)}."])
 
 
+def start_table(result: dict[str, Any]) -> str:
+    """Return what `memfit run` adds to the first two steps of a script, at its first start and at its second."""
+    lines = head(("script", "budget", "plain step", "first start", "in plain steps", "started again"))
+    for case in result["cases"]:
+        step, first = case["plain_step_seconds"], case["first_costs_seconds"]
+        costs = (f"+{first:.1f} s", f"{first / step:.0f}", f"+{case['second_costs_seconds']:.1f} s")
+        lines.append(row((case["script"], case["budget"], f"{step:.2f} s", *costs)))
+    return "\n".join([*lines, "", f"{made_by(result)}."])
+
+
 def step_times_table(result: dict[str, Any]) -> str:
     """Return how right predicted ratios are, and whether the plan chosen by measuring is the fastest, by condition."""
     choice = ("choices", "within 2 % of the fastest", "slower by more than noise")

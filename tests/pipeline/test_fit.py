@@ -7,6 +7,7 @@ import copy
 import gc
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,13 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 import memfit
 from memfit._torch import compilers
 from memfit.errors import BudgetError, InfeasibleError, RecomputationError, UsageError
-from memfit.ir.plan import Plan, Prediction
+from memfit.hardware.host import find_device
+from memfit.ir.plan import Levers, Plan, Prediction
 from memfit.pipeline import _fit
 from memfit.pipeline._fit import Fitted, fit_whatever_trains
+from memfit.pipeline._plan import PlanOptions
+from memfit.planner.captures import Captures, capture_levers
+from memfit.planner.confirmation import Confirmation
 from memfit.tape import LoopWorkload
 from tests.measuring import peak_bytes_of
 from tests.pipeline import loops
@@ -256,8 +261,8 @@ def test_no_handler_of_the_loop_swallows_a_verdict(
 ) -> None:
     planned: list[object] = []
 
-    def refusing(workload: memfit.Workload, *, budget: object, **_: object) -> Plan:
-        planned.append(budget)
+    def refusing(workload: memfit.Workload, options: PlanOptions, **_: object) -> Plan:
+        planned.append(options.budget)
         raise InfeasibleError("no plan fits", budget_bytes=1, lowest_peak_bytes=2, where="backward")
 
     monkeypatch.setattr(_fit, "make_plan", refusing)
@@ -469,3 +474,86 @@ def msgspec_replace(plan: Plan, times: float) -> Plan:
     from msgspec.structs import replace
 
     return replace(plan, predicted=replace(plan.predicted, step_seconds=times * plan.plain.step_seconds))
+
+
+class Cache:
+    """What layers put their inputs into: once more where they run again."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, torch.Tensor] = {}
+
+    def with_one_more(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        self.held[index] = torch.cat([self.held[index], x]) if index in self.held else x
+        return self.held[index]
+
+
+class Caching(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.linear, self.index = nn.Linear(64, 64), index
+
+    def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        return torch.tanh(self.linear(cache.with_one_more(self.index, x)))[-len(x) :]
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Caching(index) for index in range(3))
+        self.wide = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cache = Cache()
+        for layer, wide in zip(self.layers, self.wide, strict=True):
+            x = wide(layer(x, cache))
+        return x
+
+
+def planned_for(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list that gets each workload which a loop plans for."""
+    workloads, make = list[Any](), getattr(_fit, "make_plan")  # noqa: B009
+
+    def noted(workload: Any, *given: Any, **more: Any) -> Plan:
+        workloads.append(workload)
+        made: Plan = make(workload, *given, **more)
+        return made
+
+    monkeypatch.setattr(_fit, "make_plan", noted)
+    return workloads
+
+
+def test_what_the_first_plan_finds_out_of_a_model_is_not_sought_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Layers()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    workloads = planned_for(monkeypatch)
+    sought, alike = list[int](), Confirmation._growing_alike
+
+    def counted(*given: Any) -> Any:
+        sought.append(len(workloads))
+        return alike(*given)
+
+    monkeypatch.setattr(Confirmation, "_growing_alike", counted)
+    with memfit.fit(model, optimizer, budget="0.6x", tell=lambda text: None) as fitted:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4096, 64)).square().mean().backward()
+            optimizer.step()
+    assert fitted.plan is not None
+    assert not {name for region in fitted.plan.levers.regions for name in region.modules if "layers" in name}
+    assert any("is not recomputed" in note for note in fitted.plan.notes)
+    assert set(sought) == {1} and len(workloads) == 2
+
+
+def test_a_loops_step_is_captured_with_the_gradients_that_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    workloads = planned_for(monkeypatch)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)))
+    optimizer = Adam(model.parameters())
+    with memfit.fit(model, optimizer, budget="0.7x", tell=lambda text: None):
+        for _ in range(2):
+            loss = model(torch.randn(2048, 64)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    device = find_device("cpu")
+    for levers in (Levers(microbatch_size=1), Levers(microbatch_size=1, lean=("*",))):
+        assert Captures(workloads[-1], device)(levers) == capture_levers(workloads[-1], levers, device)

@@ -35,9 +35,9 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     make = _fit.make_plan
 
-    def counted(workload: Any, **options: Any) -> Plan:
+    def counted(workload: Any, *options: Any, **others: Any) -> Plan:
         found.append(workload.name)
-        return make(workload, **options)
+        return make(workload, *options, **others)
 
     monkeypatch.setattr(_fit, "make_plan", counted)
     return found
