@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from memfit.ir.plan import Levers
 from memfit.levers.conflicts import JITTOR, NO_LINK, Conflict
-from memfit.levers.lever import Lever, NotOffered, Rung, Setting
+from memfit.levers.lever import Lever, LeversOn, NotOffered, Rung, Setting
 
 ACTIVATION_OFFLOAD = "activation offload"
 
@@ -29,14 +29,14 @@ class ActivationOffload(Lever):
         Conflict(ACTIVATION_OFFLOAD, JITTOR, "Jittor moves memory itself", "leave out offload="),
     )
 
-    def setting(self, levers: Levers, batch_size: int) -> str:
-        return f"{_offloading(levers):,} of them offloaded to host memory"
+    def setting(self, on: LeversOn) -> str:
+        return f"{_offloading(on.levers):,} of them offloaded to host memory"
 
-    def brief(self, levers: Levers, batch_size: int) -> str:
-        return f"{_offloading(levers):,} offloaded"
+    def brief(self, on: LeversOn) -> str:
+        return f"{_offloading(on.levers):,} offloaded"
 
-    def without(self, levers: Levers, batch_size: int) -> Levers:
-        return replace(levers, regions=tuple(replace(region, offload=False) for region in levers.regions))
+    def without(self, on: LeversOn) -> Levers:
+        return replace(on.levers, regions=tuple(replace(region, offload=False) for region in on.levers.regions))
 
     def host_bytes(self, levers: Levers, state_bytes: int, host_budget_bytes: int) -> int:
         return host_budget_bytes

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from memfit.ir.plan import Levers
-from memfit.levers.lever import Lever, NotOffered, Rung, Setting
+from memfit.levers.lever import Lever, LeversOn, NotOffered, Rung, Setting
 from memfit.recomputation.regions import checkpointed, is_checkpointed
 from memfit.workload import Workload
 
@@ -25,11 +25,11 @@ class Checkpointing(Lever):
     switchable = True
     recomputes = True
 
-    def setting(self, levers: Levers, batch_size: int) -> str:
-        return f"{_counted(levers, 'module')} recomputed"
+    def setting(self, on: LeversOn) -> str:
+        return f"{_counted(on.levers, 'module')} recomputed"
 
-    def brief(self, levers: Levers, batch_size: int) -> str:
-        return _counted(levers, "region")
+    def brief(self, on: LeversOn) -> str:
+        return _counted(on.levers, "region")
 
     def switches(self, levers: Levers) -> bool:
         return levers.compiler == "none"  # else they are part of the compiled code

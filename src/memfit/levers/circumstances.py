@@ -12,6 +12,7 @@ from memfit.hardware.accelerators import pins_memory
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Numerics
 from memfit.levers import conflicts, registry
+from memfit.levers.lever import LeversOn
 from memfit.training.optimizers import Optimizers
 from memfit.workload import Workload, samples_of
 
@@ -65,5 +66,5 @@ def check_combination(
     Raises:
         PlanError: They are in the table of conflicts.
     """
-    used = registry.names(levers, samples_of(workload))
+    used = registry.names(LeversOn(levers, samples_of(workload)))
     registry.check_names(used | circumstances(workload, device), allowed)

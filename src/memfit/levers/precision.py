@@ -15,7 +15,7 @@ from memfit.ir.plan import Levers
 from memfit.levers.bf16_weights import bf16_weights
 from memfit.levers.casts import autocast, is_cast, kept_in_fp32, tf32, uncast
 from memfit.levers.conflicts import ADAPTING, Conflict
-from memfit.levers.lever import Lever, Rung, Running, Setting
+from memfit.levers.lever import Lever, LeversOn, Rung, Running, Setting
 from memfit.training.loss_scaling import LossScaler
 from memfit.workload import Workload, samples_of
 
@@ -48,8 +48,8 @@ class Precision(Lever):
         ),
     )
 
-    def setting(self, levers: Levers, batch_size: int) -> str:
-        return levers.precision
+    def setting(self, on: LeversOn) -> str:
+        return on.levers.precision
 
     def names(self, levers: Levers) -> set[str]:
         return {self.name, levers.precision}
@@ -61,9 +61,10 @@ class Precision(Lever):
     def changes_state(self, levers: Levers) -> bool:
         return levers.precision == "bf16-true"
 
-    def may_switch(self, levers: Levers, to: Levers, batch_size: int) -> bool:
+    def may_switch(self, on: LeversOn, to: Levers) -> bool:
+        levers = on.levers
         if levers.precision == "bf16-true":  # where gradients are held depends on whether they are added up
-            accumulates = levers.microbatch_size < batch_size, to.microbatch_size < batch_size
+            accumulates = levers.microbatch_size < on.batch_size, to.microbatch_size < on.batch_size
             return levers.precision == to.precision and accumulates[0] == accumulates[1]
         return levers.precision == to.precision
 

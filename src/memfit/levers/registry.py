@@ -13,7 +13,7 @@ from memfit.levers.compilation import Compilation
 from memfit.levers.conflicts import Conflict, met
 from memfit.levers.fused_optimizer import FusedOptimizer
 from memfit.levers.lean import Lean
-from memfit.levers.lever import Lever, Rung
+from memfit.levers.lever import Lever, LeversOn, Rung
 from memfit.levers.microbatches import Microbatches
 from memfit.levers.offloaded_optimizer import OffloadedOptimizer
 from memfit.levers.optimizer_in_backward import OptimizerInBackward
@@ -46,42 +46,47 @@ CONFLICTS: tuple[Conflict, ...] = tuple(conflict for lever in LEVERS for conflic
 _ADVISED = (Precision, ChunkedLoss, Lean, Checkpointing, Microbatches, UpdateLever, ActivationOffload)
 
 
-def used(levers: Levers, batch_size: int) -> list[Lever]:
+def used(on: LeversOn) -> list[Lever]:
     """Return the levers that are used."""
-    return [lever for lever in LEVERS if lever.is_used(levers, batch_size)]
+    return [lever for lever in LEVERS if lever.is_used(on)]
 
 
-def uses(levers: Levers, batch_size: int, couples_batch: bool) -> tuple[LeverUse, ...]:
+def used_whole(levers: Levers) -> list[Lever]:
+    """Return the levers that are used on a batch that is not cut."""
+    return used(LeversOn(levers, levers.microbatch_size))
+
+
+def uses(on: LeversOn) -> tuple[LeverUse, ...]:
     """Return the levers that are used, in words."""
-    return tuple(lever.use(levers, batch_size, couples_batch) for lever in used(levers, batch_size))
+    return tuple(lever.use(on) for lever in used(on))
 
 
-def names(levers: Levers, batch_size: int) -> set[str]:
+def names(on: LeversOn) -> set[str]:
     """Return the names by which conflicts know the levers that are used and their settings."""
-    return {name for lever in used(levers, batch_size) for name in lever.names(levers)}
+    return {name for lever in used(on) for name in lever.names(on.levers)}
 
 
 def recomputes(levers: Levers) -> bool:
     """Tell whether levers have modules run again in the backward pass, which their code may do otherwise."""
-    return any(lever.recomputes and lever.switches(levers) for lever in used(levers, levers.microbatch_size))
+    return any(lever.recomputes and lever.switches(levers) for lever in used_whole(levers))
 
 
-def compiles(levers: Levers, batch_size: int) -> bool:
+def compiles(levers: Levers) -> bool:
     """Tell whether code is made for a step under some levers."""
-    return any(lever.compiles for lever in used(levers, batch_size))
+    return any(lever.compiles for lever in used_whole(levers))
 
 
 def uncompiled(levers: Levers) -> Levers:
     """Return levers with compilers left out."""
     for lever in LEVERS:
         if lever.compiles:
-            levers = lever.without(levers, levers.microbatch_size)
+            levers = lever.without(LeversOn(levers, levers.microbatch_size))
     return levers
 
 
-def draws_otherwise(levers: Levers, batch_size: int) -> bool:
+def draws_otherwise(levers: Levers) -> bool:
     """Tell whether a step under some levers draws other random numbers than the plain one."""
-    return any(lever.draws_otherwise for lever in used(levers, batch_size))
+    return any(lever.draws_otherwise for lever in used_whole(levers))
 
 
 def check_names(used: Collection[str], allowed: Numerics = "exact", where: str = "") -> None:
@@ -97,10 +102,10 @@ def check_names(used: Collection[str], allowed: Numerics = "exact", where: str =
         )
 
 
-def host_bytes(levers: Levers, batch_size: int, state_bytes: int, host_budget_bytes: int) -> dict[str, int]:
+def host_bytes(levers: Levers, state_bytes: int, host_budget_bytes: int) -> dict[str, int]:
     """Return the host memory that levers take, by name; each leaves less of the budget to the next."""
     taken: dict[str, int] = {}
-    for lever in used(levers, batch_size):
+    for lever in used_whole(levers):
         left = max(0, host_budget_bytes - sum(taken.values()))
         taken[lever.name] = lever.host_bytes(levers, state_bytes, left)
     return {name: nbytes for name, nbytes in taken.items() if nbytes}

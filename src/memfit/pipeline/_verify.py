@@ -97,7 +97,7 @@ def _held(plan: Plan, workload: Workload, progress: Progress) -> Verification:
     place = check_runs_here(plan, workload)
     size = samples_of(workload)
     plain = Levers(microbatch_size=size)
-    quiet = plan.levers.microbatch_size < size or registry.draws_otherwise(plan.levers, size)
+    quiet = plan.levers.microbatch_size < size or registry.draws_otherwise(plan.levers)
     with nothing_changes(workload) as around:
         tell = around.outside(progress)
         unlike = _unlike(workload, place)

@@ -31,7 +31,7 @@ from memfit.ir.remat import Regions
 from memfit.levers import registry
 from memfit.levers.circumstances import circumstances
 from memfit.levers.conflicts import met
-from memfit.levers.lever import Fallback, NotOffered, least_bytes
+from memfit.levers.lever import Fallback, LeversOn, NotOffered, least_bytes
 from memfit.levers.shared_by_ranks import described
 from memfit.planner.batch_coupling import coupling
 from memfit.planner.captured_steps import CapturedSteps, Request
@@ -173,9 +173,7 @@ class _Assembly:
         least = min((seconds[levers] for levers in early if steps.allows(levers)), default=math.inf)
         slow = {levers for levers in early if seconds[levers] > _SLOW * least}
         postponed = {
-            levers: before
-            for levers, before in waiting.items()
-            if before in slow or registry.compiles(levers, steps.batch_size)
+            levers: before for levers, before in waiting.items() if before in slow or registry.compiles(levers)
         }
         self.postponed = Postponed(steps, postponed, early)
         wanted = [levers for levers in wanted if levers in early or levers in waiting and levers not in postponed]
@@ -204,8 +202,8 @@ class _Assembly:
 
     def _waits_for(self, levers: Levers) -> Levers | None:
         """Return the combination that is captured before another; None where it waits for none."""
-        for lever in registry.used(levers, self.steps.global_batch_size):
-            if (before := lever.waits_for(levers, self.steps.batch_size)) is not None:
+        for lever in registry.used(self.steps.on(levers)):
+            if (before := lever.waits_for(LeversOn(levers, self.steps.batch_size))) is not None:
                 return before
         return None
 
@@ -303,10 +301,9 @@ class _Assembly:
 
         Compiled steps have wider error bars: where one does not fit, that says nothing of the others.
         """
-        size = self.steps.global_batch_size
         ways: dict[bool, list[Combination]] = {}
         for combination in self.limits.allow(combinations):
-            ways.setdefault(registry.compiles(combination.levers, size), []).append(combination)
+            ways.setdefault(registry.compiles(combination.levers), []).append(combination)
         for way in sorted(ways):
             share = seconds / len(ways)
             best, spent = fastest_that_fits(ways[way], self.limits, self._confirm, share, best)
@@ -322,7 +319,7 @@ class _Assembly:
         steps = self.steps
         searched = [c.levers for c in self.limits.allow(self.combinations)]
         levers = size_between(
-            [levers for levers in searched if not registry.compiles(levers, steps.batch_size)],
+            [levers for levers in searched if not registry.compiles(levers)],
             steps.predicted,
             batch_size=steps.batch_size,
             budget_bytes=self.limits.budget_bytes,
@@ -351,11 +348,10 @@ class _Assembly:
 
         A step of microbatches between holds at least as much as one of the smallest. It may be faster, as the best is.
         """
-        size = self.steps.global_batch_size
         bases = [
             c
             for c in self.limits.allow(self.combinations)
-            if not any(isinstance(used, Fallback) for used in registry.used(c.levers, size))
+            if not any(isinstance(used, Fallback) for used in registry.used_whole(c.levers))
         ]
         sizes = {self.steps.batch_size, min(c.levers.microbatch_size for c in bases)}
         sizes |= set() if best is None else {best.point.levers.microbatch_size}
@@ -364,7 +360,7 @@ class _Assembly:
     def _can_be_tried(self, levers: Levers) -> bool:
         """Tell whether a combination is allowed, has room in the host, has not failed, and was not searched."""
         steps, request = self.steps, self.request
-        names = registry.names(levers, steps.global_batch_size) | circumstances(request.workload, request.device)
+        names = registry.names(steps.on(levers)) | circumstances(request.workload, request.device)
         return (
             levers not in self.wanted
             and steps.allows(levers)
@@ -460,7 +456,7 @@ class _Assembly:
 
     def _note_code(self, levers: Levers, seconds: float) -> None:
         """Say that code is to be made, how much, and about how long that takes, where it can be said."""
-        if registry.compiles(levers, self.steps.global_batch_size):
+        if registry.compiles(levers):
             kernels = kernels_of(self.steps.trace(replace(levers, regions=())))
             takes = "seconds to minutes"
             if seconds:
@@ -528,7 +524,7 @@ class _Assembly:
             chosen,
             self._confirm_another,
             step_error=self.steps.costs.step_error,
-            way=lambda levers: registry.compiles(levers, self.steps.global_batch_size),
+            way=registry.compiles,
         )
         if self.request.measure is True:
             return found
@@ -542,7 +538,7 @@ class _Assembly:
 
     def _code_seconds(self, levers: Levers) -> float:
         """Return about how long a plan's code takes to make; 0 where none is."""
-        if not registry.compiles(levers, self.steps.global_batch_size):
+        if not registry.compiles(levers):
             return 0.0
         return code_seconds(self.steps.trace(replace(levers, regions=())), os.cpu_count() or 1)
 
@@ -560,7 +556,7 @@ class _Assembly:
         draws = any(op.random for op in self.steps.traces[self.steps.plain].ops)
         if draws and levers.microbatch_size < self.steps.batch_size:
             self.notes.append(f"{OTHER_DRAWS}microbatches differ from the whole batch's; their probability is the same")
-        elif draws and registry.draws_otherwise(levers, self.steps.global_batch_size):
+        elif draws and registry.draws_otherwise(levers):
             self.notes.append(
                 f"{OTHER_DRAWS}compiled code differ from the uncompiled step's; their probability is the same"
             )

@@ -28,7 +28,7 @@ from memfit.ir.trace import Trace
 from memfit.levers import registry
 from memfit.levers.activation_offload import ACTIVATION_OFFLOAD
 from memfit.levers.conflicts import met
-from memfit.levers.lever import Fallback, NotOffered
+from memfit.levers.lever import Fallback, LeversOn, NotOffered
 from memfit.levers.parameter_updates import state_bytes
 from memfit.planner.contenders import Measure
 from memfit.planner.prediction import Progress, costs_of, predict
@@ -117,8 +117,12 @@ class CapturedSteps:
         self._known: dict[tuple[bool, str], float] = {}  # seconds by which steps were predicted, in TF32 or not
         self.are_renewed = False  # whether operators were measured anew since this was set
 
+    def on(self, levers: Levers) -> LeversOn:
+        """Return levers on the global batch."""
+        return LeversOn(levers, self.global_batch_size, self.coupling is not None)
+
     def uses(self, levers: Levers) -> tuple[LeverUse, ...]:
-        return registry.uses(levers, self.global_batch_size, self.coupling is not None)
+        return registry.uses(self.on(levers))
 
     def share(self) -> None:
         """Have ranks share the step, where there are several: the plain step is then that of data parallelism."""
@@ -218,13 +222,13 @@ class CapturedSteps:
         """Return the problem of choosing regions, none of them of excluded modules, under levers without regions."""
         trace = self.traces[levers]
         regions, costs = Regions(trace), self._costs(trace)
-        for lever in registry.used(levers, self.global_batch_size):
+        for lever in registry.used(self.on(levers)):
             excluded |= lever.not_recomputed(levers)
             costs = lever.costs(costs)
         engine = self.request.engine
         excluded |= around(engine.units or ()) if engine is not None else frozenset()
         # Copies whose rate is not known have no price, and are not proposed.
-        used = registry.names(levers, self.global_batch_size) | {ACTIVATION_OFFLOAD}
+        used = registry.names(self.on(levers)) | {ACTIVATION_OFFLOAD}
         offload = (
             self.host_budget_bytes > 0
             and costs.link_bytes_per_second > 0
@@ -237,5 +241,5 @@ class CapturedSteps:
     def host_bytes_left(self, levers: Levers) -> int:
         """Return the host memory that levers leave for regions; below 0 where it is not enough."""
         state = state_bytes(self.traces[self.plain])
-        taken = registry.host_bytes(levers, self.global_batch_size, state, self.host_budget_bytes)
+        taken = registry.host_bytes(levers, state, self.host_budget_bytes)
         return self.host_budget_bytes - sum(taken.values())

@@ -39,6 +39,7 @@ from memfit.ir.plan import Levers, Numerics, Precision, allows, freest
 from memfit.ir.sharding import Mode
 from memfit.ir.trace import Trace
 from memfit.levers import registry
+from memfit.levers.lever import LeversOn
 from memfit.planner.batch_coupling import coupling
 from memfit.planner.prediction import Progress, check_precision, costs_of
 from memfit.planner.rank_steps import RankModel, RegionSet, ScaledTrace, checkpoint_menu, menu_of
@@ -334,7 +335,7 @@ class _OneCard:
 
     def _row(self, best: _Point) -> FleetRow:
         search, options, name = self.group.search, self.group.options, self.device.name
-        uses = registry.uses(best.levers, search.samples, self.group.couples)
+        uses = registry.uses(LeversOn(best.levers, search.samples, self.group.couples))
         hours, price = best.step_seconds * options.steps / 3600, options.prices.get(name)
         return FleetRow(
             device=name,

@@ -104,7 +104,7 @@ def _held_bytes(plans: Sequence[Confirmed]) -> int:
     kept = (
         plan.prediction.by_category.get(category, 0)
         for plan in plans
-        if registry.compiles(plan.point.levers, plan.point.levers.microbatch_size)
+        if registry.compiles(plan.point.levers)
         for category in BETWEEN_STEPS
     )
     return max(plan.prediction.peak_upper_bytes for plan in plans) + sum(kept)

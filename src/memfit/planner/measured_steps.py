@@ -213,7 +213,7 @@ def limit_of(plans: Sequence[Levers], *, is_asked: bool = False) -> float:
     """Return for how many seconds the steps of plans may run to choose among them; more where one asks to measure."""
     if is_asked:
         return ASKED_SECONDS
-    return LONGEST_SECONDS if any(map(_compiles, plans)) else LIMIT_SECONDS
+    return LONGEST_SECONDS if any(map(registry.compiles, plans)) else LIMIT_SECONDS
 
 
 def affordable(predicted_seconds: Sequence[float], limit_seconds: float = LIMIT_SECONDS) -> int:
@@ -358,7 +358,7 @@ class _Turns:
             step = self._compiled.get(index)
             if step is None:
                 step = ends.enter_context(applied_to_copy(levers, self._workload, self._place))
-                if _compiles(levers):
+                if registry.compiles(levers):
                     self._tell_of_code()
                     step(step.workload.batch)
                     self._compiled[index] = step
@@ -379,7 +379,7 @@ class _Turns:
         return makes_until - began
 
     def _tell_of_code(self) -> None:
-        self._on_code(len(self._compiled), sum(_compiles(levers) for levers, _ in self._plans))
+        self._on_code(len(self._compiled), sum(registry.compiles(levers) for levers, _ in self._plans))
 
     def _step(self, step: Step) -> float:
         """Run a step, and return its seconds."""
@@ -390,10 +390,6 @@ class _Turns:
         self.found.wall_seconds += seconds
         self.found.own_seconds += self._clocks.own() - own
         return seconds
-
-
-def _compiles(levers: Levers) -> bool:
-    return registry.compiles(levers, levers.microbatch_size)
 
 
 def notes_of(found: Timed, device: Device) -> list[str]:

@@ -48,14 +48,14 @@ class Postponed:
     def __init__(self, steps: Steps, waiting: Mapping[Levers, Levers], captured: Sequence[Levers]) -> None:
         self._steps, self._wholes = steps, waiting
         self.waiting = list(waiting)
-        self._compiled = [levers for levers in captured if _compiles(levers)]
+        self._compiled = [levers for levers in captured if registry.compiles(levers)]
 
     @property
     def compiled_sizes(self) -> list[int]:
         """The sizes of compiled microbatches that compiled steps told not to capture, the largest first."""
         if not self._compiled:
             return []
-        return sorted({levers.microbatch_size for levers in self.waiting if _compiles(levers)}, reverse=True)
+        return sorted({levers.microbatch_size for levers in self.waiting if registry.compiles(levers)}, reverse=True)
 
     def next(self, best_seconds: float, peak_bytes: int) -> list[Levers]:
         """Capture those that need not wait, and return the ones that work; none where the others can wait.
@@ -67,7 +67,7 @@ class Postponed:
         while chosen := self._chosen(best_seconds, peak_bytes):
             self.waiting = [levers for levers in self.waiting if levers not in chosen]
             if found := self._steps.captured(chosen):
-                self._compiled += filter(_compiles, found)
+                self._compiled += filter(registry.compiles, found)
                 return found
         return []
 
@@ -75,7 +75,7 @@ class Postponed:
         """Return what may be enough faster; of compiled steps the largest, which tells of smaller ones."""
         if math.isinf(best_seconds):
             return self.waiting
-        compiled = [levers for levers in self.waiting if _compiles(levers)]
+        compiled = [levers for levers in self.waiting if registry.compiles(levers)]
         for levers in sorted(compiled, key=lambda levers: -levers.microbatch_size):
             if self._expected_seconds(levers, peak_bytes) < best_seconds:
                 return [levers]
@@ -109,7 +109,3 @@ class Postponed:
 
     def _seconds(self, levers: Levers) -> float:
         return self._steps.predicted(levers).step_seconds
-
-
-def _compiles(levers: Levers) -> bool:
-    return registry.compiles(levers, levers.microbatch_size)

@@ -13,6 +13,7 @@ from memfit.ir.plan import Levers
 from memfit.ir.remat import Region
 from memfit.ir.trace import Trace
 from memfit.levers import registry
+from memfit.levers.lever import LeversOn
 from memfit.planner.captures import Captures
 from memfit.workload import Workload
 
@@ -65,8 +66,8 @@ class Trials:
         return [f"{names}: left out, since the step fails with it ({why})" for why, names in listed.items()]
 
     def _names(self, levers: Levers) -> frozenset[str]:
-        batch_size = self._plain.microbatch_size
-        return frozenset(lever.brief(levers, batch_size) for lever in registry.used(levers, batch_size))
+        on = LeversOn(levers, self._plain.microbatch_size)
+        return frozenset(lever.brief(on) for lever in registry.used(on))
 
 
 def fails(attempt: Attempt, levers: Levers) -> bool:
