@@ -270,7 +270,7 @@ def test_a_time_that_is_over_ends_a_turn_between_two_steps() -> None:
 
 def code_is_made_for(monkeypatch: pytest.MonkeyPatch, *sizes: int) -> None:
     """Have microbatches of some sizes count as compiled."""
-    monkeypatch.setattr(measured_steps.registry, "compiles", lambda levers, size: size in sizes)
+    monkeypatch.setattr(measured_steps.registry, "compiles", lambda levers: levers.microbatch_size in sizes)
 
 
 def test_making_code_is_timed_apart_and_costs_the_others_none_of_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
