@@ -14,10 +14,10 @@ from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers, Proof
 from memfit.planner import measured_choice as module
 from memfit.planner import measured_steps
-from memfit.planner.confirmation import LeftOut
-from memfit.planner.contenders import Measure
+from memfit.planner.confirmation import Excluded
 from memfit.planner.measured_choice import Choice, measured_choice
 from memfit.planner.measured_steps import LONGEST_SECONDS, Timed, Turn
+from memfit.planner.near_ties import Measure
 from memfit.planner.search import Confirmed
 from memfit.workload import Workload
 from tests.planner.test_search import Applied, combinations
@@ -109,7 +109,7 @@ def test_a_plan_whose_recomputation_differs_is_not_taken(monkeypatch: pytest.Mon
 
     def prove(plan: Confirmed, differing: tuple[int, ...]) -> Proof:
         if found.index(plan) in differing:
-            raise LeftOut(ValueError("differs"), [], set())
+            raise Excluded(ValueError("differs"), [], set())
         return Proof(levers="proven")
 
     assert choice(found, prove=functools.partial(prove, differing=(1,))).confirmed.point.levers == found[2].point.levers

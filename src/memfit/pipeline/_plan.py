@@ -31,7 +31,7 @@ from memfit.pipeline.verbs import verb
 from memfit.planner import gpu_process
 from memfit.planner.assembly import assemble
 from memfit.planner.captured_steps import Findings, Request
-from memfit.planner.contenders import Measure
+from memfit.planner.near_ties import Measure
 from memfit.planner.prediction import Progress, check_precision, silent
 from memfit.ranks.environment import launched_size
 from memfit.ranks.one_process import SingleProcess

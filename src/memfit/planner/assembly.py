@@ -34,12 +34,13 @@ from memfit.levers.conflicts import met
 from memfit.levers.lever import Fallback, LeversOn, NotOffered, least_bytes
 from memfit.levers.shared_by_ranks import described
 from memfit.planner.batch_coupling import coupling
+from memfit.planner.capture_failures import refusal_notes
 from memfit.planner.captured_steps import CapturedSteps, Request
-from memfit.planner.confirmation import Confirmation, LeftOut
-from memfit.planner.contenders import contenders
+from memfit.planner.confirmation import Confirmation, Excluded
+from memfit.planner.deferred import DeferredCandidates, size_between
 from memfit.planner.measured_choice import Choice, measured_choice, unmeasured
 from memfit.planner.measured_steps import CODE_SECONDS, why_not_here
-from memfit.planner.postponed import Postponed
+from memfit.planner.near_ties import near_ties
 from memfit.planner.search import (
     ADVICE_SECONDS,
     Confirmed,
@@ -50,8 +51,6 @@ from memfit.planner.search import (
     leanest_that_fits,
     with_plan,
 )
-from memfit.planner.sizes_between import size_between
-from memfit.planner.trials import refusal_notes
 from memfit.solver.candidates import refusals
 from memfit.solver.frontier import SIMPLER_WITHIN, Combination, frontier
 from memfit.tape import LoopWorkload
@@ -80,9 +79,7 @@ def assemble(request: Request) -> Plan:
 class _Assembly:
     def __init__(self, request: Request) -> None:
         self.request, self.steps = request, CapturedSteps(request)
-        self.confirmation = Confirmation(
-            request.workload, self.steps.part, request.device, self.steps.trials, self.steps.plain, request.engine
-        )
+        self.confirmation = Confirmation(request.workload, self.steps.failures, request.engine)
         self.notes: list[str] = list(request.findings.notes)
         self.excluded = request.findings.excluded
         self.solving_seconds = 0.0
@@ -101,7 +98,7 @@ class _Assembly:
                     continue
                 proof = self._proof(chosen)
                 break
-            except LeftOut as e:
+            except Excluded as e:
                 self._leave_out(e)
                 if self._searched() == searched:  # it would be chosen again
                     raise e.error from None
@@ -115,10 +112,10 @@ class _Assembly:
         is_here = request.device.kind == "cpu" and request.device.is_here
         code_seconds = self._code_seconds(point.levers) if is_here else 0.0
         self._note_code(point.levers, code_seconds)
-        self._note_postponed()
+        self._note_deferred()
         bound = min(point.bound_seconds, prediction.step_seconds)
         gap = 1 - bound / prediction.step_seconds
-        notes = [*steps.traces[steps.plain].notes, *self.notes, *steps.trials.notes()]
+        notes = [*steps.traces[steps.plain].notes, *self.notes, *steps.failures.notes()]
         if request.engine is not None:
             notes.append(
                 f"another library's engine shares the step: {described(request.engine)}. memfit counted it on"
@@ -172,11 +169,9 @@ class _Assembly:
         seconds = {levers: steps.predicted(levers).step_seconds for levers in early}
         least = min((seconds[levers] for levers in early if steps.allows(levers)), default=math.inf)
         slow = {levers for levers in early if seconds[levers] > _SLOW * least}
-        postponed = {
-            levers: before for levers, before in waiting.items() if before in slow or registry.compiles(levers)
-        }
-        self.postponed = Postponed(steps, postponed, early)
-        wanted = [levers for levers in wanted if levers in early or levers in waiting and levers not in postponed]
+        deferred = {levers: before for levers, before in waiting.items() if before in slow or registry.compiles(levers)}
+        self.deferred = DeferredCandidates(steps, deferred, early)
+        wanted = [levers for levers in wanted if levers in early or levers in waiting and levers not in deferred]
         self.wanted = self._with_any(steps.captured(wanted))
 
     def _waits(self) -> bool:
@@ -233,7 +228,7 @@ class _Assembly:
         if any(self.steps.allows(levers) for levers in wanted):
             return wanted
         if self.request.must_compile:
-            notes = self.steps.trials.notes()
+            notes = self.steps.failures.notes()
             raise PlanError(
                 "compile=True, and the step can't be compiled: "
                 + ("; ".join(notes) if notes else f"numerics={self.request.numerics!r} does not allow it")
@@ -244,7 +239,7 @@ class _Assembly:
 
     def _searched(self) -> object:
         """Return the extent of the search, to tell whether as much is searched as before."""
-        return len(self.excluded), list(self.wanted), list(self.postponed.waiting)
+        return len(self.excluded), list(self.wanted), list(self.deferred.waiting)
 
     def _search(self) -> tuple[Confirmed, list[Candidate]]:
         """Return the fastest plan that fits, confirmed, and the frontier."""
@@ -266,7 +261,7 @@ class _Assembly:
         """Return the fastest plan that fits. Fallbacks are tried only where no other is cheap."""
         seconds = self.request.time_limit_seconds
         best = self._fastest(self.combinations, seconds)
-        while added := self._postponed_no_longer(best):
+        while added := self._deferred_no_longer(best):
             best = self._fastest(added, seconds, best)
         for _ in range(_SIZES_BETWEEN):
             if best is None or not (added := self._with_size_between(best)):
@@ -310,9 +305,9 @@ class _Assembly:
             self.solving_seconds += spent
         return best
 
-    def _postponed_no_longer(self, best: Confirmed | None) -> list[Combination]:
+    def _deferred_no_longer(self, best: Confirmed | None) -> list[Combination]:
         best_seconds = math.inf if best is None else best.prediction.step_seconds
-        return self._search_too(self.postponed.next(best_seconds, self.limits.peak_bytes))
+        return self._search_too(self.deferred.next(best_seconds, self.limits.peak_bytes))
 
     def _with_size_between(self, best: Confirmed) -> list[Combination]:
         """Capture the step as it is with a size of microbatches between others, where that may be about as fast."""
@@ -325,7 +320,7 @@ class _Assembly:
             budget_bytes=self.limits.budget_bytes,
             below_seconds=(1 + _NEAR) * best.prediction.step_seconds,
         )
-        return [] if levers is None or steps.trials.has_failed(levers) else self._search_too(steps.captured([levers]))
+        return [] if levers is None or steps.failures.has_failed(levers) else self._search_too(steps.captured([levers]))
 
     def _search_too(self, captured: Sequence[Levers]) -> list[Combination]:
         self.wanted += captured
@@ -365,7 +360,7 @@ class _Assembly:
             levers not in self.wanted
             and steps.allows(levers)
             and steps.host_bytes_left(levers) >= 0
-            and not steps.trials.has_failed(levers)
+            and not steps.failures.has_failed(levers)
             and not met(registry.CONFLICTS, names, request.numerics)
         )
 
@@ -465,9 +460,9 @@ class _Assembly:
                 f"the first step compiles about {kernels} kernels: {takes}. Step times do not include this"
             )
 
-    def _note_postponed(self) -> None:
+    def _note_deferred(self) -> None:
         """Say which compiled steps were not searched."""
-        if sizes := self.postponed.compiled_sizes:
+        if sizes := self.deferred.compiled_sizes:
             self.notes.append(
                 f"compiled microbatches of {', '.join(map(str, sizes))} were not searched: the searched"
                 " compiled steps predict no faster plan there"
@@ -485,11 +480,11 @@ class _Assembly:
             return self.steps.predicted(candidate.levers)
         try:
             return self._confirm(candidate)
-        except LeftOut:
+        except Excluded:
             return None
 
     def _proof(self, plan: Confirmed) -> Proof:
-        """Hold a plan's recomputation against the user's step; raise `LeftOut` where it differs."""
+        """Hold a plan's recomputation against the user's step; raise `Excluded` where it differs."""
         seconds = plan.prediction.step_seconds
         return self.confirmation.proof(plan.point.levers, self._as_is, seconds, self.request.progress)
 
@@ -508,7 +503,7 @@ class _Assembly:
             return unmeasured(predicted, why)
         return measured_choice(
             predicted,
-            lambda: self._contenders(predicted.confirmed),
+            lambda: self._near_ties(predicted.confirmed),
             self._proof,
             workload=request.workload,
             device=request.device,
@@ -516,9 +511,9 @@ class _Assembly:
             progress=request.progress,
         )
 
-    def _contenders(self, chosen: Confirmed) -> list[Confirmed]:
+    def _near_ties(self, chosen: Confirmed) -> list[Confirmed]:
         """Return the plans to run; with measure="auto" those only whose code is made in time."""
-        found = contenders(
+        found = near_ties(
             self.combinations,
             self.limits,
             chosen,
@@ -542,7 +537,7 @@ class _Assembly:
             return 0.0
         return code_seconds(self.steps.trace(replace(levers, regions=())), os.cpu_count() or 1)
 
-    def _leave_out(self, found: LeftOut) -> None:
+    def _leave_out(self, found: Excluded) -> None:
         """Search no longer for plans with levers or regions that turned out not to work."""
         self.notes += found.notes
         self.excluded |= found.modules
@@ -550,7 +545,7 @@ class _Assembly:
             self.request.findings.notes += found.notes
             self.request.findings.excluded |= found.modules
         self.wanted = self._with_any([levers for levers in self.wanted if not found.are_out(levers)])
-        self.postponed.waiting = [levers for levers in self.postponed.waiting if not found.are_out(levers)]
+        self.deferred.waiting = [levers for levers in self.deferred.waiting if not found.are_out(levers)]
 
     def _note_draws(self, levers: Levers) -> None:
         draws = any(op.random for op in self.steps.traces[self.steps.plain].ops)

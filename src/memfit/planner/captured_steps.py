@@ -30,9 +30,9 @@ from memfit.levers.activation_offload import ACTIVATION_OFFLOAD
 from memfit.levers.conflicts import met
 from memfit.levers.lever import Fallback, LeversOn, NotOffered
 from memfit.levers.parameter_updates import state_bytes
-from memfit.planner.contenders import Measure
+from memfit.planner.capture_failures import CaptureFailures
+from memfit.planner.near_ties import Measure
 from memfit.planner.prediction import Progress, costs_of, predict
-from memfit.planner.trials import Trials
 from memfit.sharding.groups import around, repeated_blocks
 from memfit.sharding.one_rank import of_engine
 from memfit.sharding.proposals import proposals
@@ -107,7 +107,7 @@ class CapturedSteps:
         self.part = _part(request)
         self.batch_size = samples_of(self.part)
         self.alone = Levers(microbatch_size=self.batch_size)
-        self.trials = Trials(self.part, request.device, self.alone)
+        self.failures = CaptureFailures(self.part, request.device, self.alone)
         self.plain = self.alone
         self.shardings: list[Sharding] = []
         self.traces: dict[Levers, Trace] = {}
@@ -147,10 +147,10 @@ class CapturedSteps:
     def _traced(self, levers: Levers) -> Trace | None:
         """Return the trace of the step with some levers, of shared ones on paper; None where it can't be captured."""
         if levers.sharding is None:
-            trace = self.trials.capture(levers)
+            trace = self.failures.capture(levers)
             return None if trace is None else of_engine(trace, self.request.engine)
         alone = replace(levers, sharding=None)
-        if alone not in self.traces and (trace := self.trials.capture(alone)) is not None:
+        if alone not in self.traces and (trace := self.failures.capture(alone)) is not None:
             self.traces[alone] = trace
         if alone not in self.traces:
             return None
@@ -212,7 +212,7 @@ class CapturedSteps:
         why = next((why for text in unmeasured if (why := missing_kernel(text))), None)
         if why is not None:
             del self.traces[levers]
-            self.trials.leave_out(levers, why)
+            self.failures.leave_out(levers, why)
         return why is None
 
     def _costs(self, trace: Trace) -> CostTable:

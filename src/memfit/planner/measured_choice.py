@@ -12,8 +12,8 @@ from memfit.ir.device import Device
 from memfit.ir.plan import MeasuredStep, Proof, uses_text
 from memfit.ir.trace import BETWEEN_STEPS
 from memfit.levers import registry
-from memfit.planner.confirmation import LeftOut
-from memfit.planner.contenders import Measure, Measured, fastest_measured, weighed
+from memfit.planner.capture_failures import first_line
+from memfit.planner.confirmation import Excluded
 from memfit.planner.measured_steps import (
     ASKED_ROUNDS,
     LONGEST_SECONDS,
@@ -25,9 +25,9 @@ from memfit.planner.measured_steps import (
     timed_in_turns,
     why_no_room,
 )
+from memfit.planner.near_ties import Measure, Measured, fastest_measured, weighed
 from memfit.planner.prediction import Progress
 from memfit.planner.search import Confirmed
-from memfit.planner.trials import first_line
 from memfit.units import format_seconds
 from memfit.workload import Workload
 
@@ -135,7 +135,7 @@ def _taken(
         try:
             proof = prove(plans[index])
             break
-        except LeftOut:
+        except Excluded:
             del left[index]
     note = (
         f"chosen by measured and predicted times together: {format_seconds(left[index])} a step. The fastest"
