@@ -38,7 +38,6 @@ from memfit.ir.remat import Regions
 from memfit.ir.sharding import Sharding
 from memfit.ir.trace import Trace
 from memfit.levers import registry
-from memfit.levers.circumstances import check_combination
 from memfit.levers.lever import LeversOn, NotOffered
 from memfit.levers.lever import Rung as Offer
 from memfit.levers.stack import applied, check_workload
@@ -161,7 +160,7 @@ class _Climb:
         try:
             levers, what = propose(self, before.levers)
             numerics = self.numerics_of(levers)
-            check_combination(levers, self.workload, self.device, allowed=self.numerics)
+            registry.check_combination(levers, self.workload, self.device, allowed=self.numerics)
             if not self.allows(levers):
                 raise NotOffered(f"of class {numerics}: numerics={numerics!r} allows it")
             return self._measured(name, levers, what, before)

@@ -1,19 +1,39 @@
-"""The registry: every lever, in the order in which they are applied and searched."""
+"""The registry: every lever, in the order in which they are applied and searched, and what each does not go with."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+import torch
+
+from memfit._torch.autograd import tensor_hooks
+from memfit._torch.modules import BatchNormBase
+from memfit._torch.optim import step_hooks
+from memfit.capture.step_capture import is_compiled
 from memfit.errors import PlanError
+from memfit.hardware.accelerators import pins_memory
+from memfit.ir.device import Device
 from memfit.ir.plan import Levers, LeverUse, Numerics
-from memfit.levers.activation_offload import ActivationOffload
-from memfit.levers.checkpointing import Checkpointing
+from memfit.levers.checkpointing import ActivationOffload, Checkpointing
 from memfit.levers.chunked_loss import ChunkedLoss
 from memfit.levers.compilation import Compilation
-from memfit.levers.conflicts import Conflict, met
 from memfit.levers.fused_optimizer import FusedOptimizer
 from memfit.levers.lean import Lean
-from memfit.levers.lever import Lever, LeversOn, Rung
+from memfit.levers.lever import (
+    BATCH_NORM,
+    CLIPPING,
+    COMPILED,
+    FOREIGN_OPTIMIZER,
+    GRADIENT_HOOKS,
+    NO_LINK,
+    OPTIMIZER_HOOKS,
+    SEVERAL_OPTIMIZERS,
+    Conflict,
+    Lever,
+    LeversOn,
+    Rung,
+    met,
+)
 from memfit.levers.microbatches import Microbatches
 from memfit.levers.offloaded_optimizer import OffloadedOptimizer
 from memfit.levers.optimizer_in_backward import OptimizerInBackward
@@ -21,6 +41,8 @@ from memfit.levers.parameter_updates import UpdateLever
 from memfit.levers.precision import Precision
 from memfit.levers.replaced_optimizer import Adafactor, AdamW8bit
 from memfit.levers.shared_by_ranks import SharedByRanks
+from memfit.training.optimizers import Optimizers
+from memfit.workload import Workload, samples_of
 
 UPDATES: tuple[UpdateLever, ...] = (
     OptimizerInBackward(),
@@ -123,3 +145,55 @@ def table() -> str:
     """Return the table of conflicts, in Markdown."""
     heading = "| this | with that | why not | what to do |\n| --- | --- | --- | --- |"
     return "\n".join([heading, *(conflict.row() for conflict in CONFLICTS)])
+
+
+def circumstances(workload: Workload, device: Device | None = None) -> set[str]:
+    """Return the names by which conflicts know the circumstances of a step, on a device if there is one."""
+    optimizer = workload.optimizer
+    is_several = isinstance(optimizer, Optimizers)
+    holds = {
+        BATCH_NORM: any(isinstance(m, BatchNormBase) and m.training for m in workload.model.modules()),
+        CLIPPING: workload.max_grad_norm is not None,
+        COMPILED: is_compiled(workload),
+        SEVERAL_OPTIMIZERS: is_several,
+        FOREIGN_OPTIMIZER: not is_several and not type(optimizer).__module__.startswith("torch.optim"),
+        OPTIMIZER_HOOKS: any(map(_has_hooks, [optimizer, *getattr(optimizer, "optimizers", [])])),
+        GRADIENT_HOOKS: any(map(has_gradient_hooks, workload.model.parameters())),
+        NO_LINK: device is not None and not _has_link(device),
+    }
+    common = {name for name, does in holds.items() if does}
+    return common.union(*(lever.circumstances(workload, device) for lever in LEVERS))
+
+
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether a user's code runs with an optimizer's steps."""
+    return any(map(_is_users, step_hooks(optimizer)))
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Tell whether a user's code runs with a parameter's gradient; a model may list others than tensors as its own."""
+    return isinstance(parameter, torch.Tensor) and any(
+        _is_users(hook) for hooks in tensor_hooks(parameter) for hook in hooks
+    )
+
+
+def _is_users(hook: object) -> bool:
+    return not str(getattr(hook, "__module__", "")).startswith("memfit.")
+
+
+def _has_link(device: Device) -> bool:
+    """Tell whether copies between a device and the host run beside its work, at a rate that is known or measured."""
+    if device.is_here:
+        return pins_memory(device.kind)
+    return device.kind != "cpu" and device.link_bytes_per_second > 0
+
+
+def check_combination(
+    levers: Levers, workload: Workload, device: Device | None = None, *, allowed: Numerics = "changed"
+) -> None:
+    """Refuse levers that don't go together, or not with a workload or a device.
+
+    Raises:
+        PlanError: They are in the table of conflicts.
+    """
+    check_names(names(LeversOn(levers, samples_of(workload))) | circumstances(workload, device), allowed)

@@ -14,7 +14,6 @@ from memfit.held_state import generators_of
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Plan
 from memfit.levers import registry
-from memfit.levers.circumstances import check_combination
 from memfit.levers.lever import LeversOn, Running
 from memfit.levers.microbatches import microbatch_size_of
 from memfit.recomputation.generators import foreign_generators, preserved
@@ -40,7 +39,7 @@ def applied(
         is_part: Whether the workload's batch is one rank's part.
         options: More `StepOptions`.
     """
-    check_combination(levers, workload)
+    registry.check_combination(levers, workload)
     running = Running(
         workload, StepOptions(microbatch_size=microbatch_size_of(levers, workload), **options), mesh, is_part
     )
@@ -98,7 +97,7 @@ def check_plan(plan: Plan, workload: Workload) -> None:
             f"the plan's levers.microbatch_size is {plan.levers.microbatch_size}: it must be from 1 to the batch's"
             f" {size} samples"
         )
-    check_combination(plan.levers, workload, allowed=plan.allowed)
+    registry.check_combination(plan.levers, workload, allowed=plan.allowed)
 
 
 def check_workload(workload: Workload, device: Device) -> None:

@@ -29,9 +29,7 @@ from memfit.ir.plan import (
 )
 from memfit.ir.remat import Regions
 from memfit.levers import registry
-from memfit.levers.circumstances import circumstances
-from memfit.levers.conflicts import met
-from memfit.levers.lever import Fallback, LeversOn, NotOffered, least_bytes
+from memfit.levers.lever import Fallback, LeversOn, NotOffered, least_bytes, met
 from memfit.levers.shared_by_ranks import described
 from memfit.planner.batch_coupling import coupling
 from memfit.planner.capture_failures import refusal_notes
@@ -355,7 +353,7 @@ class _Assembly:
     def _can_be_tried(self, levers: Levers) -> bool:
         """Tell whether a combination is allowed, has room in the host, has not failed, and was not searched."""
         steps, request = self.steps, self.request
-        names = registry.names(steps.on(levers)) | circumstances(request.workload, request.device)
+        names = registry.names(steps.on(levers)) | registry.circumstances(request.workload, request.device)
         return (
             levers not in self.wanted
             and steps.allows(levers)
