@@ -41,6 +41,7 @@ from memfit.planner.measured_steps import CODE_SECONDS, why_not_here
 from memfit.planner.near_ties import near_ties
 from memfit.planner.search import (
     ADVICE_SECONDS,
+    Advice,
     Confirmed,
     Limits,
     Saving,
@@ -71,7 +72,15 @@ def assemble(request: Request) -> Plan:
         InfeasibleError: No plan that the numerics class allows fits.
         CaptureError: The step can't be captured.
     """
-    return _Assembly(request).plan()
+    assembly = _Assembly(request)
+    assembly.capture()
+    started = time.monotonic()
+    chosen, points, proof = assembly.proven()
+    solve_seconds = time.monotonic() - started
+    choice = assembly.measured(Choice(chosen, proof))
+    if choice.confirmed.point.levers != chosen.point.levers:
+        points = with_plan(points, choice.confirmed, assembly.limits)
+    return assembly.plan(choice, points, solve_seconds)
 
 
 class _Assembly:
@@ -84,83 +93,17 @@ class _Assembly:
         self.wanted: list[Levers] = []
         self.is_renewed = False  # whether the search was begun again, by times that were measured anew
 
-    def plan(self) -> Plan:
-        self._capture_all()
-        request, steps, started = self.request, self.steps, time.monotonic()
-        while True:
-            searched, steps.are_renewed = self._searched(), False
-            try:
-                chosen, points = self._search()
-                if steps.are_renewed and not self.is_renewed:
-                    self.is_renewed, self.wanted = True, steps.captured(self.wanted)
-                    continue
-                proof = self._proof(chosen)
-                break
-            except Excluded as e:
-                self._leave_out(e)
-                if self._searched() == searched:  # it would be chosen again
-                    raise e.error from None
-        solve_seconds = time.monotonic() - started
-        choice = self._measured(Choice(chosen, proof))
-        self.notes += choice.notes
-        point, prediction = choice.confirmed
-        if point.levers != chosen.point.levers:
-            points = with_plan(points, choice.confirmed, self.limits)
-        self._note_draws(point.levers)
-        is_here = request.device.kind == "cpu" and request.device.is_here
-        code_seconds = self._code_seconds(point.levers) if is_here else 0.0
-        self._note_code(point.levers, code_seconds)
-        self._note_deferred()
-        bound = min(point.bound_seconds, prediction.step_seconds)
-        gap = 1 - bound / prediction.step_seconds
-        notes = [*steps.traces[steps.plain].notes, *self.notes, *steps.failures.notes()]
-        if request.engine is not None:
-            notes.append(
-                f"another library's engine shares the step: {described(request.engine)}. memfit counted it on"
-                " paper and did not capture it; the batch and the prediction are one rank's"
-            )
-        return Plan(
-            memfit_version=__version__,
-            torch_version=str(torch.__version__),
-            workload=request.workload.name,
-            fingerprint=fingerprint(request.workload),
-            device=request.device.name,
-            batch_size=steps.global_batch_size,
-            budget_bytes=self.limits.budget_bytes,
-            budget_share=self.budget_share,
-            host_budget_bytes=request.host_budget_bytes,
-            levers=point.levers,
-            uses=point.uses,
-            numerics=point.numerics,
-            allowed=request.numerics,
-            plain=self._as_is,
-            predicted=prediction,
-            solution=Solution(
-                status="optimal" if point.status == "optimal" and gap <= SIMPLER_WITHIN else "feasible",
-                bound_seconds=bound,
-                gap=gap,
-                solve_seconds=solve_seconds,
-            ),
-            frontier=points,
-            notes=list(dict.fromkeys(notes)),
-            proof=choice.proof,
-            engine=request.engine,
-            measured=choice.measured,
-            code_seconds=code_seconds,
-        )
-
     # Capture
 
-    def _capture_all(self) -> None:
+    def capture(self) -> None:
         """Capture the step with every combination of levers but regions that is searched."""
-        steps, progress = self.steps, self.request.progress
-        progress("capture", 0, 1)
+        steps, request = self.steps, self.request
+        request.progress("capture", 0, 1)
         first = self.confirmation.capture(steps.alone)
-        self.request.findings.plain = first
-        steps.traces[steps.alone] = first
+        request.findings.plain = steps.traces[steps.alone] = first
         steps.share()
         self._take_budget()
-        steps.coupling = coupling(first, self.request.workload)
+        steps.coupling = coupling(first, request.workload)
         wanted = [steps.plain] if self._waits() else self._proposed()
         waiting = {levers: before for levers in wanted if (before := self._waits_for(levers)) is not None}
         early = steps.captured([levers for levers in wanted if levers not in waiting])
@@ -235,7 +178,29 @@ class _Assembly:
 
     # Search
 
-    def _searched(self) -> object:
+    def proven(self) -> tuple[Confirmed, list[Candidate], Proof]:
+        """Return the fastest plan that fits and works, the frontier, and what the plan was held against."""
+        steps, findings = self.steps, self.request.findings
+        while True:
+            extent, steps.are_renewed = self._extent(), False
+            try:
+                chosen, points = self._search()
+                if steps.are_renewed and not self.is_renewed:
+                    self.is_renewed, self.wanted = True, steps.captured(self.wanted)
+                    continue
+                return chosen, points, self._proof(chosen)
+            except Excluded as e:
+                self.notes += e.notes
+                self.excluded |= e.modules
+                if isinstance(e.error, RecomputationError):
+                    findings.notes += e.notes
+                    findings.excluded |= e.modules
+                self.wanted = self._with_any([levers for levers in self.wanted if not e.are_out(levers)])
+                self.deferred.waiting = [levers for levers in self.deferred.waiting if not e.are_out(levers)]
+                if self._extent() == extent:  # it would be chosen again
+                    raise e.error from None
+
+    def _extent(self) -> object:
         """Return the extent of the search, to tell whether as much is searched as before."""
         return len(self.excluded), list(self.wanted), list(self.deferred.waiting)
 
@@ -281,10 +246,8 @@ class _Assembly:
             self.limits,
             self._confirm,
             seconds,
-            self._savings,
             self._beside,
-            batch=batch,
-            plain_bytes=self._as_is.peak_upper_bytes,
+            advice=Advice(batch, self._savings, self._as_is.peak_upper_bytes),
         )
 
     def _fastest(
@@ -447,25 +410,6 @@ class _Assembly:
         """Return the upper end of a point's step without regions, as a multiple of its peak."""
         return Confirmed(point, self.steps.predicted(replace(point.levers, regions=()))).excess
 
-    def _note_code(self, levers: Levers, seconds: float) -> None:
-        """Say that code is to be made, how much, and about how long that takes, where it can be said."""
-        if registry.compiles(levers):
-            kernels = kernels_of(self.steps.trace(replace(levers, regions=())))
-            takes = "seconds to minutes"
-            if seconds:
-                takes = f"about {format_seconds(seconds)}, unless an earlier run kept it"
-            self.notes.append(
-                f"the first step compiles about {kernels} kernels: {takes}. Step times do not include this"
-            )
-
-    def _note_deferred(self) -> None:
-        """Say which compiled steps were not searched."""
-        if sizes := self.deferred.compiled_sizes:
-            self.notes.append(
-                f"compiled microbatches of {', '.join(map(str, sizes))} were not searched: the searched"
-                " compiled steps predict no faster plan there"
-            )
-
     # Confirm
 
     def _confirm(self, candidate: Candidate) -> Prediction:
@@ -486,7 +430,7 @@ class _Assembly:
         seconds = plan.prediction.step_seconds
         return self.confirmation.proof(plan.point.levers, self._as_is, seconds, self.request.progress)
 
-    def _measured(self, predicted: Choice) -> Choice:
+    def measured(self, predicted: Choice) -> Choice:
         """Return the plan that is fastest as it runs here, of those that the prediction can't tell apart."""
         request = self.request
         if request.measure is False:
@@ -535,24 +479,74 @@ class _Assembly:
             return 0.0
         return code_seconds(self.steps.trace(replace(levers, regions=())), os.cpu_count() or 1)
 
-    def _leave_out(self, found: Excluded) -> None:
-        """Search no longer for plans with levers or regions that turned out not to work."""
-        self.notes += found.notes
-        self.excluded |= found.modules
-        if isinstance(found.error, RecomputationError):
-            self.request.findings.notes += found.notes
-            self.request.findings.excluded |= found.modules
-        self.wanted = self._with_any([levers for levers in self.wanted if not found.are_out(levers)])
-        self.deferred.waiting = [levers for levers in self.deferred.waiting if not found.are_out(levers)]
+    # Tell
 
-    def _note_draws(self, levers: Levers) -> None:
-        draws = any(op.random for op in self.steps.traces[self.steps.plain].ops)
-        if draws and levers.microbatch_size < self.steps.batch_size:
-            self.notes.append(f"{OTHER_DRAWS}microbatches differ from the whole batch's; their probability is the same")
+    def plan(self, choice: Choice, points: list[Candidate], solve_seconds: float) -> Plan:
+        """Return the plan that was chosen, with its frontier."""
+        request, steps = self.request, self.steps
+        point, prediction = choice.confirmed
+        is_here = request.device.kind == "cpu" and request.device.is_here
+        code_seconds = self._code_seconds(point.levers) if is_here else 0.0
+        bound = min(point.bound_seconds, prediction.step_seconds)
+        gap = 1 - bound / prediction.step_seconds
+        return Plan(
+            memfit_version=__version__,
+            torch_version=str(torch.__version__),
+            workload=request.workload.name,
+            fingerprint=fingerprint(request.workload),
+            device=request.device.name,
+            batch_size=steps.global_batch_size,
+            budget_bytes=self.limits.budget_bytes,
+            budget_share=self.budget_share,
+            host_budget_bytes=request.host_budget_bytes,
+            levers=point.levers,
+            uses=point.uses,
+            numerics=point.numerics,
+            allowed=request.numerics,
+            plain=self._as_is,
+            predicted=prediction,
+            solution=Solution(
+                status="optimal" if point.status == "optimal" and gap <= SIMPLER_WITHIN else "feasible",
+                bound_seconds=bound,
+                gap=gap,
+                solve_seconds=solve_seconds,
+            ),
+            frontier=points,
+            notes=self._notes(choice, code_seconds),
+            proof=choice.proof,
+            engine=request.engine,
+            measured=choice.measured,
+            code_seconds=code_seconds,
+        )
+
+    def _notes(self, choice: Choice, code_seconds: float) -> list[str]:
+        """Return the notes of a plan: on the plain step, on the search, on what was chosen, and on what failed."""
+        steps, levers, engine = self.steps, choice.confirmed.point.levers, self.request.engine
+        plain = steps.traces[steps.plain]
+        notes = [*plain.notes, *self.notes, *choice.notes]
+        draws = any(op.random for op in plain.ops)
+        if draws and levers.microbatch_size < steps.batch_size:
+            notes.append(f"{OTHER_DRAWS}microbatches differ from the whole batch's; their probability is the same")
         elif draws and registry.draws_otherwise(levers):
-            self.notes.append(
-                f"{OTHER_DRAWS}compiled code differ from the uncompiled step's; their probability is the same"
+            notes.append(f"{OTHER_DRAWS}compiled code differ from the uncompiled step's; their probability is the same")
+        if registry.compiles(levers):
+            kernels = kernels_of(steps.trace(replace(levers, regions=())))
+            takes = "seconds to minutes"
+            if code_seconds:
+                takes = f"about {format_seconds(code_seconds)}, unless an earlier run kept it"
+            notes.append(f"the first step compiles about {kernels} kernels: {takes}. Step times do not include this")
+        if sizes := self.deferred.compiled_sizes:
+            notes.append(
+                f"compiled microbatches of {', '.join(map(str, sizes))} were not searched: the searched"
+                " compiled steps predict no faster plan there"
             )
+        notes += steps.failures.notes()
+        if engine is not None:
+            notes.append(
+                f"another library's engine shares the step: {described(engine)}. memfit counted it on"
+                " paper and did not capture it; the batch and the prediction are one rank's"
+            )
+        return list(dict.fromkeys(notes))
 
 
 def _kept(levers: Levers) -> tuple[object, ...]:

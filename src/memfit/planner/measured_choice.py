@@ -18,6 +18,7 @@ from memfit.planner.measured_steps import (
     ASKED_ROUNDS,
     LONGEST_SECONDS,
     ROUNDS,
+    STAGE,
     Timed,
     affordable,
     limit_of,
@@ -30,8 +31,6 @@ from memfit.planner.prediction import Progress
 from memfit.planner.search import Confirmed
 from memfit.units import format_seconds
 from memfit.workload import Workload
-
-STAGE, CODE_STAGE = "measure plans", "make code"
 
 
 class Choice(NamedTuple):
@@ -88,8 +87,7 @@ def measured_choice(
             device,
             limit_seconds=limit_seconds,
             rounds=ASKED_ROUNDS if measure is True else ROUNDS,
-            progress=lambda done, total: progress(STAGE, done, total),
-            on_code=lambda done, total: progress(CODE_STAGE, done, total),
+            progress=progress,
         )
     except MemfitError as e:
         return unmeasured(predicted, first_line(e))

@@ -31,6 +31,7 @@ from memfit.ir.plan import Levers
 from memfit.levers import registry
 from memfit.levers.stack import applied_to_copy
 from memfit.planner.capture_failures import first_line
+from memfit.planner.prediction import Progress, silent
 from memfit.rng import rng_preserved
 from memfit.tape import LoopWorkload
 from memfit.training.step import Step
@@ -62,6 +63,7 @@ class Clocks(NamedTuple):
     own: Callable[[], float]
 
 
+STAGE, CODE_STAGE = "measure plans", "make code"
 CLOCKS = Clocks(time.perf_counter, time.thread_time)
 
 
@@ -272,8 +274,7 @@ def timed_in_turns(
     limit_seconds: float,
     rounds: int = ROUNDS,
     clocks: Clocks | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-    on_code: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = silent,
 ) -> Timed:
     """Run steps under several plans on copies of a workload, in turns, and return what they took.
 
@@ -285,15 +286,16 @@ def timed_in_turns(
         limit_seconds: Steps run no longer (`limit_of`), but for making code.
         rounds: How many, at most.
         clocks: What is read before and after each step; None for this machine's clocks.
-        progress: Told how many turns are done, of how many at most.
-        on_code: Told before and after code is made for how many plans it is, of how many.
+        progress: Told how many turns are done, of how many at most, and before and after code is made for how many
+            plans it is, of how many.
 
     Raises:
         WorkloadError: The loss function uses the original model.
     """
     clocks = clocks or CLOCKS
     with nothing_changes(workload) as around, contextlib.ExitStack() as kept:
-        turns = _Turns(workload, plans, torch.device(device.name), clocks, kept, around.outside(on_code))
+        on_code = around.outside(lambda done, total: progress(CODE_STAGE, done, total))
+        turns = _Turns(workload, plans, torch.device(device.name), clocks, kept, on_code)
         in_turns(
             turns,
             len(plans),
@@ -301,7 +303,7 @@ def timed_in_turns(
             limit_seconds=limit_seconds,
             rounds=rounds,
             enough=lambda: turns.found.ratio_error <= _SURE,
-            progress=around.outside(progress),
+            progress=around.outside(lambda done, total: progress(STAGE, done, total)),
         )
     return turns.found
 
@@ -311,7 +313,7 @@ class _Turns:
 
     Args:
         kept: Ends the copies that have code of their own.
-        on_code: See `timed_in_turns`.
+        on_code: Told before and after code is made, as `timed_in_turns` says it.
     """
 
     def __init__(
