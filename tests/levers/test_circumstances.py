@@ -20,8 +20,8 @@ from memfit.ir.plan import ChunkedLoss, Levers, Plan
 from memfit.ir.remat import Region
 from memfit.ir.sharding import Sharding
 from memfit.levers import (
+    conflicts,
     fused_optimizer,
-    lever,
     offloaded_optimizer,
     optimizer_in_backward,
     precision,
@@ -108,18 +108,18 @@ DATA_PARALLEL = Levers(microbatch_size=2, sharding=Sharding(world_size=2, mode="
 COMPILED = Levers(microbatch_size=4, compiler="inductor")
 FULLY_SHARDED = Levers(microbatch_size=2, sharding=Sharding(world_size=2, mode="zero3"))
 CASES: dict[tuple[str, str], tuple[Callable[[], Workload], Levers]] = {
-    (MICROBATCHES, lever.BATCH_NORM): (with_batch_norm, Levers(microbatch_size=2)),
-    (MICROBATCHES, lever.GRADIENT_HOOKS): (with_hooks_of_gradients, Levers(microbatch_size=2)),
-    (optimizer_in_backward.IN_BACKWARD, lever.GRADIENT_HOOKS): (with_hooks_of_gradients, IN_BACKWARD),
-    (optimizer_in_backward.IN_BACKWARD, lever.OPTIMIZER_HOOKS): (hooked, IN_BACKWARD),
-    (offloaded_optimizer.OFFLOADED, lever.OPTIMIZER_HOOKS): (hooked, OFFLOADED),
+    (MICROBATCHES, conflicts.BATCH_NORM): (with_batch_norm, Levers(microbatch_size=2)),
+    (MICROBATCHES, conflicts.GRADIENT_HOOKS): (with_hooks_of_gradients, Levers(microbatch_size=2)),
+    (optimizer_in_backward.IN_BACKWARD, conflicts.GRADIENT_HOOKS): (with_hooks_of_gradients, IN_BACKWARD),
+    (optimizer_in_backward.IN_BACKWARD, conflicts.OPTIMIZER_HOOKS): (hooked, IN_BACKWARD),
+    (offloaded_optimizer.OFFLOADED, conflicts.OPTIMIZER_HOOKS): (hooked, OFFLOADED),
     **{
-        (name, lever.OPTIMIZER_HOOKS): (hooked, Levers(microbatch_size=4, optimizer=value))
+        (name, conflicts.OPTIMIZER_HOOKS): (hooked, Levers(microbatch_size=4, optimizer=value))
         for name, value in ((ADAMW_8BIT, "adamw-8bit"), (ADAFACTOR, "adafactor"))
     },
     ("bf16-true", precision.NO_UPDATES): (lean, Levers(precision="bf16-true", microbatch_size=4)),
     ("tf32", precision.NO_TF32): (lean, Levers(precision="tf32", microbatch_size=4)),
-    (ACTIVATION_OFFLOAD, lever.NO_LINK): (
+    (ACTIVATION_OFFLOAD, conflicts.NO_LINK): (
         lean,
         Levers(microbatch_size=4, regions=(Region(("blocks.0",), offload=True),)),
     ),
@@ -127,25 +127,25 @@ CASES: dict[tuple[str, str], tuple[Callable[[], Workload], Levers]] = {
         lean,
         Levers(microbatch_size=4, regions=(Region(("",)),), chunked_loss=ChunkedLoss(head="head", rows=1)),
     ),
-    (CHUNKED_LOSS, lever.COMPILED): (
+    (CHUNKED_LOSS, conflicts.COMPILED): (
         compiled,
         Levers(microbatch_size=4, chunked_loss=ChunkedLoss(head="head", rows=1)),
     ),
     (optimizer_in_backward.IN_BACKWARD, MICROBATCHES): (unclipped, replace(IN_BACKWARD, microbatch_size=1)),
-    (optimizer_in_backward.IN_BACKWARD, lever.CLIPPING): (lean, IN_BACKWARD),
+    (optimizer_in_backward.IN_BACKWARD, conflicts.CLIPPING): (lean, IN_BACKWARD),
     (optimizer_in_backward.IN_BACKWARD, "16-mixed"): (unclipped, replace(IN_BACKWARD, precision="16-mixed")),
     (optimizer_in_backward.IN_BACKWARD, "bf16-true"): (
         lambda: dataclasses.replace(unclipped(), bf16_updates="master-weights"),
         replace(IN_BACKWARD, precision="bf16-true"),
     ),
-    (optimizer_in_backward.IN_BACKWARD, lever.SEVERAL_OPTIMIZERS): (with_two_optimizers, IN_BACKWARD),
-    (offloaded_optimizer.OFFLOADED, lever.NO_LINK): (lean, OFFLOADED),
+    (optimizer_in_backward.IN_BACKWARD, conflicts.SEVERAL_OPTIMIZERS): (with_two_optimizers, IN_BACKWARD),
+    (offloaded_optimizer.OFFLOADED, conflicts.NO_LINK): (lean, OFFLOADED),
     (offloaded_optimizer.OFFLOADED, "bf16-true"): (
         lambda: dataclasses.replace(lean(), bf16_updates="master-weights"),
         replace(OFFLOADED, precision="bf16-true"),
     ),
-    (offloaded_optimizer.OFFLOADED, lever.SEVERAL_OPTIMIZERS): (with_two_optimizers, OFFLOADED),
-    (offloaded_optimizer.OFFLOADED, lever.FOREIGN_OPTIMIZER): (foreign, OFFLOADED),
+    (offloaded_optimizer.OFFLOADED, conflicts.SEVERAL_OPTIMIZERS): (with_two_optimizers, OFFLOADED),
+    (offloaded_optimizer.OFFLOADED, conflicts.FOREIGN_OPTIMIZER): (foreign, OFFLOADED),
     (ADAMW_8BIT, replaced_optimizer.NOT_ADAMW): (
         with_batch_norm,
         Levers(microbatch_size=4, optimizer="adamw-8bit"),
@@ -158,13 +158,13 @@ CASES: dict[tuple[str, str], tuple[Callable[[], Workload], Levers]] = {
         lambda: dataclasses.replace(lean(), bf16_updates="master-weights"),
         Levers(microbatch_size=4, precision="bf16-true", optimizer="adafactor"),
     ),
-    (ADAFACTOR, lever.SEVERAL_OPTIMIZERS): (
+    (ADAFACTOR, conflicts.SEVERAL_OPTIMIZERS): (
         with_two_optimizers,
         Levers(microbatch_size=4, optimizer="adafactor"),
     ),
-    (optimizer_in_backward.IN_BACKWARD, lever.FOREIGN_OPTIMIZER): (foreign, IN_BACKWARD),
+    (optimizer_in_backward.IN_BACKWARD, conflicts.FOREIGN_OPTIMIZER): (foreign, IN_BACKWARD),
     (fused_optimizer.FUSED, fused_optimizer.NO_FUSED): (foreign, FUSED),
-    (shared_by_ranks.SHARDING, lever.BATCH_NORM): (with_batch_norm, DATA_PARALLEL),
+    (shared_by_ranks.SHARDING, conflicts.BATCH_NORM): (with_batch_norm, DATA_PARALLEL),
     (shared_by_ranks.SHARDING, optimizer_in_backward.IN_BACKWARD): (
         unclipped,
         replace(DATA_PARALLEL, optimizer="in-backward"),
@@ -181,8 +181,8 @@ CASES: dict[tuple[str, str], tuple[Callable[[], Workload], Levers]] = {
         lambda: dataclasses.replace(lean(), bf16_updates="master-weights"),
         replace(FULLY_SHARDED, precision="bf16-true"),
     ),
-    (shared_by_ranks.OF_WEIGHTS, lever.SEVERAL_OPTIMIZERS): (with_two_optimizers, FULLY_SHARDED),
-    (shared_by_ranks.ON_HOST, lever.NO_LINK): (
+    (shared_by_ranks.OF_WEIGHTS, conflicts.SEVERAL_OPTIMIZERS): (with_two_optimizers, FULLY_SHARDED),
+    (shared_by_ranks.ON_HOST, conflicts.NO_LINK): (
         lean,
         Levers(microbatch_size=2, sharding=Sharding(world_size=2, mode="zero3", offload=True)),
     ),
@@ -198,7 +198,7 @@ CASES: dict[tuple[str, str], tuple[Callable[[], Workload], Levers]] = {
             (ACTIVATION_OFFLOAD, lean, {"regions": (Region(("blocks.0",), offload=True),)}),
             (optimizer_in_backward.IN_BACKWARD, unclipped, {"optimizer": "in-backward"}),
             (shared_by_ranks.SHARDING, unclipped, {"sharding": DATA_PARALLEL.sharding, "microbatch_size": 2}),
-            (lever.COMPILED, compiled, {}),
+            (conflicts.COMPILED, compiled, {}),
             (OWN_LOOP, looped, {}),
         )
     },
@@ -208,7 +208,7 @@ CASES: dict[tuple[str, str], tuple[Callable[[], Workload], Levers]] = {
 @pytest.mark.parametrize("pair", CASES, ids=" x ".join)
 def test_each_row_is_refused(pair: tuple[str, str]) -> None:
     make, levers = CASES[pair]
-    device = find_device("cpu" if lever.NO_LINK in pair or precision.NO_TF32 in pair else "rtx-3090")
+    device = find_device("cpu" if conflicts.NO_LINK in pair or precision.NO_TF32 in pair else "rtx-3090")
     with pytest.raises(PlanError) as error:
         check_combination(levers, make(), device, allowed="reduced")
     assert row_of(pair) in str(error.value)
@@ -218,10 +218,10 @@ def test_every_row_but_those_of_other_frameworks_is_tested() -> None:
     # tested with an environment of its own, in test_batch_coupling.py, below, in test_adapt.py, test_out_of_memory.py,
     # and test_compilation.py
     elsewhere = {
-        lever.JITTOR,
-        lever.COUPLING_LOSS,
+        conflicts.JITTOR,
+        conflicts.COUPLING_LOSS,
         replaced_optimizer.NO_BITSANDBYTES,
-        lever.ADAPTING,
+        conflicts.ADAPTING,
         LIMIT,
     }
     assert set(CASES) == {(r.one, r.other) for r in CONFLICTS if elsewhere.isdisjoint((r.one, r.other))}
@@ -265,7 +265,7 @@ def test_code_that_runs_with_a_step_is_a_circumstance_and_a_schedulers_count_is_
     else:
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
     try:
-        assert (lever.OPTIMIZER_HOOKS in circumstances(workload)) == (kind != "a scheduler")
+        assert (conflicts.OPTIMIZER_HOOKS in circumstances(workload)) == (kind != "a scheduler")
     finally:
         remove()
 
@@ -276,18 +276,18 @@ def test_batch_norm_is_allowed_microbatches_under_changed() -> None:
 
 def test_an_ordinary_step_meets_no_circumstance_but_what_the_cpu_lacks() -> None:
     found = circumstances(dataclasses.replace(unclipped(), bf16_updates="master-weights"), find_device("cpu"))
-    assert found == {precision.NO_TF32, lever.NO_LINK}
-    assert lever.NO_LINK not in circumstances(unclipped(), find_device("rtx-3090"))
+    assert found == {precision.NO_TF32, conflicts.NO_LINK}
+    assert conflicts.NO_LINK not in circumstances(unclipped(), find_device("rtx-3090"))
 
 
 def test_a_link_must_be_known_or_measurable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies whose time nothing tells would look as if they cost nothing."""
     unknown = replace(find_device("rtx-3090"), link_bytes_per_second=0.0)
-    assert lever.NO_LINK in circumstances(unclipped(), unknown)
+    assert conflicts.NO_LINK in circumstances(unclipped(), unknown)
     for pins in (True, False):
         monkeypatch.setattr("memfit.levers.registry.pins_memory", lambda kind, pins=pins: pins)
         here = replace(unknown, name="xpu:0", kind="xpu")
-        assert (lever.NO_LINK in circumstances(unclipped(), here)) != pins
+        assert (conflicts.NO_LINK in circumstances(unclipped(), here)) != pins
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from memfit.errors import PlanError
 from memfit.ir.plan import ChunkedLoss, Levers
 from memfit.ir.remat import Region
 from memfit.levers.chunked_loss import HEAD_INSIDE
-from memfit.levers.lever import LeversOn, met
+from memfit.levers.conflicts import met
+from memfit.levers.lever import LeversOn
 from memfit.levers.registry import CONFLICTS, check_names, names, table
 
 NAMES = sorted({name for row in CONFLICTS for name in (row.one, row.other)})

@@ -22,7 +22,8 @@ from memfit.hardware.host import find_device
 from memfit.ir.plan import ChunkedLoss, Levers, Numerics, OptimizerLever, Plan, Precision, allows, freest
 from memfit.ir.remat import Region
 from memfit.levers import registry
-from memfit.levers.lever import LeversOn, met
+from memfit.levers.conflicts import met
+from memfit.levers.lever import LeversOn
 from memfit.levers.registry import circumstances
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import costs_of, predict

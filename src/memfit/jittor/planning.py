@@ -21,7 +21,8 @@ from memfit.jittor.step import Step
 from memfit.jittor.variables import modules_of
 from memfit.jittor.workload import Workload, batch_size_of, fingerprint, first
 from memfit.levers import registry
-from memfit.levers.lever import JITTOR, LeversOn
+from memfit.levers.conflicts import JITTOR
+from memfit.levers.lever import LeversOn
 from memfit.levers.microbatches import microbatch_sizes
 from memfit.report.verdict import infeasible_verdict
 from memfit.solver.candidates import Option

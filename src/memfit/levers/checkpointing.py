@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from torch import nn
 
 from memfit.ir.plan import Levers
-from memfit.levers.lever import JITTOR, NO_LINK, Conflict, Lever, LeversOn, NotOffered, Rung, Setting
+from memfit.levers.conflicts import JITTOR, NO_LINK, Conflict
+from memfit.levers.lever import Lever, LeversOn, NotOffered, Rung, Setting
 from memfit.recomputation.regions import checkpointed, is_checkpointed
 from memfit.workload import Workload
 

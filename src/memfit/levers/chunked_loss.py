@@ -17,7 +17,8 @@ from memfit.ir.plan import Levers
 from memfit.ir.remat import enclosing
 from memfit.ir.trace import Trace
 from memfit.levers.chunked_cross_entropy import can_defer, chunked, is_chunked
-from memfit.levers.lever import COMPILED, JITTOR, Conflict, Lever, LeversOn, NotOffered, Rung, Setting, least_bytes
+from memfit.levers.conflicts import COMPILED, JITTOR, Conflict
+from memfit.levers.lever import Lever, LeversOn, NotOffered, Rung, Setting, least_bytes
 from memfit.solver.frontier import SIMPLER_WITHIN
 from memfit.units import format_bytes
 from memfit.workload import Workload

@@ -21,8 +21,9 @@ from memfit.ir.operator_costs import CostTable
 from memfit.ir.plan import CompilerLever, Levers
 from memfit.levers.checkpointing import ACTIVATION_OFFLOAD
 from memfit.levers.chunked_loss import CHUNKED_LOSS
+from memfit.levers.conflicts import COMPILED, JITTOR, Conflict
 from memfit.levers.lean import LEAN
-from memfit.levers.lever import COMPILED, JITTOR, Conflict, Lever, LeversOn, NotOffered, Running, Setting
+from memfit.levers.lever import Lever, LeversOn, NotOffered, Running, Setting
 from memfit.levers.optimizer_in_backward import IN_BACKWARD
 from memfit.levers.shared_by_ranks import SHARDING
 from memfit.tape import LoopWorkload

@@ -15,7 +15,8 @@ import torch
 
 from memfit.ir.device import Device
 from memfit.ir.trace import Trace
-from memfit.levers.lever import Conflict, Running
+from memfit.levers.conflicts import Conflict
+from memfit.levers.lever import Running
 from memfit.levers.parameter_updates import UpdateLever, temporary_bytes, update_conflicts
 from memfit.workload import Workload
 

@@ -16,7 +16,8 @@ import torch
 
 from memfit import transfers
 from memfit.ir.plan import Levers
-from memfit.levers.lever import FOREIGN_OPTIMIZER, NO_LINK, OPTIMIZER_HOOKS, SEVERAL_OPTIMIZERS, Running
+from memfit.levers.conflicts import FOREIGN_OPTIMIZER, NO_LINK, OPTIMIZER_HOOKS, SEVERAL_OPTIMIZERS
+from memfit.levers.lever import Running
 from memfit.levers.parameter_updates import UpdateLever, restricted, update_conflicts
 from memfit.recomputation.host_copies import is_worth_moving
 

@@ -21,14 +21,8 @@ import torch
 from memfit._torch.replacement import replaced
 from memfit.errors import PlanError
 from memfit.ir.trace import Trace
-from memfit.levers.lever import (
-    CLIPPING,
-    FOREIGN_OPTIMIZER,
-    GRADIENT_HOOKS,
-    OPTIMIZER_HOOKS,
-    SEVERAL_OPTIMIZERS,
-    Running,
-)
+from memfit.levers.conflicts import CLIPPING, FOREIGN_OPTIMIZER, GRADIENT_HOOKS, OPTIMIZER_HOOKS, SEVERAL_OPTIMIZERS
+from memfit.levers.lever import Running
 from memfit.levers.microbatches import MICROBATCHES
 from memfit.levers.parameter_updates import UpdateLever, restricted, temporary_bytes, update_conflicts
 

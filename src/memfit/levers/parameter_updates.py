@@ -17,7 +17,7 @@ import torch
 from memfit.errors import PlanError
 from memfit.ir.plan import Levers, OptimizerLever
 from memfit.ir.trace import Trace
-from memfit.levers.lever import (
+from memfit.levers.conflicts import (
     CLIPPING,
     FOREIGN_OPTIMIZER,
     GRADIENT_HOOKS,
@@ -26,12 +26,8 @@ from memfit.levers.lever import (
     OPTIMIZER_HOOKS,
     SEVERAL_OPTIMIZERS,
     Conflict,
-    Fallback,
-    LeversOn,
-    Rung,
-    Running,
-    Setting,
 )
+from memfit.levers.lever import Fallback, LeversOn, Rung, Running, Setting
 from memfit.levers.microbatches import MICROBATCHES
 from memfit.workload import Workload
 

@@ -29,7 +29,8 @@ from memfit.hardware.advice import precisions, supports_tf32
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers
 from memfit.levers.casts import autocast, casting, is_cast, kept_in_fp32, modules_within, tf32, uncast
-from memfit.levers.lever import ADAPTING, Conflict, Lever, LeversOn, Rung, Running, Setting
+from memfit.levers.conflicts import ADAPTING, Conflict
+from memfit.levers.lever import Lever, LeversOn, Rung, Running, Setting
 from memfit.levers.parameter_updates import restricted
 from memfit.training.loss_scaling import LossScaler
 from memfit.workload import Workload, samples_of

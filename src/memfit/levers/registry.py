@@ -14,26 +14,14 @@ from memfit.errors import PlanError
 from memfit.hardware.accelerators import pins_memory
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, LeverUse, Numerics
+from memfit.levers import conflicts
 from memfit.levers.checkpointing import ActivationOffload, Checkpointing
 from memfit.levers.chunked_loss import ChunkedLoss
 from memfit.levers.compilation import Compilation
+from memfit.levers.conflicts import Conflict, met
 from memfit.levers.fused_optimizer import FusedOptimizer
 from memfit.levers.lean import Lean
-from memfit.levers.lever import (
-    BATCH_NORM,
-    CLIPPING,
-    COMPILED,
-    FOREIGN_OPTIMIZER,
-    GRADIENT_HOOKS,
-    NO_LINK,
-    OPTIMIZER_HOOKS,
-    SEVERAL_OPTIMIZERS,
-    Conflict,
-    Lever,
-    LeversOn,
-    Rung,
-    met,
-)
+from memfit.levers.lever import Lever, LeversOn, Rung
 from memfit.levers.microbatches import Microbatches
 from memfit.levers.offloaded_optimizer import OffloadedOptimizer
 from memfit.levers.optimizer_in_backward import OptimizerInBackward
@@ -152,14 +140,14 @@ def circumstances(workload: Workload, device: Device | None = None) -> set[str]:
     optimizer = workload.optimizer
     is_several = isinstance(optimizer, Optimizers)
     holds = {
-        BATCH_NORM: any(isinstance(m, BatchNormBase) and m.training for m in workload.model.modules()),
-        CLIPPING: workload.max_grad_norm is not None,
-        COMPILED: is_compiled(workload),
-        SEVERAL_OPTIMIZERS: is_several,
-        FOREIGN_OPTIMIZER: not is_several and not type(optimizer).__module__.startswith("torch.optim"),
-        OPTIMIZER_HOOKS: any(map(_has_hooks, [optimizer, *getattr(optimizer, "optimizers", [])])),
-        GRADIENT_HOOKS: any(map(has_gradient_hooks, workload.model.parameters())),
-        NO_LINK: device is not None and not _has_link(device),
+        conflicts.BATCH_NORM: any(isinstance(m, BatchNormBase) and m.training for m in workload.model.modules()),
+        conflicts.CLIPPING: workload.max_grad_norm is not None,
+        conflicts.COMPILED: is_compiled(workload),
+        conflicts.SEVERAL_OPTIMIZERS: is_several,
+        conflicts.FOREIGN_OPTIMIZER: not is_several and not type(optimizer).__module__.startswith("torch.optim"),
+        conflicts.OPTIMIZER_HOOKS: any(map(_has_hooks, [optimizer, *getattr(optimizer, "optimizers", [])])),
+        conflicts.GRADIENT_HOOKS: any(map(has_gradient_hooks, workload.model.parameters())),
+        conflicts.NO_LINK: device is not None and not _has_link(device),
     }
     common = {name for name, does in holds.items() if does}
     return common.union(*(lever.circumstances(workload, device) for lever in LEVERS))

@@ -23,7 +23,8 @@ from memfit._torch.optim import mark_as_stepped
 from memfit.errors import brought_by
 from memfit.ir.device import Device
 from memfit.ir.plan import OptimizerLever
-from memfit.levers.lever import OPTIMIZER_HOOKS, SEVERAL_OPTIMIZERS, Conflict, Running
+from memfit.levers.conflicts import OPTIMIZER_HOOKS, SEVERAL_OPTIMIZERS, Conflict
+from memfit.levers.lever import Running
 from memfit.levers.parameter_updates import UpdateLever, update_conflicts
 from memfit.workload import Workload
 

@@ -11,18 +11,8 @@ from msgspec.structs import replace
 from memfit.errors import PlanError
 from memfit.ir.plan import Levers, Numerics
 from memfit.ir.sharding import Sharding
-from memfit.levers.lever import (
-    ADAPTING,
-    BATCH_NORM,
-    COUPLING_LOSS,
-    NO_LINK,
-    SEVERAL_OPTIMIZERS,
-    Conflict,
-    Lever,
-    LeversOn,
-    Running,
-    Setting,
-)
+from memfit.levers.conflicts import ADAPTING, BATCH_NORM, COUPLING_LOSS, NO_LINK, SEVERAL_OPTIMIZERS, Conflict
+from memfit.levers.lever import Lever, LeversOn, Running, Setting
 from memfit.levers.offloaded_optimizer import OFFLOADED
 from memfit.levers.optimizer_in_backward import IN_BACKWARD
 from memfit.levers.replaced_optimizer import ADAFACTOR, ADAMW_8BIT

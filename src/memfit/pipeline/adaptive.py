@@ -20,7 +20,8 @@ from memfit.ir.kernels import unfused
 from memfit.ir.plan import Plan
 from memfit.ir.simulate import simulate
 from memfit.levers import registry
-from memfit.levers.lever import ADAPTING, LeversOn
+from memfit.levers.conflicts import ADAPTING
+from memfit.levers.lever import LeversOn
 from memfit.levers.switch import Switch, candidates_of, lowered
 from memfit.planner.captures import Captures
 from memfit.planner.prediction import costs_of

@@ -29,7 +29,8 @@ from memfit.ir.plan import (
 )
 from memfit.ir.remat import Regions
 from memfit.levers import registry
-from memfit.levers.lever import Fallback, LeversOn, NotOffered, least_bytes, met
+from memfit.levers.conflicts import met
+from memfit.levers.lever import Fallback, LeversOn, NotOffered, least_bytes
 from memfit.levers.shared_by_ranks import described
 from memfit.planner.batch_coupling import coupling
 from memfit.planner.capture_failures import refusal_notes

@@ -27,7 +27,8 @@ from memfit.ir.sharding import Mode, Sharding
 from memfit.ir.trace import Trace
 from memfit.levers import registry
 from memfit.levers.checkpointing import ACTIVATION_OFFLOAD
-from memfit.levers.lever import Fallback, LeversOn, NotOffered, met
+from memfit.levers.conflicts import met
+from memfit.levers.lever import Fallback, LeversOn, NotOffered
 from memfit.levers.parameter_updates import state_bytes
 from memfit.planner.capture_failures import CaptureFailures
 from memfit.planner.near_ties import Measure
