@@ -138,6 +138,7 @@ def table() -> str:
 def circumstances(workload: Workload, device: Device | None = None) -> set[str]:
     """Return the names by which conflicts know the circumstances of a step, on a device if there is one."""
     optimizer = workload.optimizer
+    optimizers = [optimizer, *getattr(optimizer, "optimizers", [])]
     is_several = isinstance(optimizer, Optimizers)
     holds = {
         conflicts.BATCH_NORM: any(isinstance(m, BatchNormBase) and m.training for m in workload.model.modules()),
@@ -145,17 +146,12 @@ def circumstances(workload: Workload, device: Device | None = None) -> set[str]:
         conflicts.COMPILED: is_compiled(workload),
         conflicts.SEVERAL_OPTIMIZERS: is_several,
         conflicts.FOREIGN_OPTIMIZER: not is_several and not type(optimizer).__module__.startswith("torch.optim"),
-        conflicts.OPTIMIZER_HOOKS: any(map(_has_hooks, [optimizer, *getattr(optimizer, "optimizers", [])])),
+        conflicts.OPTIMIZER_HOOKS: any(_is_users(hook) for each in optimizers for hook in step_hooks(each)),
         conflicts.GRADIENT_HOOKS: any(map(has_gradient_hooks, workload.model.parameters())),
         conflicts.NO_LINK: device is not None and not _has_link(device),
     }
     common = {name for name, does in holds.items() if does}
     return common.union(*(lever.circumstances(workload, device) for lever in LEVERS))
-
-
-def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether a user's code runs with an optimizer's steps."""
-    return any(map(_is_users, step_hooks(optimizer)))
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
@@ -166,6 +162,7 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 
 
 def _is_users(hook: object) -> bool:
+    """Tell whether a hook is a user's own."""
     return not str(getattr(hook, "__module__", "")).startswith("memfit.")
 
 

@@ -400,16 +400,14 @@ class _Assembly:
             left = min(left, _LOOP_FRONTIER_SECONDS)
         progress = functools.partial(self.request.progress, "frontier")
         points = frontier(self.combinations, self.request.points, progress, left)
-        excess = chosen.excess if chosen.point.levers.regions else 1.0
-        return [
-            replace(c, peak_upper_bytes=int(c.peak_bytes * max(excess * bool(c.levers.regions), self._base_excess(c))))
-            for c in points
-            if c.levers != chosen.point.levers
-        ]
-
-    def _base_excess(self, point: Candidate) -> float:
-        """Return the upper end of a point's step without regions, as a multiple of its peak."""
-        return Confirmed(point, self.steps.predicted(replace(point.levers, regions=()))).excess
+        with_regions = chosen.excess if chosen.point.levers.regions else 1.0
+        found = []
+        for point in points:
+            if point.levers != chosen.point.levers:
+                excess = Confirmed(point, self.steps.predicted(replace(point.levers, regions=()))).excess
+                excess = max(with_regions * bool(point.levers.regions), excess)
+                found.append(replace(point, peak_upper_bytes=int(point.peak_bytes * excess)))
+        return found
 
     # Confirm
 

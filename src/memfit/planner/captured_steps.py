@@ -82,19 +82,13 @@ class Request:
     findings: Findings = field(default_factory=Findings)
 
 
-def _part(request: Request) -> Workload:
-    """Return the workload of one rank: with the largest part of the batch."""
-    if request.world_size == 1:
-        return request.workload
-    from memfit.ranks.mesh import of_one_rank  # distributed packages take a second to import
-
-    return of_one_rank(request.workload, request.world_size)
-
-
 class CapturedSteps:
     """Captured steps, each with its costs, its prediction, and the problem of choosing its regions.
 
     It is the `Setting` that levers are asked about.
+
+    Attributes:
+        part: The workload of one rank: with the largest part of the batch.
     """
 
     def __init__(self, request: Request) -> None:
@@ -104,7 +98,11 @@ class CapturedSteps:
         self.compilers, self.must_compile = request.compilers, request.must_compile
         self.tries_all = False
         self.global_batch_size = samples_of(request.workload)
-        self.part = _part(request)
+        self.part = request.workload
+        if request.world_size > 1:
+            from memfit.ranks.mesh import of_one_rank  # distributed packages take a second to import
+
+            self.part = of_one_rank(request.workload, request.world_size)
         self.batch_size = samples_of(self.part)
         self.alone = Levers(microbatch_size=self.batch_size)
         self.failures = CaptureFailures(self.part, request.device, self.alone)

@@ -316,7 +316,9 @@ class _OneCard:
     def fastest(self) -> FleetRow | Misfit:
         """Return the fastest plan that fits; what comes nearest where none does."""
         best: _Point | None = None
-        bounded = [(self.group.bound_seconds(each, self.ranks, self.device), each) for each in self._sizes()]
+        bounded = [
+            (self.group.bound_seconds(each, self.ranks, self.device), each) for each in self.group.sizes(self.ranks)
+        ]
         for bound, levers in sorted(bounded, key=lambda item: item[0]):
             if best is not None and not is_faster(bound, best.step_seconds):
                 break  # as is every later one
@@ -352,9 +354,6 @@ class _OneCard:
             cost=None if price is None else price.per_hour * self.ranks * hours,
             currency="" if price is None else price.currency,
         )
-
-    def _sizes(self) -> list[Levers]:
-        return self.group.sizes(self.ranks)
 
     def _has_room(self, levers: Levers) -> bool:
         """Tell whether a size fits by live bytes where the most is sharded and recomputed: others hold more."""

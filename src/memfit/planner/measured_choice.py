@@ -123,11 +123,24 @@ def _taken(
 ) -> Choice:
     """Return the fastest plan, as measured and as predicted, whose recomputation was not found to differ."""
     left = timed.step_seconds
-    measured = tuple(sorted((_record(plans[i], timed, i) for i in left), key=lambda step: step.measured_seconds))
+    steps = [
+        MeasuredStep(
+            levers=plans[i].point.levers,
+            uses=plans[i].point.uses,
+            predicted_seconds=plans[i].prediction.step_seconds,
+            measured_seconds=seconds,
+            steps=timed.steps[i],
+        )
+        for i, seconds in left.items()
+    ]
+    measured = tuple(sorted(steps, key=lambda step: step.measured_seconds))
     while True:
         indices = list(left)
-        found = weighed([_measured(plans[i], left[i]) for i in indices], timed.ratio_error)
-        index = indices[fastest_measured(found)]
+        found = [
+            Measured(left[i], plan.prediction.step_seconds, plan.point.numerics, len(plan.point.uses))
+            for i, plan in ((i, plans[i]) for i in indices)
+        ]
+        index = indices[fastest_measured(weighed(found, timed.ratio_error))]
         if index == 0:
             return Choice(predicted.confirmed, predicted.proof, measured, (*predicted.notes, *notes))
         try:
@@ -139,26 +152,7 @@ def _taken(
         f"chosen by measured and predicted times together: {format_seconds(left[index])} a step. The fastest"
         f" plan by prediction ({uses_text(plans[0].point.uses)}) took {format_seconds(left[0])}"
     )
-    taken = _of_same_search(plans[index], predicted.confirmed)
-    return Choice(taken, proof, measured, (*predicted.notes, note, *notes))
-
-
-def _measured(plan: Confirmed, seconds: float) -> Measured:
-    return Measured(seconds, plan.prediction.step_seconds, plan.point.numerics, len(plan.point.uses))
-
-
-def _record(plan: Confirmed, timed: Timed, index: int) -> MeasuredStep:
-    return MeasuredStep(
-        levers=plan.point.levers,
-        uses=plan.point.uses,
-        predicted_seconds=plan.prediction.step_seconds,
-        measured_seconds=timed.step_seconds[index],
-        steps=timed.steps[index],
-    )
-
-
-def _of_same_search(taken: Confirmed, chosen: Confirmed) -> Confirmed:
-    """Return a plan with the bound of all combinations that were searched, which the chosen one has."""
-    bound = min(chosen.point.bound_seconds, taken.prediction.step_seconds)
-    point = replace(taken.point, status=chosen.point.status, bound_seconds=bound)
-    return Confirmed(point, taken.prediction)
+    chosen, taken = predicted.confirmed.point, plans[index]
+    bound = min(chosen.bound_seconds, taken.prediction.step_seconds)  # of all combinations that were searched
+    point = replace(taken.point, status=chosen.status, bound_seconds=bound)
+    return Choice(Confirmed(point, taken.prediction), proof, measured, (*predicted.notes, note, *notes))

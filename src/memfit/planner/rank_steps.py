@@ -55,8 +55,13 @@ class ScaledTrace:
     def trace(self, size: int, samples: int) -> Trace:
         """Return the step of a rank with some samples, in microbatches of a size."""
         if size >= samples:
-            return self._sized(self._of_one, samples, self.most, self._one)
-        trace = self._sized(self._of_two, size, min(self.most, samples_of(self.workload)) // 2, self._two)
+            return self._sized(self._of_one, samples, self.most, lambda size: self._part(size)(self._levers(size)))
+        trace = self._sized(
+            self._of_two,
+            size,
+            min(self.most, samples_of(self.workload)) // 2,
+            lambda size: self._captures(self._levers(size)),
+        )
         if trace.microbatches == 2:
             return of_samples(trace, samples)
         return self._part(samples)(self._levers(size))  # microbatches differ: all of them are captured
@@ -71,12 +76,6 @@ class ScaledTrace:
                 found = between(low, high, size)
             known[size] = found or captured(size)
         return known[size]
-
-    def _one(self, size: int) -> Trace:
-        return self._part(size)(self._levers(size))
-
-    def _two(self, size: int) -> Trace:
-        return self._captures(self._levers(size))
 
     def _levers(self, size: int) -> Levers:
         return Levers(precision=self.precision, microbatch_size=size)

@@ -70,7 +70,7 @@ def refusals(regions: Regions) -> dict[str, str]:
     refused: dict[str, str] = {}
     checkpointed = {trace.modules[c.module].fqn for c in trace.calls if c.phase == "recompute"}
     for fqn, calls in regions.calls.items():
-        if any(_related(fqn, checkpointed_fqn) for checkpointed_fqn in checkpointed):
+        if any(f"{fqn}.".startswith(f"{other}.") or other.startswith(f"{fqn}.") for other in checkpointed):
             refused[fqn] = "is checkpointed by the model itself"
             continue
         for region in calls:
@@ -88,10 +88,6 @@ def refusals(regions: Regions) -> dict[str, str]:
             if culprit is not None:
                 refused[fqn] = f"writes to tensors made before it ({culprit}), and a recomputation would write again"
     return refused
-
-
-def _related(one: str, other: str) -> bool:
-    return one == other or one.startswith(other + ".") or other.startswith(one + ".")
 
 
 def _writes_outside(trace: Trace, region: RegionCall) -> str | None:
