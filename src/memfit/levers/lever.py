@@ -241,7 +241,7 @@ class Lever(ABC):
     # How it is chosen
 
     def waits_for(self, on: LeversOn) -> Levers | None:
-        """Return a combination that is captured before one with it, which is left out where that is slow."""
+        """Return the combination to capture first: where that one is slow, the lever is left out."""
         return None
 
     def propose(self, step: Setting, wanted: list[Levers]) -> list[Levers]:

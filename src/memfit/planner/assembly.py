@@ -391,7 +391,7 @@ class _Assembly:
         return sorted((each for each in found if each.nbytes > 0), reverse=True)
 
     def _frontier(self, chosen: Confirmed) -> list[Candidate]:
-        """Solve for the frontier; return its points but that of the plan chosen, with what is held against a budget."""
+        """Solve the frontier, without the chosen plan; set the `peak_upper_bytes` of each point."""
         limit, workload = self.request.time_limit_seconds, self.request.workload
         left = min(max((1 - _FIRST_SHARE) * limit, limit - self.solving_seconds), limit / 2)
         if isinstance(workload, LoopWorkload):

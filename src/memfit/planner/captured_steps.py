@@ -201,7 +201,7 @@ class CapturedSteps:
         return sum(abs(now - was) for was, now in pairs) > SIMPLER_WITHIN * sum(was for was, _ in pairs)
 
     def _has_kernels(self, levers: Levers) -> bool:
-        """Tell whether a step has no operator that this machine can't run in its precision; where it has, note that."""
+        """Tell whether this machine has kernels for all operators of a step in its precision; note it where not."""
         trace, plain = self.traces[levers], self.traces[self.plain]
         if self.device.kind != "cpu" or trace.precision == plain.precision:
             return True

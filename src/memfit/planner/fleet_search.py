@@ -314,7 +314,7 @@ class _OneCard:
         self._tried: list[tuple[Levers, int]] = []  # points that have no room by the simulated allocator
 
     def fastest(self) -> FleetRow | Misfit:
-        """Return the fastest plan that fits; what comes nearest where none does."""
+        """Return the fastest plan that fits, or else a `Misfit` with the least that a card would hold."""
         best: _Point | None = None
         bounded = [
             (self.group.bound_seconds(each, self.ranks, self.device), each) for each in self.group.sizes(self.ranks)

@@ -57,7 +57,7 @@ _ROOM = 1.1  # the free memory that is asked for, as a multiple of the largest p
 
 
 class Clocks(NamedTuple):
-    """The time of the world, and the time that this thread computed."""
+    """The wall clock, and the clock of the time that this thread computed."""
 
     wall: Callable[[], float]
     own: Callable[[], float]

@@ -30,6 +30,7 @@ from memfit.planner.captures import Captures
 from memfit.planner.prediction import costs_of
 from memfit.sharding.one_rank import shard, with_share_of_update
 from memfit.solver.candidates import options
+from memfit.solver.highs import Ints
 from memfit.solver.milp import COARSE, Solver
 from memfit.solver.problem import Problem, build
 from memfit.workload import Workload, samples_of
@@ -40,7 +41,6 @@ _MENU = 32  # points of the menu, at most
 _LOW = 2  # samples of the smaller size captured: one sample alone often is another program
 
 RegionSet = tuple[Region, ...]
-Choices = npt.NDArray[np.int64]
 
 
 class ScaledTrace:
@@ -224,7 +224,7 @@ def _key(levers: Levers, samples: int) -> tuple[object, ...]:
 
 
 def _digest(sizes: npt.NDArray[np.int64], more: int = 0) -> bytes:
-    """Return what stands for some sizes in bytes: tens of kilobytes would stay for each step otherwise."""
+    """Return a digest of some sizes in bytes: as a key it is small, and the sizes are tens of kilobytes."""
     return hashlib.blake2b(sizes.tobytes() + more.to_bytes(8, "little"), digest_size=16).digest()
 
 
@@ -255,7 +255,7 @@ def checkpoint_menu(trace: Trace, costs: CostTable, units: Sequence[str]) -> lis
     return [problem.regions(x) for x in _thinned(_undominated(points, problem), problem)]
 
 
-def _parts_of(x: Choices) -> list[Choices]:
+def _parts_of(x: Ints) -> list[Ints]:
     """Return a choice with only its first options, by how many, up to all of them."""
     chosen = np.nonzero(x)[0]
     found = []
@@ -266,9 +266,9 @@ def _parts_of(x: Choices) -> list[Choices]:
     return found
 
 
-def _undominated(points: Sequence[Choices], problem: Problem) -> list[Choices]:
+def _undominated(points: Sequence[Ints], problem: Problem) -> list[Ints]:
     """Return the choices than which none is as fast and as low, the fastest first."""
-    found: list[Choices] = []
+    found: list[Ints] = []
     lowest = math.inf
     for x in sorted(points, key=lambda x: (problem.seconds(x), problem.peak_bytes(x))):
         if problem.peak_bytes(x) < lowest:
@@ -277,7 +277,7 @@ def _undominated(points: Sequence[Choices], problem: Problem) -> list[Choices]:
     return found
 
 
-def _thinned(points: Sequence[Choices], problem: Problem) -> list[Choices]:
+def _thinned(points: Sequence[Ints], problem: Problem) -> list[Ints]:
     """Return at most so many choices, about evenly by their peaks, the first and the last included."""
     peaks = [problem.peak_bytes(x) for x in points]
     wanted = np.linspace(peaks[0], peaks[-1], _MENU)
