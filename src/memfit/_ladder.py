@@ -38,8 +38,7 @@ from memfit.ir.remat import Regions
 from memfit.ir.sharding import Sharding
 from memfit.ir.trace import Trace
 from memfit.levers import registry
-from memfit.levers.circumstances import check_combination
-from memfit.levers.lever import NotOffered
+from memfit.levers.lever import LeversOn, NotOffered
 from memfit.levers.lever import Rung as Offer
 from memfit.levers.stack import applied, check_workload
 from memfit.pipeline.first_arguments import checked
@@ -161,7 +160,7 @@ class _Climb:
         try:
             levers, what = propose(self, before.levers)
             numerics = self.numerics_of(levers)
-            check_combination(levers, self.workload, self.device, allowed=self.numerics)
+            registry.check_combination(levers, self.workload, self.device, allowed=self.numerics)
             if not self.allows(levers):
                 raise NotOffered(f"of class {numerics}: numerics={numerics!r} allows it")
             return self._measured(name, levers, what, before)
@@ -280,7 +279,7 @@ class _Climb:
         return predict(trace, costs_of([trace], self.device), self.device)[0]
 
     def uses(self, levers: Levers) -> tuple[LeverUse, ...]:
-        return registry.uses(levers, self.batch_size, self.coupling is not None)
+        return registry.uses(LeversOn(levers, self.batch_size, self.coupling is not None))
 
     def numerics_of(self, levers: Levers) -> Numerics:
         return freest(self.uses(levers))

@@ -17,7 +17,7 @@ from memfit.capture.measured_peak import measure_peak_bytes
 from memfit.errors import PlanError
 from memfit.ir.plan import Levers
 from memfit.ir.remat import Region
-from memfit.levers.bf16_weights import stochastically_rounded
+from memfit.levers.precision import stochastically_rounded
 from memfit.levers.stack import applied
 from memfit.pipeline import estimate
 from memfit.training.optimizers import Optimizers

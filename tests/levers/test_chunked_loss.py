@@ -17,6 +17,7 @@ from memfit.capture.fake_workload import real_copy
 from memfit.ir import codec
 from memfit.ir.plan import ChunkedLoss, Levers, Plan
 from memfit.levers import chunked_loss, lean
+from memfit.levers.lever import LeversOn
 from memfit.levers.registry import uses
 from memfit.levers.stack import applied
 from memfit.pipeline._apply import switchable
@@ -180,4 +181,4 @@ def test_transformers_models_are_chunked() -> None:
 
 def test_class_is_reordered() -> None:
     levers = Levers(microbatch_size=4, chunked_loss=ChunkedLoss(head="head", rows=1))
-    assert [(u.name, u.numerics) for u in uses(levers, 4, False)] == [("chunked loss", "reordered")]
+    assert [(u.name, u.numerics) for u in uses(LeversOn(levers, 4))] == [("chunked loss", "reordered")]

@@ -28,13 +28,12 @@ from memfit.levers import (
     replaced_optimizer,
     shared_by_ranks,
 )
-from memfit.levers.activation_offload import ACTIVATION_OFFLOAD
+from memfit.levers.checkpointing import ACTIVATION_OFFLOAD
 from memfit.levers.chunked_loss import CHUNKED_LOSS, HEAD_INSIDE
-from memfit.levers.circumstances import check_combination, circumstances
 from memfit.levers.compilation import COMPILATION, LIMIT, OWN_LOOP
 from memfit.levers.lean import LEAN
 from memfit.levers.microbatches import MICROBATCHES
-from memfit.levers.registry import CONFLICTS
+from memfit.levers.registry import CONFLICTS, check_combination, circumstances
 from memfit.levers.replaced_optimizer import ADAFACTOR, ADAMW_8BIT
 from memfit.levers.switch import candidates_of
 from memfit.recipes import byte_lm
@@ -286,7 +285,7 @@ def test_a_link_must_be_known_or_measurable(monkeypatch: pytest.MonkeyPatch) -> 
     unknown = replace(find_device("rtx-3090"), link_bytes_per_second=0.0)
     assert conflicts.NO_LINK in circumstances(unclipped(), unknown)
     for pins in (True, False):
-        monkeypatch.setattr("memfit.levers.circumstances.pins_memory", lambda kind, pins=pins: pins)
+        monkeypatch.setattr("memfit.levers.registry.pins_memory", lambda kind, pins=pins: pins)
         here = replace(unknown, name="xpu:0", kind="xpu")
         assert (conflicts.NO_LINK in circumstances(unclipped(), here)) != pins
 

@@ -15,7 +15,7 @@ import memfit
 from memfit.capture.fake_workload import real_copy
 from memfit.errors import InfeasibleError, PlanError
 from memfit.ir.plan import Levers
-from memfit.levers.circumstances import check_combination
+from memfit.levers.registry import check_combination
 from memfit.levers.stack import applied
 from memfit.workload import Workload
 from tests.measuring import peaks

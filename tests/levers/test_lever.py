@@ -17,7 +17,7 @@ from memfit.ir.plan import Candidate, ChunkedLoss, Levers, Plan, at_point
 from memfit.ir.remat import Region
 from memfit.ir.sharding import Sharding
 from memfit.levers import registry
-from memfit.levers.lever import Lever
+from memfit.levers.lever import Lever, LeversOn
 from memfit.levers.stack import applied, host_bytes_of
 from memfit.levers.switch import candidates_of
 from memfit.training.guards import host_memory
@@ -53,7 +53,7 @@ def plan() -> Plan:
 def under(plan: Plan, **changes: Any) -> Plan:
     """Return a plan of other levers, told as they are."""
     levers = replace(plan.levers, **changes)
-    return replace(plan, levers=levers, uses=registry.uses(levers, 4, False), allowed="changed")
+    return replace(plan, levers=levers, uses=registry.uses(LeversOn(levers, 4)), allowed="changed")
 
 
 def test_each_is_registered_once() -> None:
@@ -63,12 +63,12 @@ def test_each_is_registered_once() -> None:
 
 @pytest.mark.parametrize("lever", registry.LEVERS, ids=lambda lever: lever.name)
 def test_each_tells_its_use_and_goes_without_it(lever: Lever) -> None:
-    levers = replace(PLAIN, **USED[lever.name])
-    assert lever.is_used(levers, 4) and not lever.is_used(PLAIN, 4)
-    assert not lever.is_used(lever.without(levers, 4), 4)
-    use = lever.use(levers, 4, couples_batch=False)
-    assert use.name == lever.name and use.setting and use.brief and use in registry.uses(levers, 4, False)
-    assert lever.names(levers) <= registry.names(levers, 4)
+    on = LeversOn(replace(PLAIN, **USED[lever.name]), 4)
+    assert lever.is_used(on) and not lever.is_used(LeversOn(PLAIN, 4))
+    assert not lever.is_used(LeversOn(lever.without(on), 4))
+    use = lever.use(on)
+    assert use.name == lever.name and use.setting and use.brief and use in registry.uses(on)
+    assert lever.names(on.levers) <= registry.names(on)
 
 
 @pytest.mark.parametrize("name", [name for name in USED if name not in _LEFT_OUT])
@@ -119,7 +119,7 @@ def test_offloaded_states_are_checked_against_the_host(plan: Plan, monkeypatch: 
 def test_another_point_has_the_classes_that_it_was_planned_with(couples_batch: bool, plan: Plan) -> None:
     """As of Adafactor with microbatches, which is of class changed whether samples are coupled or not."""
     levers = replace(plan.levers, microbatch_size=2, optimizer="adafactor")
-    uses = registry.uses(levers, 4, couples_batch)
+    uses = registry.uses(LeversOn(levers, 4, couples_batch))
     point = replace(plan.frontier[0], levers=levers, uses=uses, numerics="changed")
     assert at_point(plan, point, "").classes == {
         "Adafactor": "changed",

@@ -11,6 +11,7 @@ from memfit.ir.plan import ChunkedLoss, Levers
 from memfit.ir.remat import Region
 from memfit.levers.chunked_loss import HEAD_INSIDE
 from memfit.levers.conflicts import met
+from memfit.levers.lever import LeversOn
 from memfit.levers.registry import CONFLICTS, check_names, names, table
 
 NAMES = sorted({name for row in CONFLICTS for name in (row.one, row.other)})
@@ -37,7 +38,7 @@ def test_pairs_are_named_once() -> None:
 
 
 def test_levers_have_the_names_of_the_table() -> None:
-    assert names(Levers(microbatch_size=4), 4) == set()
+    assert names(LeversOn(Levers(microbatch_size=4), 4)) == set()
     regions = (Region(("body",), offload=True), Region(("body.last",)))
     used = Levers(
         precision="tf32",
@@ -46,7 +47,7 @@ def test_levers_have_the_names_of_the_table() -> None:
         chunked_loss=ChunkedLoss(head="head", rows=1),
         optimizer="in-backward",
     )
-    assert names(used, 4) == {
+    assert names(LeversOn(used, 4)) == {
         "tf32",
         *("precision", "microbatches", "activation checkpointing", "activation offload", "chunked loss"),
         "optimizer in the backward pass",
@@ -57,4 +58,4 @@ def test_levers_have_the_names_of_the_table() -> None:
 def test_regions_around_the_head_are_found(head: str, inside: bool) -> None:
     for modules, expected in ((("body",), inside), (("",), True)):
         levers = Levers(microbatch_size=1, regions=(Region(modules),), chunked_loss=ChunkedLoss(head=head, rows=1))
-        assert (HEAD_INSIDE in names(levers, 1)) == expected
+        assert (HEAD_INSIDE in names(LeversOn(levers, 1))) == expected

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from memfit.ir.plan import Candidate, Plan
 from memfit.ir.remat import Region
+from memfit.levers.lever import LeversOn
 from memfit.levers.registry import uses
 
 
@@ -17,7 +18,7 @@ def with_frontier(plan: Plan, choices: Iterable[tuple[Region, ...]]) -> Plan:
     points = [
         Candidate(
             levers=levers,
-            uses=uses(levers, plan.batch_size, couples_batch=False),
+            uses=uses(LeversOn(levers, plan.batch_size)),
             numerics="exact",
             budget_bytes=plan.budget_bytes,
             peak_bytes=plan.plain.peak_bytes - n,

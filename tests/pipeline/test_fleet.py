@@ -14,7 +14,7 @@ import memfit
 from memfit.errors import BudgetError, InfeasibleError, UsageError
 from memfit.fake_gpu import shim
 from memfit.ir.fleet import Fleet, Price
-from tests.planner.worlds_there import mlp
+from tests.planner.fleet_searches import mlp
 
 there = pytest.mark.skipif(shim.why_not() is not None, reason="fake CUDA can't be had here")
 CARDS = ["a100-80gb", "rtx-3090"]

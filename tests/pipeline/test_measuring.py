@@ -14,8 +14,8 @@ from memfit.fake_gpu import shim
 from memfit.ir.plan import Levers, Plan, allows
 from memfit.pipeline._plan import MEASURE_VARIABLE
 from memfit.planner import measured_choice, measured_steps
-from memfit.planner.contenders import MOST
 from memfit.planner.measured_steps import Turn
+from memfit.planner.near_ties import MOST
 from memfit.solver.frontier import dominates
 from tests.workloads import quick
 

@@ -22,6 +22,7 @@ from memfit.ir.operator_costs import CostTable
 from memfit.ir.plan import NUMERICS, Candidate, Levers, Plan, Prediction
 from memfit.ir.remat import Region
 from memfit.ir.trace import Trace
+from memfit.levers.lever import LeversOn
 from memfit.levers.registry import uses
 from memfit.pipeline._verify import verify
 from memfit.planner import assembly, captured_steps
@@ -284,7 +285,7 @@ def test_batch_norm_is_not_microbatched_unless_allowed() -> None:
     assert plan.levers != Levers(microbatch_size=512)
     assert {c.levers.microbatch_size for c in plan.frontier} == {512}
     assert any("BatchNorm" in note for note in plan.notes)
-    assert [u.numerics for u in uses(Levers(microbatch_size=1), 2, couples_batch=True)] == ["changed"]
+    assert [u.numerics for u in uses(LeversOn(Levers(microbatch_size=1), 2, couples_batch=True))] == ["changed"]
 
 
 @pytest.mark.parametrize(

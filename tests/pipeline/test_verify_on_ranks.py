@@ -15,6 +15,7 @@ from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers, Plan
 from memfit.ir.sharding import Sharding
 from memfit.ir.verification import Verification
+from memfit.levers.lever import LeversOn
 from memfit.levers.registry import uses
 from memfit.pipeline import _verify_ranks
 from memfit.planner.captures import capture_levers
@@ -38,7 +39,7 @@ def predicted(sharding: Sharding) -> Plan:
     plan = replace(plan, levers=levers)
     trace = capture_levers(workload(3), plan.levers, cpu)
     prediction, _ = predict(trace, costs_of([trace], cpu), cpu)
-    named = uses(plan.levers, plan.batch_size, False)
+    named = uses(LeversOn(plan.levers, plan.batch_size))
     budget = prediction.peak_upper_bytes
     return replace(plan, predicted=prediction, budget_bytes=budget, uses=named, numerics="reordered")
 

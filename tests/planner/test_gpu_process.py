@@ -22,7 +22,7 @@ from memfit.levers.registry import recomputes
 from memfit.planner import gpu_process
 from memfit.workload import Workload
 from tests.models import cross_entropy, transformer
-from tests.planner.worlds_there import counted, mlp
+from tests.planner.fleet_searches import counted, mlp
 
 pytestmark = pytest.mark.skipif(shim.has_gpu(), reason="a GPU is here: nothing is sent")
 

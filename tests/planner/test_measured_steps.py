@@ -195,14 +195,14 @@ def timed(workload: Workload, *levers: Levers, limit_seconds: float = 20.0, **op
 def test_nothing_of_the_workload_changes() -> None:
     workload = small()
     before = state_of(workload)
-    told: list[tuple[int, int]] = []
+    told: list[tuple[str, int, int]] = []
     found = timed(workload, *sizes(8, 4), rounds=1, progress=lambda *at: told.append(at))
     assert same(state_of(workload), before)
     assert found.steps == {0: 2, 1: 2} and not found.errors
     assert set(found.step_seconds) == {0, 1} and all(seconds > 0 for seconds in found.step_seconds.values())
     turns = [turn for (turn,) in found.turns]
     assert found.wall_seconds == pytest.approx(sum(turn.first_seconds + sum(turn.seconds) for turn in turns))
-    assert told == [(1, 2), (2, 2)]
+    assert told == [("measure plans", 1, 2), ("measure plans", 2, 2)]
 
 
 def test_one_copy_is_alive_at_a_time_and_none_afterwards() -> None:
@@ -233,7 +233,11 @@ def test_copies_that_have_code_are_kept_for_their_turns_and_not_afterwards(monke
         return own(model, batch)
 
     told: list[tuple[int, int]] = []
-    found = timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4, 2), on_code=lambda *at: told.append(at))
+
+    def progress(stage: str, done: int, total: int) -> None:
+        told.extend([(done, total)] if stage == "make code" else [])
+
+    found = timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4, 2), progress=progress)
     assert sorted(told) in ([(0, 2), (0, 2), (1, 2)], [(0, 2), (1, 2), (1, 2)])  # whichever is first
     assert found.steps[1] > 2 and world[4] == 1  # its own, in all rounds
     assert found.errors == {2: "RuntimeError: no code"} and world.most_alive == 2  # what failed keeps none
@@ -270,7 +274,7 @@ def test_a_time_that_is_over_ends_a_turn_between_two_steps() -> None:
 
 def code_is_made_for(monkeypatch: pytest.MonkeyPatch, *sizes: int) -> None:
     """Have microbatches of some sizes count as compiled."""
-    monkeypatch.setattr(measured_steps.registry, "compiles", lambda levers, size: size in sizes)
+    monkeypatch.setattr(measured_steps.registry, "compiles", lambda levers: levers.microbatch_size in sizes)
 
 
 def test_making_code_is_timed_apart_and_costs_the_others_none_of_their_time(monkeypatch: pytest.MonkeyPatch) -> None:

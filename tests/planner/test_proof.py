@@ -23,9 +23,9 @@ from memfit.ir.remat import Region
 from memfit.levers.registry import recomputes
 from memfit.pipeline._apply import apply
 from memfit.pipeline._verify import verify
-from memfit.planner import confirmation, proof
-from memfit.planner.proof import why_not_here
-from memfit.planner.trials import Trials
+from memfit.planner import confirmation
+from memfit.planner.capture_failures import CaptureFailures
+from memfit.planner.confirmation import why_not_proven
 from memfit.recomputation.probe import Expected, _sums, checking, checksum, report
 from memfit.recomputation.regions import checkpointed
 from memfit.report.summary import proof_text
@@ -176,13 +176,13 @@ def test_what_can_not_run_here_is_not_proven(monkeypatch: pytest.MonkeyPatch) ->
     made = workload()
     plain = memfit.estimate(made)
     cpu = memfit.devices()[0]
-    assert why_not_here(made, cpu, plain, 1.0) == ""
-    assert "GPU" in why_not_here(made, replace(cpu, kind="cuda", name="a GPU"), plain, 1.0)
-    assert "a step is predicted to take" in why_not_here(made, cpu, plain, 61.0)
-    assert "free here" in why_not_here(made, cpu, replace(plain, peak_bytes=2**60), 1.0)
+    assert why_not_proven(made, cpu, plain, 1.0) == ""
+    assert "GPU" in why_not_proven(made, replace(cpu, kind="cuda", name="a GPU"), plain, 1.0)
+    assert "a step is predicted to take" in why_not_proven(made, cpu, plain, 61.0)
+    assert "free here" in why_not_proven(made, cpu, replace(plain, peak_bytes=2**60), 1.0)
     meta = dataclasses.replace(made, batch=made.batch.to("meta"))
-    assert "has no data" in why_not_here(meta, cpu, plain, 1.0)
-    monkeypatch.setattr(proof, "LONGEST_SECONDS", 0.0)
+    assert "has no data" in why_not_proven(meta, cpu, plain, 1.0)
+    monkeypatch.setattr(confirmation, "LONGEST_SECONDS", 0.0)
     plan = planned(workload())
     assert plan.levers.regions and not plan.is_proven
     assert "the first step compares" in proof_text(plan)
@@ -280,11 +280,11 @@ def test_layers_that_differ_alike_are_found_together() -> None:
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
     )
     plain, device = Levers(microbatch_size=8), find_device("cpu")
-    found = confirmation.Confirmation(made, made, device, Trials(made, device, plain), plain)
+    found = confirmation.Confirmation(made, CaptureFailures(made, device, plain))
     layers = {f"transformer.h.{i}.attn" for i in range(4)}
     for keep in ((), ("aten.cat.default#0",)):
         last = Region(("transformer.h.3.attn",), keep=keep)
-        with pytest.raises(confirmation.LeftOut) as left:
+        with pytest.raises(confirmation.Excluded) as left:
             found.confirmed(replace(plain, regions=(last,)))
         assert layers <= left.value.modules and {note.split()[0] for note in left.value.notes} == layers
         assert "transformer.h.0.mlp" not in left.value.modules

@@ -25,6 +25,7 @@ from memfit.ir.simulate import simulate
 from memfit.ir.trace import Trace
 from memfit.planner import search
 from memfit.planner.search import (
+    Advice,
     Confirmed,
     Limits,
     faster_of,
@@ -150,7 +151,9 @@ def test_a_step_that_takes_more_than_the_solver_knew_is_solved_for_again() -> No
 @pytest.mark.parametrize("numerics", ["exact", "reordered"])
 def test_the_budget_that_an_error_names_is_one_that_fits(numerics: Numerics) -> None:
     def leanest(budget_bytes: int) -> Confirmed:
-        return leanest_that_fits(combinations(), limits(budget_bytes, numerics), Applied(1.03), SECONDS, batch="batch")
+        return leanest_that_fits(
+            combinations(), limits(budget_bytes, numerics), Applied(1.03), SECONDS, advice=Advice("batch")
+        )
 
     with pytest.raises(InfeasibleError, match="raise budget= to .* make batch smaller") as error:
         leanest(1000)
@@ -174,7 +177,7 @@ def test_the_leanest_plan_is_that_of_the_smallest_budget_and_not_of_the_lowest_p
     def leanest(budget_bytes: int) -> Confirmed:
         within = limits(budget_bytes, "reordered")
         with mock.patch.object(search, "_WIDEST", 2.0):  # whole microbatches are leaner by far
-            return leanest_that_fits(near, within, confirm, SECONDS, batch="batch")
+            return leanest_that_fits(near, within, confirm, SECONDS, advice=Advice("batch"))
 
     with pytest.raises(InfeasibleError) as raised:
         leanest(1000)
@@ -196,7 +199,7 @@ def test_advice_names_a_freer_class_only_where_a_plan_of_it_fits() -> None:
                 limits(budget_bytes, "exact"),
                 Applied(),
                 SECONDS,
-                batch="batch",
+                advice=Advice("batch"),
             )
         assert ("numerics='reduced'" in str(error.value)) == is_named
 
@@ -213,7 +216,7 @@ def test_only_combinations_that_may_be_leaner_are_searched(monkeypatch: pytest.M
     assert whole.solver.peak_floor_bytes > cut.solver.leanest(SECONDS).peak_bytes
     monkeypatch.setattr(Combination, "lowest", noted)
     with pytest.raises(InfeasibleError) as error:
-        leanest_that_fits([whole, cut], limits(1000, "reordered"), Applied(), SECONDS, batch="batch")
+        leanest_that_fits([whole, cut], limits(1000, "reordered"), Applied(), SECONDS, advice=Advice("batch"))
     assert set(searched) == {cut.levers}
     needed = error.value.lowest_peak_bytes
     assert needed is not None and needed >= cut.solver.peak_floor_bytes

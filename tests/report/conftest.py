@@ -13,6 +13,7 @@ from memfit.ir.plan import Candidate, Levers, LeverUse, MeasuredStep, Numerics, 
 from memfit.ir.remat import Region
 from memfit.ir.run_record import Comparison, Evaluation, Event, ModuleRow, RunRecord, Views
 from memfit.ir.timeline import TIMELINE_CATEGORIES, Timeline
+from memfit.levers.lever import LeversOn
 from memfit.levers.registry import uses
 
 MIB = 1024**2
@@ -96,7 +97,7 @@ def candidate(
     )
     return Candidate(
         levers=levers,
-        uses=uses(levers, 16, False),
+        uses=uses(LeversOn(levers, 16)),
         numerics=numerics,
         budget_bytes=int(peak_gib * 1.05 * GIB),
         peak_bytes=int(peak_gib * GIB),

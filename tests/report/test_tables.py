@@ -24,6 +24,7 @@ from memfit.ir.plan import (
 )
 from memfit.ir.remat import Region
 from memfit.ir.run_record import Comparison, Views
+from memfit.levers.lever import LeversOn
 from memfit.levers.registry import UPDATES, uses
 from memfit.report.summary import (
     change_text,
@@ -151,7 +152,7 @@ def test_levers_are_told_with_their_classes(plan: Plan) -> None:
         lean=("*",),
         optimizer="adamw-8bit",
     )
-    plan = msgspec.structs.replace(plan, levers=levers, uses=uses(levers, 16, False))
+    plan = msgspec.structs.replace(plan, levers=levers, uses=uses(LeversOn(levers, 16)))
     assert [(row.name, row.setting, row.numerics) for row in lever_rows(plan)] == [
         ("precision", "tf32", "reduced"),
         ("AdamW with 8-bit states", "adamw-8bit", "reduced"),
@@ -169,7 +170,7 @@ def test_levers_are_told_with_their_classes(plan: Plan) -> None:
 @pytest.mark.parametrize("optimizer", ["as-is", "in-backward", "offloaded", "adamw-8bit", "adafactor"])
 def test_no_lever_is_told_without_its_class(precision: Precision, optimizer: OptimizerLever, plan: Plan) -> None:
     levers = Levers(precision=precision, microbatch_size=16, optimizer=optimizer)
-    rows = lever_rows(msgspec.structs.replace(plan, levers=levers, uses=uses(levers, 16, False)))
+    rows = lever_rows(msgspec.structs.replace(plan, levers=levers, uses=uses(LeversOn(levers, 16))))
     assert [row.setting for row in rows] == [x for x in (precision, optimizer) if x not in ("32-true", "as-is")]
     assert all(row.numerics in NUMERICS for row in rows)
 
@@ -187,7 +188,7 @@ def test_different_points_are_told_apart(plan: Plan) -> None:
         *({"optimizer": lever.value} for lever in UPDATES),
     ]
     every = [base, *(msgspec.structs.replace(base, **change) for change in changes)]
-    points = [msgspec.structs.replace(plan.frontier[0], levers=x, uses=uses(x, 16, False)) for x in every]
+    points = [msgspec.structs.replace(plan.frontier[0], levers=x, uses=uses(LeversOn(x, 16))) for x in every]
     texts = {levers_text(point) for point in points}
     assert len(texts) == len(every) and levers_text(points[0]) == "plain"
     table = shown(frontier_table(msgspec.structs.replace(plan, frontier=points)), width=160)
@@ -380,7 +381,7 @@ def test_rows_name_their_levers_and_whether_they_were_captured(plan: Plan) -> No
         chunked_loss=ChunkedLoss(head="head", rows=8),
         optimizer="in-backward",
     )
-    point = msgspec.structs.replace(plan.frontier[0], levers=levers, uses=uses(levers, 8, False))
+    point = msgspec.structs.replace(plan.frontier[0], levers=levers, uses=uses(LeversOn(levers, 8)))
     assert levers_text(point) == (
         "bf16-mixed, optimizer in-backward, microbatch 4, chunked loss, norms recomputed, 2 regions, 1 offloaded"
     )

@@ -9,7 +9,7 @@ import pytest
 
 from memfit.ir.remat import Regions
 from memfit.solver.candidates import options
-from memfit.solver.policies import policies
+from memfit.solver.milp import policies
 from memfit.solver.problem import Problem, build
 from tests.models import plain_trace
 from tests.solver.test_milp import legal

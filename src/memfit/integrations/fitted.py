@@ -22,6 +22,7 @@ from memfit.ir import codec
 from memfit.ir.plan import Levers, Plan, Precision
 from memfit.ir.sharding import Reduces, Sharding
 from memfit.levers import registry
+from memfit.levers.lever import LeversOn
 from memfit.levers.shared_by_ranks import described
 from memfit.levers.stack import check_plan
 from memfit.levers.switch import switched
@@ -214,7 +215,7 @@ def _check(made: Plan, workload: Workload, engine: Sharding | None) -> None:
             f"plan= shares the step over {made.levers.sharding.world_size} ranks by memfit's own engine"
             " (levers.sharding), and the trainer uses another: make a plan under this trainer, with budget="
         )
-    for lever in registry.used(made.levers, made.batch_size):
+    for lever in registry.used(LeversOn(made.levers, made.batch_size)):
         if lever in registry.UPDATES:
             raise PlanError(f"plan= uses {lever.name}, and {_OWN['optimizers']}: make a plan with optimizers=()")
     if made.levers.precision not in NAMES:

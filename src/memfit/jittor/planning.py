@@ -22,6 +22,7 @@ from memfit.jittor.variables import modules_of
 from memfit.jittor.workload import Workload, batch_size_of, fingerprint, first
 from memfit.levers import registry
 from memfit.levers.conflicts import JITTOR
+from memfit.levers.lever import LeversOn
 from memfit.levers.microbatches import microbatch_sizes
 from memfit.report.verdict import infeasible_verdict
 from memfit.solver.candidates import Option
@@ -95,7 +96,7 @@ def apply(plan: Plan, workload: Workload) -> Step:
             f"the plan was made for the workload {plan.workload!r} with the fingerprint {plan.fingerprint}, not for"
             f" this one with {fingerprint(workload)}: plan again with memfit.jittor.plan"
         )
-    registry.check_names(registry.names(plan.levers, batch_size_of(workload.batch)) | {JITTOR})
+    registry.check_names(registry.names(LeversOn(plan.levers, batch_size_of(workload.batch))) | {JITTOR})
     return _step(workload, plan.levers, plan.predicted.peak_bytes)
 
 
@@ -215,7 +216,7 @@ class _Planner:
 
     def _uses(self, levers: Levers) -> tuple[LeverUse, ...]:
         """Return the levers that are used, in words: what Jittor recomputes, it adds up in another order."""
-        uses = registry.uses(levers, self.batch_size, self.couples_batch)
+        uses = registry.uses(LeversOn(levers, self.batch_size, self.couples_batch))
         return tuple(replace(u, numerics="reordered") if u.recomputes else u for u in uses)
 
     def _combine(self) -> None:

@@ -20,6 +20,7 @@ from memfit.keras.recompute import Run, recomputed
 from memfit.keras.tensorflow import keras, tf
 from memfit.keras.workload import Workload, fingerprint
 from memfit.levers import registry
+from memfit.levers.lever import LeversOn
 from memfit.report.verdict import infeasible_verdict
 from memfit.solver.frontier import Combination, frontier
 from memfit.units import format_bytes, format_seconds, read_budget
@@ -167,7 +168,7 @@ class Planner:
 
     def _uses(self, levers: Levers) -> tuple[LeverUse, ...]:
         """Return the levers that are used, in words: a function's operators may be fused otherwise where runs end."""
-        uses = registry.uses(levers, self.workload.batch_size, False)
+        uses = registry.uses(LeversOn(levers, self.workload.batch_size))
         if self.workload.run_eagerly:
             return uses
         return tuple(replace(u, numerics="reordered") if u.recomputes else u for u in uses)

@@ -20,9 +20,8 @@ from memfit.ir.remat import Region
 from memfit.keras.graph import Graph
 from memfit.keras.profile import Cost
 from memfit.keras.recompute import Run
-from memfit.solver.activities import ALWAYS, Activity, Tightening
 from memfit.solver.candidates import Option
-from memfit.solver.problem import Problem, Row
+from memfit.solver.problem import ALWAYS, Activity, Problem, Row, Tightening
 
 _MOST_CUTS = 40
 

@@ -1,7 +1,7 @@
 """Precision as a lever: contexts around the step and its forward pass, and modules that compute in another dtype.
 
 `bf16-mixed` and `16-mixed` are autocast around the forward pass, `tf32` is a setting of float32 products around the
-whole step, and `bf16-true` is weights in bf16 (`memfit.levers.bf16_weights`). Modules that are to stay in fp32 have
+whole step, and `bf16-true` is weights in bf16 (`memfit.levers.precision`). Modules that are to stay in fp32 have
 their `forward` wrapped on the instance, within what checkpointing puts around it, so that a recomputation goes the
 same way.
 """

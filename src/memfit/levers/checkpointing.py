@@ -1,4 +1,4 @@
-"""Activation checkpointing: regions whose forward pass runs again in the backward pass."""
+"""Activation checkpointing: regions whose forward pass runs again in the backward pass; their offload to the host."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from msgspec.structs import replace
 from torch import nn
 
 from memfit.ir.plan import Levers
-from memfit.levers.lever import Lever, NotOffered, Rung, Setting
+from memfit.levers.conflicts import JITTOR, NO_LINK, Conflict
+from memfit.levers.lever import Lever, LeversOn, NotOffered, Rung, Setting
 from memfit.recomputation.regions import checkpointed, is_checkpointed
 from memfit.workload import Workload
 
 _SOLVE_SECONDS = 0.5  # for each rung: within a few percent of the best
+ACTIVATION_OFFLOAD = "activation offload"
 
 
 class Checkpointing(Lever):
@@ -25,11 +27,11 @@ class Checkpointing(Lever):
     switchable = True
     recomputes = True
 
-    def setting(self, levers: Levers, batch_size: int) -> str:
-        return f"{_counted(levers, 'module')} recomputed"
+    def setting(self, on: LeversOn) -> str:
+        return f"{_counted(on.levers, 'module')} recomputed"
 
-    def brief(self, levers: Levers, batch_size: int) -> str:
-        return _counted(levers, "region")
+    def brief(self, on: LeversOn) -> str:
+        return _counted(on.levers, "region")
 
     def switches(self, levers: Levers) -> bool:
         return levers.compiler == "none"  # else they are part of the compiled code
@@ -71,3 +73,43 @@ def _named(before: Levers, chosen: Levers) -> tuple[Levers, str]:
         raise NotOffered("no choice of modules lowers the peak further")
     keeping = sum(bool(region.keep) for region in chosen.regions)
     return chosen, f"{len(chosen.regions)} regions, {keeping} of them keep operators"
+
+
+class ActivationOffload(Lever):
+    """Offload of regions, a part of checkpointing: it is chosen by the same solver, and applied with the regions."""
+
+    name = ACTIVATION_OFFLOAD
+    field = "regions"
+    switchable = True
+    conflicts = (
+        Conflict(
+            ACTIVATION_OFFLOAD,
+            NO_LINK,
+            "the speed of copies to the host is unknown, or the device has none",
+            "leave out host_budget, or name a GPU with a known link_bytes_per_second",
+        ),
+        Conflict(ACTIVATION_OFFLOAD, JITTOR, "Jittor moves memory itself", "leave out offload="),
+    )
+
+    def setting(self, on: LeversOn) -> str:
+        return f"{_offloading(on.levers):,} of them offloaded to host memory"
+
+    def brief(self, on: LeversOn) -> str:
+        return f"{_offloading(on.levers):,} offloaded"
+
+    def without(self, on: LeversOn) -> Levers:
+        return replace(on.levers, regions=tuple(replace(region, offload=False) for region in on.levers.regions))
+
+    def host_bytes(self, levers: Levers, state_bytes: int, host_budget_bytes: int) -> int:
+        return host_budget_bytes
+
+    def rungs(self) -> Mapping[str, Rung]:
+        return {"offload": _nowhere}
+
+
+def _offloading(levers: Levers) -> int:
+    return sum(region.offload for region in levers.regions)
+
+
+def _nowhere(step: Setting, levers: Levers) -> tuple[Levers, str]:
+    raise NotOffered("for GPUs only, and not a rung: memfit.plan with host_budget= chooses the regions to offload")

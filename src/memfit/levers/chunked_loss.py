@@ -18,7 +18,7 @@ from memfit.ir.remat import enclosing
 from memfit.ir.trace import Trace
 from memfit.levers.chunked_cross_entropy import can_defer, chunked, is_chunked
 from memfit.levers.conflicts import COMPILED, JITTOR, Conflict
-from memfit.levers.lever import Lever, NotOffered, Rung, Setting, least_bytes
+from memfit.levers.lever import Lever, LeversOn, NotOffered, Rung, Setting, least_bytes
 from memfit.solver.frontier import SIMPLER_WITHIN
 from memfit.units import format_bytes
 from memfit.workload import Workload
@@ -52,11 +52,11 @@ class ChunkedLoss(Lever):
         Conflict(CHUNKED_LOSS, JITTOR, "this lever needs PyTorch", "set levers.chunked_loss to null"),
     )
 
-    def setting(self, levers: Levers, batch_size: int) -> str:
-        assert levers.chunked_loss is not None
-        return f"{levers.chunked_loss.rows:,} rows of {levers.chunked_loss.head} at a time"
+    def setting(self, on: LeversOn) -> str:
+        assert on.levers.chunked_loss is not None
+        return f"{on.levers.chunked_loss.rows:,} rows of {on.levers.chunked_loss.head} at a time"
 
-    def brief(self, levers: Levers, batch_size: int) -> str:
+    def brief(self, on: LeversOn) -> str:
         return self.name
 
     def names(self, levers: Levers) -> set[str]:

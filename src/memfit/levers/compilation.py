@@ -19,11 +19,11 @@ from memfit.ir.device import Device
 from memfit.ir.operator_classes import CONVOLUTIONS, operator_class
 from memfit.ir.operator_costs import CostTable
 from memfit.ir.plan import CompilerLever, Levers
-from memfit.levers.activation_offload import ACTIVATION_OFFLOAD
+from memfit.levers.checkpointing import ACTIVATION_OFFLOAD
 from memfit.levers.chunked_loss import CHUNKED_LOSS
 from memfit.levers.conflicts import COMPILED, JITTOR, Conflict
 from memfit.levers.lean import LEAN
-from memfit.levers.lever import Lever, NotOffered, Running, Setting
+from memfit.levers.lever import Lever, LeversOn, NotOffered, Running, Setting
 from memfit.levers.optimizer_in_backward import IN_BACKWARD
 from memfit.levers.shared_by_ranks import SHARDING
 from memfit.tape import LoopWorkload
@@ -57,11 +57,11 @@ class Compilation(Lever):
     draws_otherwise = True
     conflicts = tuple(Conflict(COMPILATION, other, why, _OFF) for other, why in _REASONS.items())
 
-    def setting(self, levers: Levers, batch_size: int) -> str:
-        return levers.compiler
+    def setting(self, on: LeversOn) -> str:
+        return on.levers.compiler
 
-    def brief(self, levers: Levers, batch_size: int) -> str:
-        return "compiled, channels last" if levers.compiler == CHANNELS_LAST else "compiled"
+    def brief(self, on: LeversOn) -> str:
+        return "compiled, channels last" if on.levers.compiler == CHANNELS_LAST else "compiled"
 
     def circumstances(self, workload: Workload, device: Device | None) -> set[str]:
         return {OWN_LOOP} if isinstance(workload, LoopWorkload) else set()

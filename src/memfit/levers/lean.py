@@ -11,7 +11,7 @@ from torch import nn
 from memfit.capture.step_capture import is_compiled
 from memfit.ir.plan import Levers
 from memfit.ir.trace import Trace
-from memfit.levers.lever import Lever, NotOffered, Rung, Setting, least_bytes
+from memfit.levers.lever import Lever, LeversOn, NotOffered, Rung, Setting, least_bytes
 from memfit.recomputation.lean_modules import is_lean, is_made_lean, lean
 from memfit.units import format_bytes
 from memfit.workload import Workload
@@ -28,10 +28,10 @@ class Lean(Lever):
     switchable = True
     recomputes = True
 
-    def setting(self, levers: Levers, batch_size: int) -> str:
-        return f"outputs of {'all' if '*' in levers.lean else ', '.join(levers.lean)} recomputed, inputs kept"
+    def setting(self, on: LeversOn) -> str:
+        return f"outputs of {'all' if '*' in on.levers.lean else ', '.join(on.levers.lean)} recomputed, inputs kept"
 
-    def brief(self, levers: Levers, batch_size: int) -> str:
+    def brief(self, on: LeversOn) -> str:
         return "norms recomputed"
 
     def on_model(self, levers: Levers, model: nn.Module) -> AbstractContextManager[None]:

@@ -99,6 +99,20 @@ def least_bytes(step: Setting) -> float:
 
 
 @dataclass(frozen=True)
+class LeversOn:
+    """Levers on a step.
+
+    Attributes:
+        batch_size: Samples of the step's batch, or of the global one where ranks share it.
+        couples_batch: Whether the model or the loss couples the samples of a batch.
+    """
+
+    levers: Levers
+    batch_size: int
+    couples_batch: bool = False
+
+
+@dataclass(frozen=True)
 class Running:
     """A step in the making: each lever takes one and hands one on.
 
@@ -144,26 +158,26 @@ class Lever(ABC):
 
     # What it is set to
 
-    def is_used(self, levers: Levers, batch_size: int) -> bool:
+    def is_used(self, on: LeversOn) -> bool:
         """Tell whether levers have it change the step."""
-        return levers != self.without(levers, batch_size)
+        return on.levers != self.without(on)
 
     @abstractmethod
-    def setting(self, levers: Levers, batch_size: int) -> str:
+    def setting(self, on: LeversOn) -> str:
         """Return its setting, for the table of a plan's levers."""
 
-    def brief(self, levers: Levers, batch_size: int) -> str:
+    def brief(self, on: LeversOn) -> str:
         """Return its setting in a word or two, for a table of many plans."""
-        return self.setting(levers, batch_size)
+        return self.setting(on)
 
-    def numerics(self, levers: Levers, couples_batch: bool) -> Numerics:
-        """Return its numerics class; the samples of a batch may be coupled, by the model or by the loss."""
+    def numerics(self, on: LeversOn) -> Numerics:
+        """Return its numerics class."""
         return self.numerics_class
 
-    def without(self, levers: Levers, batch_size: int) -> Levers:
+    def without(self, on: LeversOn) -> Levers:
         """Return levers that don't use it."""
-        default = getattr(Levers(microbatch_size=batch_size), self.field)
-        return msgspec.structs.replace(levers, **{self.field: default})
+        default = getattr(Levers(microbatch_size=on.batch_size), self.field)
+        return msgspec.structs.replace(on.levers, **{self.field: default})
 
     def names(self, levers: Levers) -> set[str]:
         """Return the names by which conflicts know it and its setting."""
@@ -173,21 +187,21 @@ class Lever(ABC):
         """Tell whether the optimizer holds another state under it."""
         return False
 
-    def may_switch(self, levers: Levers, to: Levers, batch_size: int) -> bool:
+    def may_switch(self, on: LeversOn, to: Levers) -> bool:
         """Tell whether a step under some levers may go on under others, as far as it is concerned."""
-        return self.switches(levers) or getattr(levers, self.field) == getattr(to, self.field)
+        return self.switches(on.levers) or getattr(on.levers, self.field) == getattr(to, self.field)
 
     def switches(self, levers: Levers) -> bool:
         """Tell whether it may change between two steps under some levers."""
         return self.switchable
 
-    def use(self, levers: Levers, batch_size: int, couples_batch: bool) -> LeverUse:
+    def use(self, on: LeversOn) -> LeverUse:
         """Return its use in words."""
         return LeverUse(
             name=self.name,
-            setting=self.setting(levers, batch_size),
-            brief=self.brief(levers, batch_size),
-            numerics=self.numerics(levers, couples_batch),
+            setting=self.setting(on),
+            brief=self.brief(on),
+            numerics=self.numerics(on),
             recomputes=self.recomputes,
         )
 
@@ -226,8 +240,8 @@ class Lever(ABC):
 
     # How it is chosen
 
-    def waits_for(self, levers: Levers, batch_size: int) -> Levers | None:
-        """Return a combination that is captured before one with it, which is left out where that is slow."""
+    def waits_for(self, on: LeversOn) -> Levers | None:
+        """Return the combination to capture first: where that one is slow, the lever is left out."""
         return None
 
     def propose(self, step: Setting, wanted: list[Levers]) -> list[Levers]:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from memfit.ir.plan import Levers, Numerics
 from memfit.levers.conflicts import BATCH_NORM, COUPLING_LOSS, GRADIENT_HOOKS, Conflict
-from memfit.levers.lever import Lever, NotOffered, Rung, Setting
+from memfit.levers.lever import Lever, LeversOn, NotOffered, Rung, Setting
 from memfit.workload import Workload, samples_of
 
 MICROBATCHES = "microbatches"
@@ -45,24 +45,24 @@ class Microbatches(Lever):
     switchable = True
     conflicts = (OF_BATCH_NORM, OF_COUPLING_LOSS, OF_GRADIENT_HOOKS)
 
-    def is_used(self, levers: Levers, batch_size: int) -> bool:
-        return levers.microbatch_size < samples_of_rank(levers, batch_size)
+    def is_used(self, on: LeversOn) -> bool:
+        return on.levers.microbatch_size < samples_of_rank(on)
 
-    def setting(self, levers: Levers, batch_size: int) -> str:
-        size, batch_size = levers.microbatch_size, samples_of_rank(levers, batch_size)
+    def setting(self, on: LeversOn) -> str:
+        size, batch_size = on.levers.microbatch_size, samples_of_rank(on)
         count = -(-batch_size // size)
         last = batch_size - size * (count - 1)
         uneven = f", the last of {last:,}" if last != size else ""
         return f"{size:,} of {batch_size:,} samples, {count:,} microbatches{uneven}"
 
-    def brief(self, levers: Levers, batch_size: int) -> str:
-        return f"microbatch {levers.microbatch_size:,}"
+    def brief(self, on: LeversOn) -> str:
+        return f"microbatch {on.levers.microbatch_size:,}"
 
-    def numerics(self, levers: Levers, couples_batch: bool) -> Numerics:
-        return "changed" if couples_batch else "reordered"
+    def numerics(self, on: LeversOn) -> Numerics:
+        return "changed" if on.couples_batch else "reordered"
 
-    def waits_for(self, levers: Levers, batch_size: int) -> Levers | None:
-        return replace(levers, microbatch_size=batch_size)
+    def waits_for(self, on: LeversOn) -> Levers | None:
+        return replace(on.levers, microbatch_size=on.batch_size)
 
     def propose(self, step: Setting, wanted: list[Levers]) -> list[Levers]:
         if step.coupling is not None and step.numerics != "changed":
@@ -92,9 +92,9 @@ class Microbatches(Lever):
         return best, f"{-(-step.batch_size // best.microbatch_size)} of {best.microbatch_size} samples"
 
 
-def samples_of_rank(levers: Levers, batch_size: int) -> int:
+def samples_of_rank(on: LeversOn) -> int:
     """Return the samples of a global batch that a rank runs at most."""
-    return batch_size if levers.sharding is None else -(-batch_size // levers.sharding.world_size)
+    return on.batch_size if on.levers.sharding is None else -(-on.batch_size // on.levers.sharding.world_size)
 
 
 def microbatch_size_of(levers: Levers, workload: Workload) -> int | None:

@@ -27,7 +27,7 @@ from memfit.levers.conflicts import (
     SEVERAL_OPTIMIZERS,
     Conflict,
 )
-from memfit.levers.lever import Fallback, Rung, Running, Setting
+from memfit.levers.lever import Fallback, LeversOn, Rung, Running, Setting
 from memfit.levers.microbatches import MICROBATCHES
 from memfit.workload import Workload
 
@@ -58,13 +58,13 @@ class UpdateLever(Fallback):
     field = "optimizer"
     value: ClassVar[OptimizerLever]
 
-    def is_used(self, levers: Levers, batch_size: int) -> bool:
-        return levers.optimizer == self.value
+    def is_used(self, on: LeversOn) -> bool:
+        return on.levers.optimizer == self.value
 
-    def setting(self, levers: Levers, batch_size: int) -> str:
+    def setting(self, on: LeversOn) -> str:
         return self.value
 
-    def brief(self, levers: Levers, batch_size: int) -> str:
+    def brief(self, on: LeversOn) -> str:
         return f"optimizer {self.value}"
 
     def is_applied(self, workload: Workload) -> bool:

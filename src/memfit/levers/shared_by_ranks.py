@@ -12,7 +12,7 @@ from memfit.errors import PlanError
 from memfit.ir.plan import Levers, Numerics
 from memfit.ir.sharding import Sharding
 from memfit.levers.conflicts import ADAPTING, BATCH_NORM, COUPLING_LOSS, NO_LINK, SEVERAL_OPTIMIZERS, Conflict
-from memfit.levers.lever import Lever, Running, Setting
+from memfit.levers.lever import Lever, LeversOn, Running, Setting
 from memfit.levers.offloaded_optimizer import OFFLOADED
 from memfit.levers.optimizer_in_backward import IN_BACKWARD
 from memfit.levers.replaced_optimizer import ADAFACTOR, ADAMW_8BIT
@@ -79,16 +79,16 @@ class SharedByRanks(Lever):
         of_weights = {OF_WEIGHTS} if sharding.is_fully_sharded else set[str]()
         return {self.name} | of_weights | ({ON_HOST} if sharding.offload else set())
 
-    def setting(self, levers: Levers, batch_size: int) -> str:
-        return described(levers.sharding) if levers.sharding else ""
+    def setting(self, on: LeversOn) -> str:
+        return described(on.levers.sharding) if on.levers.sharding else ""
 
-    def brief(self, levers: Levers, batch_size: int) -> str:
-        return f"{levers.sharding.mode} of {levers.sharding.world_size}" if levers.sharding else ""
+    def brief(self, on: LeversOn) -> str:
+        return f"{on.levers.sharding.mode} of {on.levers.sharding.world_size}" if on.levers.sharding else ""
 
-    def numerics(self, levers: Levers, couples_batch: bool) -> Numerics:
-        if couples_batch:
+    def numerics(self, on: LeversOn) -> Numerics:
+        if on.couples_batch:
             return "changed"
-        return "reduced" if levers.sharding and levers.sharding.param_dtype else "reordered"
+        return "reduced" if on.levers.sharding and on.levers.sharding.param_dtype else "reordered"
 
     def changes_state(self, levers: Levers) -> bool:
         return levers.sharding is not None

@@ -14,8 +14,7 @@ from memfit.held_state import generators_of
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Plan
 from memfit.levers import registry
-from memfit.levers.circumstances import check_combination
-from memfit.levers.lever import Running
+from memfit.levers.lever import LeversOn, Running
 from memfit.levers.microbatches import microbatch_size_of
 from memfit.recomputation.generators import foreign_generators, preserved
 from memfit.tape import LoopWorkload
@@ -40,12 +39,12 @@ def applied(
         is_part: Whether the workload's batch is one rank's part.
         options: More `StepOptions`.
     """
-    check_combination(levers, workload)
+    registry.check_combination(levers, workload)
     running = Running(
         workload, StepOptions(microbatch_size=microbatch_size_of(levers, workload), **options), mesh, is_part
     )
     with contextlib.ExitStack() as stack:
-        for lever in registry.used(levers, samples_of(workload)):
+        for lever in registry.used(LeversOn(levers, samples_of(workload))):
             running = stack.enter_context(lever.apply(levers, running))
         if isinstance(running.workload, LoopWorkload) and running.workload.tape.entries:
             yield TapedStep(running.workload, running.options.autocast)
@@ -98,7 +97,7 @@ def check_plan(plan: Plan, workload: Workload) -> None:
             f"the plan's levers.microbatch_size is {plan.levers.microbatch_size}: it must be from 1 to the batch's"
             f" {size} samples"
         )
-    check_combination(plan.levers, workload, allowed=plan.allowed)
+    registry.check_combination(plan.levers, workload, allowed=plan.allowed)
 
 
 def check_workload(workload: Workload, device: Device) -> None:
@@ -131,7 +130,7 @@ def check_as_given(workload: Workload) -> None:
 def host_bytes_of(plan: Plan) -> dict[str, int]:
     """Return the host memory that a plan's levers take, by their names."""
     state_bytes = plan.plain.by_category.get("optimizer state", 0)
-    return registry.host_bytes(plan.levers, plan.batch_size, state_bytes, plan.host_budget_bytes)
+    return registry.host_bytes(plan.levers, state_bytes, plan.host_budget_bytes)
 
 
 def check_untouched(workload: Workload) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from memfit.ir.plan import Candidate, Levers, Plan, allows, at_point
 from memfit.levers import registry
+from memfit.levers.lever import LeversOn
 from memfit.levers.microbatches import microbatch_size_of
 from memfit.recomputation.probe import checking
 from memfit.training.step import Step
@@ -22,7 +23,7 @@ from memfit.workload import samples_of
 def switched(model: nn.Module, levers: Levers) -> Iterator[None]:
     """Put on a model the levers that may change between two steps, until the context is left."""
     with contextlib.ExitStack() as stack:
-        for lever in registry.used(levers, levers.microbatch_size):
+        for lever in registry.used_whole(levers):
             if lever.switches(levers):
                 stack.enter_context(lever.on_model(levers, model))
         yield
@@ -33,7 +34,7 @@ def without_switched(levers: Levers, batch_size: int) -> Levers:
     bare = levers
     for lever in registry.LEVERS:
         if lever.switches(levers):
-            bare = lever.without(bare, batch_size)
+            bare = lever.without(LeversOn(bare, batch_size))
     return replace(bare, microbatch_size=levers.microbatch_size)
 
 
@@ -111,9 +112,10 @@ def candidates_of(plan: Plan) -> list[Candidate]:
     one that the user allowed.
     """
 
+    on = LeversOn(plan.levers, plan.batch_size)
+
     def may_follow(point: Candidate) -> bool:
-        levers = registry.LEVERS
-        return all(lever.may_switch(plan.levers, point.levers, plan.batch_size) for lever in levers)
+        return all(lever.may_switch(on, point.levers) for lever in registry.LEVERS)
 
     points = [c for c in plan.frontier if allows(plan.allowed, c.numerics) and may_follow(c)]
     return sorted(points, key=lambda c: -c.peak_bytes)

@@ -19,6 +19,7 @@ from memfit.ir import codec
 from memfit.ir.plan import Plan
 from memfit.levers import registry
 from memfit.levers.compilation import LIMIT
+from memfit.levers.lever import LeversOn
 from memfit.levers.stack import applied, check_as_given, check_plan, host_bytes_of
 from memfit.levers.switch import Switch, without_switched
 from memfit.pipeline.adaptive import Adaptive
@@ -201,7 +202,7 @@ def switchable(
     ):
         if limit_bytes is not None:
             if on_cpu:
-                registry.check_names(registry.names(plan.levers, plan.batch_size) | {LIMIT})
+                registry.check_names(registry.names(LeversOn(plan.levers, plan.batch_size)) | {LIMIT})
             step.change(limit=_limit(limit_bytes, step))
         yield switch
 

@@ -44,10 +44,10 @@ from memfit.pipeline._plan import planned as make_plan
 from memfit.pipeline.first_arguments import checked
 from memfit.pipeline.kept_plans import Kept
 from memfit.pipeline.verbs import uninterrupted
+from memfit.planner.capture_failures import first_line
 from memfit.planner.captured_steps import Findings
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import Progress, costs_of, predict, silent
-from memfit.planner.trials import first_line
 from memfit.recomputation.probe import checking
 from memfit.tape import (
     CallNumber,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -22,7 +23,8 @@ from memfit.levers.microbatches import microbatch_sizes
 from memfit.levers.stack import check_as_given, check_workload
 from memfit.pipeline.first_arguments import checked
 from memfit.pipeline.verbs import verb
-from memfit.planner import gpu_process, worlds
+from memfit.planner import gpu_process
+from memfit.planner.fleet_search import FleetOptions, FleetSearch, joined, search
 from memfit.planner.prediction import Progress, silent
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.report.verdict import of_text
@@ -77,7 +79,7 @@ def fleet(
         CaptureError: The step can't be captured.
     """
     check_as_given(workload)
-    asked = read_budget(budget, of_plain=False)
+    of_card = read_budget(budget, of_plain=False)
     _check(steps, world_sizes, sharding, numerics)
     if set(precisions or ()) - {"32-true"} and not allows(numerics, "reduced"):
         raise UsageError(
@@ -85,35 +87,36 @@ def fleet(
         )
     within_hours = None if within is None else parse_hours(within, "within")
     found_prices = dict(prices) if isinstance(prices, Mapping) else read_prices(prices) if prices is not None else {}
-    cards = _cards(devices)
-    options: dict[str, Any] = {
-        "budget": budget,
-        "world_sizes": sorted(set(world_sizes)),
-        "modes": SEARCHED if sharding == "auto" else (sharding,),
-        "numerics": numerics,
-        "precisions": precisions,
-        "each": each,
-    }
-    result = _found(workload, cards, options, progress)
-    by_name = {card.name: card for card in cards}
-    rows = [_row(each, by_name[each.device], steps, found_prices) for each in result.found]
-    order = list(by_name)
-    misfits = result.misfits
+    options = FleetOptions(
+        devices=_cards(devices),
+        budget=of_card,
+        steps=steps,
+        world_sizes=sorted(set(world_sizes)),
+        modes=SEARCHED if sharding == "auto" else (sharding,),
+        numerics=numerics,
+        precisions=precisions,
+        prices=found_prices,
+        each=each,
+    )
+    result = _searched(workload, options, progress)
+    rows, misfits = result.rows, result.misfits
     if not rows:
         raise _nothing_fits(misfits, numerics)
-    notes = [*result.notes, *_notes(cards, rows, found_prices)]
+    by_name = {card.name: card for card in options.devices}
+    order = list(by_name)
+    notes = [*result.notes, *_notes(options, rows)]
     fastest = min(rows, key=lambda row: (row.hours, row.ranks))
     if precisions is None and fastest.levers.precision != "32-true":
-        of_fastest = {**options, "world_sizes": [fastest.ranks], "precisions": ["32-true"]}
-        in_fp32 = _found(workload, [by_name[fastest.device]], of_fastest, progress)
-        notes.append(_in_fp32(fastest, in_fp32))
+        cards = [by_name[fastest.device]]
+        in_fp32 = replace(options, devices=cards, world_sizes=[fastest.ranks], precisions=["32-true"])
+        notes.append(_in_fp32(fastest, _searched(workload, in_fp32, progress)))
     return Fleet(
         memfit_version=__version__,
         torch_version=str(torch.__version__),
         workload=workload.name,
         fingerprint=fingerprint(workload),
         batch_size=samples_of(workload),
-        budget=asked.said,
+        budget=of_card.said,
         steps=steps,
         within_hours=within_hours,
         allowed=numerics,
@@ -125,57 +128,29 @@ def fleet(
     )
 
 
-def _found(workload: Workload, cards: Sequence[Device], options: dict[str, Any], progress: Progress) -> worlds.Worlds:
+def _searched(workload: Workload, options: FleetOptions, progress: Progress) -> FleetSearch:
     """Search here, or in processes where a GPU's program can be captured."""
-    if not any(gpu_process.is_elsewhere(card) for card in cards):
-        return _searched(workload, **options, devices=cards, progress=progress)
-    sizes = microbatch_sizes(samples_of(workload))
-    parts = worlds.in_two(cards, options["numerics"], options["precisions"])
-    calls = [{**options, "devices": part} for part in parts]
-    return worlds.joined(gpu_process.call_each(_searched, workload, calls, progress, sizes=sizes))
+    if any(gpu_process.is_elsewhere(card) for card in options.devices):
+        calls = [{"options": part} for part in options.in_two()]
+        sizes = microbatch_sizes(samples_of(workload))
+        return joined(gpu_process.call_each(_searched, workload, calls, progress, sizes=sizes))
+    for device in options.devices:
+        check_workload(workload, device)
+    with without_collector():  # which would go through millions of objects, none of which is garbage
+        return search(workload, options, progress)
 
 
-def _in_fp32(fastest: FleetRow, in_fp32: worlds.Worlds) -> str:
+def _in_fp32(fastest: FleetRow, in_fp32: FleetSearch) -> str:
     """Say what the fastest cards give in fp32, as the model is written."""
     row = f"{fastest.ranks} × {fastest.device}"
-    if not in_fp32.found:
+    if not in_fp32.rows:
         return f"in {fastest.levers.precision}, which numerics='reduced' allows; in 32-true nothing fits {row}"
-    seconds = in_fp32.found[0].step_seconds
+    seconds = in_fp32.rows[0].step_seconds
     return (
         f"in {fastest.levers.precision}, which numerics='reduced' allows; in 32-true {row} need"
         f" {format_seconds(seconds)} a step, {seconds / fastest.step_seconds - 1:.0%} more: numerics='reordered'"
         " compares in 32-true"
     )
-
-
-def _searched(
-    workload: Workload,
-    *,
-    devices: Sequence[Device],
-    budget: int | str,
-    world_sizes: Sequence[int],
-    modes: Sequence[Mode],
-    numerics: Numerics,
-    precisions: Sequence[Precision] | None,
-    each: bool,
-    progress: Progress,
-) -> worlds.Worlds:
-    """Search here, where a GPU's program can be captured."""
-    for device in devices:
-        check_workload(workload, device)
-    asked = worlds.Asked(
-        workload=workload,
-        devices=devices,
-        budget=read_budget(budget, of_plain=False),
-        numerics=numerics,
-        precisions=precisions,
-        world_sizes=world_sizes,
-        modes=modes,
-        each=each,
-        progress=progress,
-    )
-    with without_collector():  # which would go through millions of objects, none of which is garbage
-        return worlds.search(asked)
 
 
 def _check(steps: int, world_sizes: Sequence[int], sharding: str, numerics: Numerics) -> None:
@@ -206,26 +181,6 @@ def _cards(names: Sequence[str] | None) -> list[Device]:
     return list(cards.values())
 
 
-def _row(found: worlds.Found, card: Device, steps: int, prices: Mapping[str, Price]) -> FleetRow:
-    hours = found.step_seconds * steps / 3600
-    price = prices.get(found.device)
-    return FleetRow(
-        device=found.device,
-        ranks=found.ranks,
-        nodes=-(-found.ranks // card.cards_per_node),
-        levers=found.levers,
-        uses=found.uses,
-        numerics=found.numerics,
-        budget_bytes=found.budget_bytes,
-        peak_bytes=found.peak_bytes,
-        held_bytes=found.held_bytes,
-        step_seconds=found.step_seconds,
-        hours=hours,
-        cost=None if price is None else price.per_hour * found.ranks * hours,
-        currency="" if price is None else price.currency,
-    )
-
-
 def _nothing_fits(misfits: Sequence[Misfit], numerics: Numerics) -> InfeasibleError:
     freer = "" if allows(numerics, "reduced") else " allow numerics='reduced',"
     nearest = min(misfits, key=lambda each: each.held_bytes / each.budget_bytes)
@@ -240,8 +195,9 @@ def _nothing_fits(misfits: Sequence[Misfit], numerics: Numerics) -> InfeasibleEr
     )
 
 
-def _notes(cards: Sequence[Device], rows: Sequence[FleetRow], prices: Mapping[str, Price]) -> list[str]:
+def _notes(options: FleetOptions, rows: Sequence[FleetRow]) -> list[str]:
     """Return what was assumed of cards, links and prices."""
+    cards, prices = options.devices, options.prices
     found = [
         f"times are modelled, and links run at their vendors' rates: expect an error of {STEP_ERROR:.0%}, and"
         " time a few steps before you rent many cards"

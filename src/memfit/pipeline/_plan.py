@@ -18,8 +18,7 @@ from memfit.ir.device import Device
 from memfit.ir.plan import NUMERICS, CompilerLever, Numerics, OptimizerLever, Plan, Precision, allows
 from memfit.ir.sharding import Mode, Sharding
 from memfit.levers import registry
-from memfit.levers.activation_offload import ACTIVATION_OFFLOAD
-from memfit.levers.circumstances import circumstances
+from memfit.levers.checkpointing import ACTIVATION_OFFLOAD
 from memfit.levers.compilation import COMPILATION
 from memfit.levers.microbatches import microbatch_sizes
 from memfit.levers.shared_by_ranks import SHARDING
@@ -31,7 +30,7 @@ from memfit.pipeline.verbs import verb
 from memfit.planner import gpu_process
 from memfit.planner.assembly import assemble
 from memfit.planner.captured_steps import Findings, Request
-from memfit.planner.contenders import Measure
+from memfit.planner.near_ties import Measure
 from memfit.planner.prediction import Progress, check_precision, silent
 from memfit.ranks.environment import launched_size
 from memfit.ranks.one_process import SingleProcess
@@ -213,7 +212,7 @@ def _requested(
         check_precision(precision, "precisions", found, workload)
     host_budget_bytes = 0 if options.host_budget is None else parse_budget(options.host_budget, None, "host_budget")
     if host_budget_bytes:
-        used = {ACTIVATION_OFFLOAD} | circumstances(workload, found)
+        used = {ACTIVATION_OFFLOAD} | registry.circumstances(workload, found)
         registry.check_names(used, where=f"host_budget={options.host_budget!r} on {found.name}: ")
     if "32-true" not in searched and not allows(numerics, "reduced"):
         raise UsageError(
@@ -255,7 +254,9 @@ def _check_compilation(workload: Workload, options: PlanOptions, device: Device)
             " Allow numerics='reordered'"
         )
     shared = {SHARDING} if options.world_size != 1 else set()
-    registry.check_names({COMPILATION} | shared | circumstances(workload, device), where=f"compile={compile!r}: ")
+    registry.check_names(
+        {COMPILATION} | shared | registry.circumstances(workload, device), where=f"compile={compile!r}: "
+    )
 
 
 def _asked_to_measure(measure: Measure) -> Measure:

@@ -32,8 +32,8 @@ from memfit.pipeline.statements import (
     prediction_failures,
 )
 from memfit.pipeline.verbs import verb
+from memfit.planner.confirmation import probe_regions
 from memfit.planner.prediction import Progress, silent
-from memfit.planner.proof import probe_regions
 from memfit.recomputation.generators import foreign_generators, preserved
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.rng import rng_preserved
@@ -97,7 +97,7 @@ def _held(plan: Plan, workload: Workload, progress: Progress) -> Verification:
     place = check_runs_here(plan, workload)
     size = samples_of(workload)
     plain = Levers(microbatch_size=size)
-    quiet = plan.levers.microbatch_size < size or registry.draws_otherwise(plan.levers, size)
+    quiet = plan.levers.microbatch_size < size or registry.draws_otherwise(plan.levers)
     with nothing_changes(workload) as around:
         tell = around.outside(progress)
         unlike = _unlike(workload, place)

@@ -21,6 +21,7 @@ from memfit.ir.plan import Plan
 from memfit.ir.simulate import simulate
 from memfit.levers import registry
 from memfit.levers.conflicts import ADAPTING
+from memfit.levers.lever import LeversOn
 from memfit.levers.switch import Switch, candidates_of, lowered
 from memfit.planner.captures import Captures
 from memfit.planner.prediction import costs_of
@@ -99,7 +100,7 @@ class Adaptive(Recovery):
     """
 
     def __init__(self, switch: Switch, plan: Plan, workload: Workload, snapshots: Snapshots | None = None) -> None:
-        registry.check_names({ADAPTING} | registry.names(plan.levers, plan.batch_size))
+        registry.check_names({ADAPTING} | registry.names(LeversOn(plan.levers, plan.batch_size)))
         super().__init__(switch.step, plan, self._next, snapshots=snapshots)
         self.candidates = candidates_of(plan)
         self.taken: Counter[tuple[int, int]] = Counter()

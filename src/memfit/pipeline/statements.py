@@ -11,6 +11,7 @@ from memfit.hardware.host import find_device
 from memfit.ir.plan import Numerics, Plan, freest
 from memfit.ir.verification import GradientDifference, Verification
 from memfit.levers import registry
+from memfit.levers.lever import LeversOn
 from memfit.planner.batch_coupling import coupling
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import Progress, costs_of, predict, silent
@@ -112,7 +113,7 @@ def peak_failures(plan: Plan, found: Verification) -> list[str]:
     off = abs(found.measured_peak_bytes - plan.predicted.peak_bytes) / found.measured_peak_bytes
     is_less = found.measured_peak_bytes < plan.predicted.peak_bytes
     allowed = PREDICTION_TOLERANCE
-    if is_less and registry.compiles(plan.levers, plan.batch_size):
+    if is_less and registry.compiles(plan.levers):
         allowed = COMPILED_TOLERANCE
     if off > allowed:
         failures.append(
@@ -140,7 +141,7 @@ def prediction_failures(workload: Workload, *, plan: Plan, progress: Progress = 
         )
     size = samples_of(workload)
     couples = plan.levers.microbatch_size < size and coupling(trace, workload) is not None
-    uses = registry.uses(plan.levers, size, couples)
+    uses = registry.uses(LeversOn(plan.levers, size, couples))
     if uses != plan.uses:
         stated, actual = ("; ".join(f"{u.name}: {u.setting}, {u.numerics}" for u in us) for us in (plan.uses, uses))
         failures.append(f"the plan states uses [{stated}], but its levers are [{actual}]")

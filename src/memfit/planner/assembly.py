@@ -29,19 +29,20 @@ from memfit.ir.plan import (
 )
 from memfit.ir.remat import Regions
 from memfit.levers import registry
-from memfit.levers.circumstances import circumstances
 from memfit.levers.conflicts import met
-from memfit.levers.lever import Fallback, NotOffered, least_bytes
+from memfit.levers.lever import Fallback, LeversOn, NotOffered, least_bytes
 from memfit.levers.shared_by_ranks import described
 from memfit.planner.batch_coupling import coupling
+from memfit.planner.capture_failures import refusal_notes
 from memfit.planner.captured_steps import CapturedSteps, Request
-from memfit.planner.confirmation import Confirmation, LeftOut
-from memfit.planner.contenders import contenders
+from memfit.planner.confirmation import Confirmation, Excluded
+from memfit.planner.deferred import DeferredCandidates, size_between
 from memfit.planner.measured_choice import Choice, measured_choice, unmeasured
 from memfit.planner.measured_steps import CODE_SECONDS, why_not_here
-from memfit.planner.postponed import Postponed
+from memfit.planner.near_ties import near_ties
 from memfit.planner.search import (
     ADVICE_SECONDS,
+    Advice,
     Confirmed,
     Limits,
     Saving,
@@ -50,8 +51,6 @@ from memfit.planner.search import (
     leanest_that_fits,
     with_plan,
 )
-from memfit.planner.sizes_between import size_between
-from memfit.planner.trials import refusal_notes
 from memfit.solver.candidates import refusals
 from memfit.solver.frontier import SIMPLER_WITHIN, Combination, frontier
 from memfit.tape import LoopWorkload
@@ -74,111 +73,47 @@ def assemble(request: Request) -> Plan:
         InfeasibleError: No plan that the numerics class allows fits.
         CaptureError: The step can't be captured.
     """
-    return _Assembly(request).plan()
+    assembly = _Assembly(request)
+    assembly.capture()
+    started = time.monotonic()
+    chosen, points, proof = assembly.proven()
+    solve_seconds = time.monotonic() - started
+    choice = assembly.measured(Choice(chosen, proof))
+    if choice.confirmed.point.levers != chosen.point.levers:
+        points = with_plan(points, choice.confirmed, assembly.limits)
+    return assembly.plan(choice, points, solve_seconds)
 
 
 class _Assembly:
     def __init__(self, request: Request) -> None:
         self.request, self.steps = request, CapturedSteps(request)
-        self.confirmation = Confirmation(
-            request.workload, self.steps.part, request.device, self.steps.trials, self.steps.plain, request.engine
-        )
+        self.confirmation = Confirmation(request.workload, self.steps.failures, request.engine)
         self.notes: list[str] = list(request.findings.notes)
         self.excluded = request.findings.excluded
         self.solving_seconds = 0.0
         self.wanted: list[Levers] = []
         self.is_renewed = False  # whether the search was begun again, by times that were measured anew
 
-    def plan(self) -> Plan:
-        self._capture_all()
-        request, steps, started = self.request, self.steps, time.monotonic()
-        while True:
-            searched, steps.are_renewed = self._searched(), False
-            try:
-                chosen, points = self._search()
-                if steps.are_renewed and not self.is_renewed:
-                    self.is_renewed, self.wanted = True, steps.captured(self.wanted)
-                    continue
-                proof = self._proof(chosen)
-                break
-            except LeftOut as e:
-                self._leave_out(e)
-                if self._searched() == searched:  # it would be chosen again
-                    raise e.error from None
-        solve_seconds = time.monotonic() - started
-        choice = self._measured(Choice(chosen, proof))
-        self.notes += choice.notes
-        point, prediction = choice.confirmed
-        if point.levers != chosen.point.levers:
-            points = with_plan(points, choice.confirmed, self.limits)
-        self._note_draws(point.levers)
-        is_here = request.device.kind == "cpu" and request.device.is_here
-        code_seconds = self._code_seconds(point.levers) if is_here else 0.0
-        self._note_code(point.levers, code_seconds)
-        self._note_postponed()
-        bound = min(point.bound_seconds, prediction.step_seconds)
-        gap = 1 - bound / prediction.step_seconds
-        notes = [*steps.traces[steps.plain].notes, *self.notes, *steps.trials.notes()]
-        if request.engine is not None:
-            notes.append(
-                f"another library's engine shares the step: {described(request.engine)}. memfit counted it on"
-                " paper and did not capture it; the batch and the prediction are one rank's"
-            )
-        return Plan(
-            memfit_version=__version__,
-            torch_version=str(torch.__version__),
-            workload=request.workload.name,
-            fingerprint=fingerprint(request.workload),
-            device=request.device.name,
-            batch_size=steps.global_batch_size,
-            budget_bytes=self.limits.budget_bytes,
-            budget_share=self.budget_share,
-            host_budget_bytes=request.host_budget_bytes,
-            levers=point.levers,
-            uses=point.uses,
-            numerics=point.numerics,
-            allowed=request.numerics,
-            plain=self._as_is,
-            predicted=prediction,
-            solution=Solution(
-                status="optimal" if point.status == "optimal" and gap <= SIMPLER_WITHIN else "feasible",
-                bound_seconds=bound,
-                gap=gap,
-                solve_seconds=solve_seconds,
-            ),
-            frontier=points,
-            notes=list(dict.fromkeys(notes)),
-            proof=choice.proof,
-            engine=request.engine,
-            measured=choice.measured,
-            code_seconds=code_seconds,
-        )
-
     # Capture
 
-    def _capture_all(self) -> None:
+    def capture(self) -> None:
         """Capture the step with every combination of levers but regions that is searched."""
-        steps, progress = self.steps, self.request.progress
-        progress("capture", 0, 1)
+        steps, request = self.steps, self.request
+        request.progress("capture", 0, 1)
         first = self.confirmation.capture(steps.alone)
-        self.request.findings.plain = first
-        steps.traces[steps.alone] = first
+        request.findings.plain = steps.traces[steps.alone] = first
         steps.share()
         self._take_budget()
-        steps.coupling = coupling(first, self.request.workload)
+        steps.coupling = coupling(first, request.workload)
         wanted = [steps.plain] if self._waits() else self._proposed()
         waiting = {levers: before for levers in wanted if (before := self._waits_for(levers)) is not None}
         early = steps.captured([levers for levers in wanted if levers not in waiting])
         seconds = {levers: steps.predicted(levers).step_seconds for levers in early}
         least = min((seconds[levers] for levers in early if steps.allows(levers)), default=math.inf)
         slow = {levers for levers in early if seconds[levers] > _SLOW * least}
-        postponed = {
-            levers: before
-            for levers, before in waiting.items()
-            if before in slow or registry.compiles(levers, steps.batch_size)
-        }
-        self.postponed = Postponed(steps, postponed, early)
-        wanted = [levers for levers in wanted if levers in early or levers in waiting and levers not in postponed]
+        deferred = {levers: before for levers, before in waiting.items() if before in slow or registry.compiles(levers)}
+        self.deferred = DeferredCandidates(steps, deferred, early)
+        wanted = [levers for levers in wanted if levers in early or levers in waiting and levers not in deferred]
         self.wanted = self._with_any(steps.captured(wanted))
 
     def _waits(self) -> bool:
@@ -204,8 +139,8 @@ class _Assembly:
 
     def _waits_for(self, levers: Levers) -> Levers | None:
         """Return the combination that is captured before another; None where it waits for none."""
-        for lever in registry.used(levers, self.steps.global_batch_size):
-            if (before := lever.waits_for(levers, self.steps.batch_size)) is not None:
+        for lever in registry.used(self.steps.on(levers)):
+            if (before := lever.waits_for(LeversOn(levers, self.steps.batch_size))) is not None:
                 return before
         return None
 
@@ -235,7 +170,7 @@ class _Assembly:
         if any(self.steps.allows(levers) for levers in wanted):
             return wanted
         if self.request.must_compile:
-            notes = self.steps.trials.notes()
+            notes = self.steps.failures.notes()
             raise PlanError(
                 "compile=True, and the step can't be compiled: "
                 + ("; ".join(notes) if notes else f"numerics={self.request.numerics!r} does not allow it")
@@ -244,9 +179,31 @@ class _Assembly:
 
     # Search
 
-    def _searched(self) -> object:
+    def proven(self) -> tuple[Confirmed, list[Candidate], Proof]:
+        """Return the fastest plan that fits and works, the frontier, and what the plan was held against."""
+        steps, findings = self.steps, self.request.findings
+        while True:
+            extent, steps.are_renewed = self._extent(), False
+            try:
+                chosen, points = self._search()
+                if steps.are_renewed and not self.is_renewed:
+                    self.is_renewed, self.wanted = True, steps.captured(self.wanted)
+                    continue
+                return chosen, points, self._proof(chosen)
+            except Excluded as e:
+                self.notes += e.notes
+                self.excluded |= e.modules
+                if isinstance(e.error, RecomputationError):
+                    findings.notes += e.notes
+                    findings.excluded |= e.modules
+                self.wanted = self._with_any([levers for levers in self.wanted if not e.are_out(levers)])
+                self.deferred.waiting = [levers for levers in self.deferred.waiting if not e.are_out(levers)]
+                if self._extent() == extent:  # it would be chosen again
+                    raise e.error from None
+
+    def _extent(self) -> object:
         """Return the extent of the search, to tell whether as much is searched as before."""
-        return len(self.excluded), list(self.wanted), list(self.postponed.waiting)
+        return len(self.excluded), list(self.wanted), list(self.deferred.waiting)
 
     def _search(self) -> tuple[Confirmed, list[Candidate]]:
         """Return the fastest plan that fits, confirmed, and the frontier."""
@@ -268,7 +225,7 @@ class _Assembly:
         """Return the fastest plan that fits. Fallbacks are tried only where no other is cheap."""
         seconds = self.request.time_limit_seconds
         best = self._fastest(self.combinations, seconds)
-        while added := self._postponed_no_longer(best):
+        while added := self._deferred_no_longer(best):
             best = self._fastest(added, seconds, best)
         for _ in range(_SIZES_BETWEEN):
             if best is None or not (added := self._with_size_between(best)):
@@ -290,10 +247,8 @@ class _Assembly:
             self.limits,
             self._confirm,
             seconds,
-            self._savings,
             self._beside,
-            batch=batch,
-            plain_bytes=self._as_is.peak_upper_bytes,
+            advice=Advice(batch, self._savings, self._as_is.peak_upper_bytes),
         )
 
     def _fastest(
@@ -303,32 +258,31 @@ class _Assembly:
 
         Compiled steps have wider error bars: where one does not fit, that says nothing of the others.
         """
-        size = self.steps.global_batch_size
         ways: dict[bool, list[Combination]] = {}
         for combination in self.limits.allow(combinations):
-            ways.setdefault(registry.compiles(combination.levers, size), []).append(combination)
+            ways.setdefault(registry.compiles(combination.levers), []).append(combination)
         for way in sorted(ways):
             share = seconds / len(ways)
             best, spent = fastest_that_fits(ways[way], self.limits, self._confirm, share, best)
             self.solving_seconds += spent
         return best
 
-    def _postponed_no_longer(self, best: Confirmed | None) -> list[Combination]:
+    def _deferred_no_longer(self, best: Confirmed | None) -> list[Combination]:
         best_seconds = math.inf if best is None else best.prediction.step_seconds
-        return self._search_too(self.postponed.next(best_seconds, self.limits.peak_bytes))
+        return self._search_too(self.deferred.next(best_seconds, self.limits.peak_bytes))
 
     def _with_size_between(self, best: Confirmed) -> list[Combination]:
         """Capture the step as it is with a size of microbatches between others, where that may be about as fast."""
         steps = self.steps
         searched = [c.levers for c in self.limits.allow(self.combinations)]
         levers = size_between(
-            [levers for levers in searched if not registry.compiles(levers, steps.batch_size)],
+            [levers for levers in searched if not registry.compiles(levers)],
             steps.predicted,
             batch_size=steps.batch_size,
             budget_bytes=self.limits.budget_bytes,
             below_seconds=(1 + _NEAR) * best.prediction.step_seconds,
         )
-        return [] if levers is None or steps.trials.has_failed(levers) else self._search_too(steps.captured([levers]))
+        return [] if levers is None or steps.failures.has_failed(levers) else self._search_too(steps.captured([levers]))
 
     def _search_too(self, captured: Sequence[Levers]) -> list[Combination]:
         self.wanted += captured
@@ -351,11 +305,10 @@ class _Assembly:
 
         A step of microbatches between holds at least as much as one of the smallest. It may be faster, as the best is.
         """
-        size = self.steps.global_batch_size
         bases = [
             c
             for c in self.limits.allow(self.combinations)
-            if not any(isinstance(used, Fallback) for used in registry.used(c.levers, size))
+            if not any(isinstance(used, Fallback) for used in registry.used_whole(c.levers))
         ]
         sizes = {self.steps.batch_size, min(c.levers.microbatch_size for c in bases)}
         sizes |= set() if best is None else {best.point.levers.microbatch_size}
@@ -364,12 +317,12 @@ class _Assembly:
     def _can_be_tried(self, levers: Levers) -> bool:
         """Tell whether a combination is allowed, has room in the host, has not failed, and was not searched."""
         steps, request = self.steps, self.request
-        names = registry.names(levers, steps.global_batch_size) | circumstances(request.workload, request.device)
+        names = registry.names(steps.on(levers)) | registry.circumstances(request.workload, request.device)
         return (
             levers not in self.wanted
             and steps.allows(levers)
             and steps.host_bytes_left(levers) >= 0
-            and not steps.trials.has_failed(levers)
+            and not steps.failures.has_failed(levers)
             and not met(registry.CONFLICTS, names, request.numerics)
         )
 
@@ -438,7 +391,7 @@ class _Assembly:
         return sorted((each for each in found if each.nbytes > 0), reverse=True)
 
     def _frontier(self, chosen: Confirmed) -> list[Candidate]:
-        """Solve for the frontier; return its points but that of the plan chosen, with what is held against a budget."""
+        """Solve the frontier, without the chosen plan; set the `peak_upper_bytes` of each point."""
         limit, workload = self.request.time_limit_seconds, self.request.workload
         left = min(max((1 - _FIRST_SHARE) * limit, limit - self.solving_seconds), limit / 2)
         if isinstance(workload, LoopWorkload):
@@ -447,35 +400,14 @@ class _Assembly:
             left = min(left, _LOOP_FRONTIER_SECONDS)
         progress = functools.partial(self.request.progress, "frontier")
         points = frontier(self.combinations, self.request.points, progress, left)
-        excess = chosen.excess if chosen.point.levers.regions else 1.0
-        return [
-            replace(c, peak_upper_bytes=int(c.peak_bytes * max(excess * bool(c.levers.regions), self._base_excess(c))))
-            for c in points
-            if c.levers != chosen.point.levers
-        ]
-
-    def _base_excess(self, point: Candidate) -> float:
-        """Return the upper end of a point's step without regions, as a multiple of its peak."""
-        return Confirmed(point, self.steps.predicted(replace(point.levers, regions=()))).excess
-
-    def _note_code(self, levers: Levers, seconds: float) -> None:
-        """Say that code is to be made, how much, and about how long that takes, where it can be said."""
-        if registry.compiles(levers, self.steps.global_batch_size):
-            kernels = kernels_of(self.steps.trace(replace(levers, regions=())))
-            takes = "seconds to minutes"
-            if seconds:
-                takes = f"about {format_seconds(seconds)}, unless an earlier run kept it"
-            self.notes.append(
-                f"the first step compiles about {kernels} kernels: {takes}. Step times do not include this"
-            )
-
-    def _note_postponed(self) -> None:
-        """Say which compiled steps were not searched."""
-        if sizes := self.postponed.compiled_sizes:
-            self.notes.append(
-                f"compiled microbatches of {', '.join(map(str, sizes))} were not searched: the searched"
-                " compiled steps predict no faster plan there"
-            )
+        with_regions = chosen.excess if chosen.point.levers.regions else 1.0
+        found = []
+        for point in points:
+            if point.levers != chosen.point.levers:
+                excess = Confirmed(point, self.steps.predicted(replace(point.levers, regions=()))).excess
+                excess = max(with_regions * bool(point.levers.regions), excess)
+                found.append(replace(point, peak_upper_bytes=int(point.peak_bytes * excess)))
+        return found
 
     # Confirm
 
@@ -489,15 +421,15 @@ class _Assembly:
             return self.steps.predicted(candidate.levers)
         try:
             return self._confirm(candidate)
-        except LeftOut:
+        except Excluded:
             return None
 
     def _proof(self, plan: Confirmed) -> Proof:
-        """Hold a plan's recomputation against the user's step; raise `LeftOut` where it differs."""
+        """Hold a plan's recomputation against the user's step; raise `Excluded` where it differs."""
         seconds = plan.prediction.step_seconds
         return self.confirmation.proof(plan.point.levers, self._as_is, seconds, self.request.progress)
 
-    def _measured(self, predicted: Choice) -> Choice:
+    def measured(self, predicted: Choice) -> Choice:
         """Return the plan that is fastest as it runs here, of those that the prediction can't tell apart."""
         request = self.request
         if request.measure is False:
@@ -512,7 +444,7 @@ class _Assembly:
             return unmeasured(predicted, why)
         return measured_choice(
             predicted,
-            lambda: self._contenders(predicted.confirmed),
+            lambda: self._near_ties(predicted.confirmed),
             self._proof,
             workload=request.workload,
             device=request.device,
@@ -520,15 +452,15 @@ class _Assembly:
             progress=request.progress,
         )
 
-    def _contenders(self, chosen: Confirmed) -> list[Confirmed]:
+    def _near_ties(self, chosen: Confirmed) -> list[Confirmed]:
         """Return the plans to run; with measure="auto" those only whose code is made in time."""
-        found = contenders(
+        found = near_ties(
             self.combinations,
             self.limits,
             chosen,
             self._confirm_another,
             step_error=self.steps.costs.step_error,
-            way=lambda levers: registry.compiles(levers, self.steps.global_batch_size),
+            way=registry.compiles,
         )
         if self.request.measure is True:
             return found
@@ -542,28 +474,78 @@ class _Assembly:
 
     def _code_seconds(self, levers: Levers) -> float:
         """Return about how long a plan's code takes to make; 0 where none is."""
-        if not registry.compiles(levers, self.steps.global_batch_size):
+        if not registry.compiles(levers):
             return 0.0
         return code_seconds(self.steps.trace(replace(levers, regions=())), os.cpu_count() or 1)
 
-    def _leave_out(self, found: LeftOut) -> None:
-        """Search no longer for plans with levers or regions that turned out not to work."""
-        self.notes += found.notes
-        self.excluded |= found.modules
-        if isinstance(found.error, RecomputationError):
-            self.request.findings.notes += found.notes
-            self.request.findings.excluded |= found.modules
-        self.wanted = self._with_any([levers for levers in self.wanted if not found.are_out(levers)])
-        self.postponed.waiting = [levers for levers in self.postponed.waiting if not found.are_out(levers)]
+    # Tell
 
-    def _note_draws(self, levers: Levers) -> None:
-        draws = any(op.random for op in self.steps.traces[self.steps.plain].ops)
-        if draws and levers.microbatch_size < self.steps.batch_size:
-            self.notes.append(f"{OTHER_DRAWS}microbatches differ from the whole batch's; their probability is the same")
-        elif draws and registry.draws_otherwise(levers, self.steps.global_batch_size):
-            self.notes.append(
-                f"{OTHER_DRAWS}compiled code differ from the uncompiled step's; their probability is the same"
+    def plan(self, choice: Choice, points: list[Candidate], solve_seconds: float) -> Plan:
+        """Return the plan that was chosen, with its frontier."""
+        request, steps = self.request, self.steps
+        point, prediction = choice.confirmed
+        is_here = request.device.kind == "cpu" and request.device.is_here
+        code_seconds = self._code_seconds(point.levers) if is_here else 0.0
+        bound = min(point.bound_seconds, prediction.step_seconds)
+        gap = 1 - bound / prediction.step_seconds
+        return Plan(
+            memfit_version=__version__,
+            torch_version=str(torch.__version__),
+            workload=request.workload.name,
+            fingerprint=fingerprint(request.workload),
+            device=request.device.name,
+            batch_size=steps.global_batch_size,
+            budget_bytes=self.limits.budget_bytes,
+            budget_share=self.budget_share,
+            host_budget_bytes=request.host_budget_bytes,
+            levers=point.levers,
+            uses=point.uses,
+            numerics=point.numerics,
+            allowed=request.numerics,
+            plain=self._as_is,
+            predicted=prediction,
+            solution=Solution(
+                status="optimal" if point.status == "optimal" and gap <= SIMPLER_WITHIN else "feasible",
+                bound_seconds=bound,
+                gap=gap,
+                solve_seconds=solve_seconds,
+            ),
+            frontier=points,
+            notes=self._notes(choice, code_seconds),
+            proof=choice.proof,
+            engine=request.engine,
+            measured=choice.measured,
+            code_seconds=code_seconds,
+        )
+
+    def _notes(self, choice: Choice, code_seconds: float) -> list[str]:
+        """Return the notes of a plan: on the plain step, on the search, on what was chosen, and on what failed."""
+        steps, levers, engine = self.steps, choice.confirmed.point.levers, self.request.engine
+        plain = steps.traces[steps.plain]
+        notes = [*plain.notes, *self.notes, *choice.notes]
+        draws = any(op.random for op in plain.ops)
+        if draws and levers.microbatch_size < steps.batch_size:
+            notes.append(f"{OTHER_DRAWS}microbatches differ from the whole batch's; their probability is the same")
+        elif draws and registry.draws_otherwise(levers):
+            notes.append(f"{OTHER_DRAWS}compiled code differ from the uncompiled step's; their probability is the same")
+        if registry.compiles(levers):
+            kernels = kernels_of(steps.trace(replace(levers, regions=())))
+            takes = "seconds to minutes"
+            if code_seconds:
+                takes = f"about {format_seconds(code_seconds)}, unless an earlier run kept it"
+            notes.append(f"the first step compiles about {kernels} kernels: {takes}. Step times do not include this")
+        if sizes := self.deferred.compiled_sizes:
+            notes.append(
+                f"compiled microbatches of {', '.join(map(str, sizes))} were not searched: the searched"
+                " compiled steps predict no faster plan there"
             )
+        notes += steps.failures.notes()
+        if engine is not None:
+            notes.append(
+                f"another library's engine shares the step: {described(engine)}. memfit counted it on"
+                " paper and did not capture it; the batch and the prediction are one rank's"
+            )
+        return list(dict.fromkeys(notes))
 
 
 def _kept(levers: Levers) -> tuple[object, ...]:

@@ -26,13 +26,13 @@ from memfit.ir.remat import Regions
 from memfit.ir.sharding import Mode, Sharding
 from memfit.ir.trace import Trace
 from memfit.levers import registry
-from memfit.levers.activation_offload import ACTIVATION_OFFLOAD
+from memfit.levers.checkpointing import ACTIVATION_OFFLOAD
 from memfit.levers.conflicts import met
-from memfit.levers.lever import Fallback, NotOffered
+from memfit.levers.lever import Fallback, LeversOn, NotOffered
 from memfit.levers.parameter_updates import state_bytes
-from memfit.planner.contenders import Measure
+from memfit.planner.capture_failures import CaptureFailures
+from memfit.planner.near_ties import Measure
 from memfit.planner.prediction import Progress, costs_of, predict
-from memfit.planner.trials import Trials
 from memfit.sharding.groups import around, repeated_blocks
 from memfit.sharding.one_rank import of_engine
 from memfit.sharding.proposals import proposals
@@ -82,19 +82,13 @@ class Request:
     findings: Findings = field(default_factory=Findings)
 
 
-def _part(request: Request) -> Workload:
-    """Return the workload of one rank: with the largest part of the batch."""
-    if request.world_size == 1:
-        return request.workload
-    from memfit.ranks.mesh import of_one_rank  # distributed packages take a second to import
-
-    return of_one_rank(request.workload, request.world_size)
-
-
 class CapturedSteps:
     """Captured steps, each with its costs, its prediction, and the problem of choosing its regions.
 
     It is the `Setting` that levers are asked about.
+
+    Attributes:
+        part: The workload of one rank: with the largest part of the batch.
     """
 
     def __init__(self, request: Request) -> None:
@@ -104,10 +98,14 @@ class CapturedSteps:
         self.compilers, self.must_compile = request.compilers, request.must_compile
         self.tries_all = False
         self.global_batch_size = samples_of(request.workload)
-        self.part = _part(request)
+        self.part = request.workload
+        if request.world_size > 1:
+            from memfit.ranks.mesh import of_one_rank  # distributed packages take a second to import
+
+            self.part = of_one_rank(request.workload, request.world_size)
         self.batch_size = samples_of(self.part)
         self.alone = Levers(microbatch_size=self.batch_size)
-        self.trials = Trials(self.part, request.device, self.alone)
+        self.failures = CaptureFailures(self.part, request.device, self.alone)
         self.plain = self.alone
         self.shardings: list[Sharding] = []
         self.traces: dict[Levers, Trace] = {}
@@ -117,8 +115,12 @@ class CapturedSteps:
         self._known: dict[tuple[bool, str], float] = {}  # seconds by which steps were predicted, in TF32 or not
         self.are_renewed = False  # whether operators were measured anew since this was set
 
+    def on(self, levers: Levers) -> LeversOn:
+        """Return levers on the global batch."""
+        return LeversOn(levers, self.global_batch_size, self.coupling is not None)
+
     def uses(self, levers: Levers) -> tuple[LeverUse, ...]:
-        return registry.uses(levers, self.global_batch_size, self.coupling is not None)
+        return registry.uses(self.on(levers))
 
     def share(self) -> None:
         """Have ranks share the step, where there are several: the plain step is then that of data parallelism."""
@@ -143,10 +145,10 @@ class CapturedSteps:
     def _traced(self, levers: Levers) -> Trace | None:
         """Return the trace of the step with some levers, of shared ones on paper; None where it can't be captured."""
         if levers.sharding is None:
-            trace = self.trials.capture(levers)
+            trace = self.failures.capture(levers)
             return None if trace is None else of_engine(trace, self.request.engine)
         alone = replace(levers, sharding=None)
-        if alone not in self.traces and (trace := self.trials.capture(alone)) is not None:
+        if alone not in self.traces and (trace := self.failures.capture(alone)) is not None:
             self.traces[alone] = trace
         if alone not in self.traces:
             return None
@@ -199,7 +201,7 @@ class CapturedSteps:
         return sum(abs(now - was) for was, now in pairs) > SIMPLER_WITHIN * sum(was for was, _ in pairs)
 
     def _has_kernels(self, levers: Levers) -> bool:
-        """Tell whether a step has no operator that this machine can't run in its precision; where it has, note that."""
+        """Tell whether this machine has kernels for all operators of a step in its precision; note it where not."""
         trace, plain = self.traces[levers], self.traces[self.plain]
         if self.device.kind != "cpu" or trace.precision == plain.precision:
             return True
@@ -208,7 +210,7 @@ class CapturedSteps:
         why = next((why for text in unmeasured if (why := missing_kernel(text))), None)
         if why is not None:
             del self.traces[levers]
-            self.trials.leave_out(levers, why)
+            self.failures.leave_out(levers, why)
         return why is None
 
     def _costs(self, trace: Trace) -> CostTable:
@@ -218,13 +220,13 @@ class CapturedSteps:
         """Return the problem of choosing regions, none of them of excluded modules, under levers without regions."""
         trace = self.traces[levers]
         regions, costs = Regions(trace), self._costs(trace)
-        for lever in registry.used(levers, self.global_batch_size):
+        for lever in registry.used(self.on(levers)):
             excluded |= lever.not_recomputed(levers)
             costs = lever.costs(costs)
         engine = self.request.engine
         excluded |= around(engine.units or ()) if engine is not None else frozenset()
         # Copies whose rate is not known have no price, and are not proposed.
-        used = registry.names(levers, self.global_batch_size) | {ACTIVATION_OFFLOAD}
+        used = registry.names(self.on(levers)) | {ACTIVATION_OFFLOAD}
         offload = (
             self.host_budget_bytes > 0
             and costs.link_bytes_per_second > 0
@@ -237,5 +239,5 @@ class CapturedSteps:
     def host_bytes_left(self, levers: Levers) -> int:
         """Return the host memory that levers leave for regions; below 0 where it is not enough."""
         state = state_bytes(self.traces[self.plain])
-        taken = registry.host_bytes(levers, self.global_batch_size, state, self.host_budget_bytes)
+        taken = registry.host_bytes(levers, state, self.host_budget_bytes)
         return self.host_budget_bytes - sum(taken.values())

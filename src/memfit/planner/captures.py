@@ -16,6 +16,7 @@ from memfit.ir.device import Device
 from memfit.ir.plan import Levers
 from memfit.ir.trace import Trace
 from memfit.levers import registry
+from memfit.levers.lever import LeversOn
 from memfit.levers.stack import applied, described
 from memfit.planner import gpu_process
 from memfit.planner.readings import DataRuns
@@ -86,8 +87,8 @@ class Captures:
         if gpu_process.is_elsewhere(self.device):
             return capture_levers(self.workload, levers, self.device, self.data)
         size = samples_of(self.workload)
-        as_before = not any(lever.changes_state(levers) for lever in registry.used(levers, size))
-        is_as_later = not registry.compiles(levers, size)  # of compiled steps, the first is like no other
+        as_before = not any(lever.changes_state(levers) for lever in registry.used(LeversOn(levers, size)))
+        is_as_later = not registry.compiles(levers)  # of compiled steps, the first is like no other
         if as_before and is_as_later and self._warm is not None:
             try:
                 return _captured(self._warm, levers, self.device, self.data, warm=True, explores=False)
@@ -151,7 +152,7 @@ def _captured_here(
         reading = data.of(levers, explores=explores)
         trace = capture(workload, program, *named, device=_fake_device(device), warm=warm, reading=reading)
     except CaptureError as e:
-        compiles = registry.compiles(levers, levers.microbatch_size)  # its kernels are recorded in place of code
+        compiles = registry.compiles(levers)  # its kernels are recorded in place of code
         if compiles or device.kind != "cpu" or why_no_data_run(workload) is not None:
             raise
         trace = capture_with_data(workload, program, *named, instead_of=e)

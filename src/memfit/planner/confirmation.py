@@ -6,27 +6,35 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable
 
+import torch
 from msgspec.structs import replace
 
+from memfit.capture.fake_workload import nothing_changes
 from memfit.errors import MemfitError, RecomputationError
+from memfit.hardware.host import free_bytes
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Prediction, Proof, levers_key
 from memfit.ir.remat import Region, enclosing
 from memfit.ir.sharding import Sharding
 from memfit.ir.trace import Trace
 from memfit.levers import registry
+from memfit.levers.stack import applied_to_copy
+from memfit.planner.capture_failures import CaptureFailures, failing, fails, first_line
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import Progress
-from memfit.planner.proof import differences, why_not_here
-from memfit.planner.trials import Trials, failing, fails, first_line
 from memfit.recomputation.probe import Differences, probing
 from memfit.sharding.one_rank import of_engine
-from memfit.workload import Workload
+from memfit.tape import LoopWorkload
+from memfit.units import format_bytes, format_seconds
+from memfit.workload import Workload, has_data
 
 _GROWS = "it takes larger tensors than before"
+LONGEST_SECONDS = 30.0
+"""A step that is predicted to take longer is not run to prove a plan."""
+_ROOM = 2.0  # the free memory that a proof asks for, as a multiple of the plain peak: it holds that and a copy
 
 
-class LeftOut(Exception):
+class Excluded(Exception):
     """A plan can't be applied, or computes another result than the user's step: a part of it is searched no more.
 
     Args:
@@ -46,29 +54,22 @@ class LeftOut(Exception):
 class Confirmation:
     """Captures planned steps, and holds their recomputed tensors against the user's step."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        part: Workload,
-        device: Device,
-        trials: Trials,
-        plain: Levers,
-        engine: Sharding | None = None,
-    ) -> None:
-        self._workload, self._part = workload, part
-        self._device, self._trials, self._plain, self._engine = device, trials, plain, engine
+    def __init__(self, workload: Workload, failures: CaptureFailures, engine: Sharding | None = None) -> None:
+        self._workload, self._failures, self._engine = workload, failures, engine
+        captures = failures.captures
+        self._part, self._device, self._plain = captures.workload, captures.device, failures.plain
 
     def capture(self, levers: Levers) -> Trace:
         """Return the trace of a step of its own."""
         shared = levers.sharding is not None  # whose capture takes the rank's part itself
-        trace = capture_levers(self._workload if shared else self._part, levers, self._device, self._trials.data)
+        trace = capture_levers(self._workload if shared else self._part, levers, self._device, self._failures.data)
         return of_engine(trace, self._engine)
 
     def confirmed(self, levers: Levers) -> Trace:
         """Return the trace of a planned step.
 
         Raises:
-            LeftOut: The plan can't be applied.
+            Excluded: The plan can't be applied.
             MemfitError: Nor can the step as the user wrote it.
         """
         try:
@@ -85,13 +86,13 @@ class Confirmation:
         """Hold a plan's recomputed tensors against the user's step, where that can run here.
 
         Raises:
-            LeftOut: Something differs, or the planned step can't run where the plain one does.
+            Excluded: Something differs, or the planned step can't run where the plain one does.
         """
         key = levers_key(levers)
         if not registry.recomputes(levers):
             return Proof(levers=key)
         levers = replace(levers, sharding=None)  # what a rank recomputes is held against its own part of the step
-        why = why_not_here(self._part, self._device, as_is, step_seconds)
+        why = why_not_proven(self._part, self._device, as_is, step_seconds)
         if why:
             return Proof(why=why)
         progress("prove", 0, 1)
@@ -112,10 +113,10 @@ class Confirmation:
     def _differences(self, levers: Levers) -> Differences:
         """Return the modules that differ when they run again, found without data."""
         with probing() as found, contextlib.suppress(MemfitError):
-            self._trials.captures.of_one_step(levers)
+            self._failures.captures.of_one_step(levers)
         return found
 
-    def _without_differing(self, found: Differences, levers: Levers) -> LeftOut:
+    def _without_differing(self, found: Differences, levers: Levers) -> Excluded:
         """Leave out the regions around modules that differ when they run again, or lean modules."""
         found = {**found, **self._growing_alike(found, levers)}
         regions = {region.modules for region in levers.regions} | {e.modules for e in found.values() if e.how == _GROWS}
@@ -125,8 +126,8 @@ class Confirmation:
         modules = {fqn for of, e in found.items() if of in regions for fqn in enclosing(e.module)}
         error = next(iter(found.values()))
         if found.keys() <= regions:
-            return LeftOut(error, notes, modules)
-        return LeftOut(error, notes, modules, registry.recomputes)  # with what runs again outside of regions
+            return Excluded(error, notes, modules)
+        return Excluded(error, notes, modules, registry.recomputes)  # with what runs again outside of regions
 
     def _growing(self, trace: Trace) -> Differences:
         """Return the modules that call an operator whose recomputation takes larger tensors than the forward pass.
@@ -156,11 +157,11 @@ class Confirmation:
             return {}
         with contextlib.suppress(MemfitError):
             regions = tuple(Region((fqn,)) for fqn in alike)
-            trace = self._trials.captures.of_one_step(replace(self._plain, regions=regions))
+            trace = self._failures.captures.of_one_step(replace(self._plain, regions=regions))
             return {of: e for of, e in self._growing(trace).items() if of[0] in alike}
         return {}
 
-    def _without_failing(self, levers: Levers, error: Exception, attempt: Callable[[Levers], object]) -> LeftOut:
+    def _without_failing(self, levers: Levers, error: Exception, attempt: Callable[[Levers], object]) -> Excluded:
         """Leave out those regions without which a step works, or its other levers.
 
         Raises:
@@ -170,11 +171,50 @@ class Confirmation:
         if fails(attempt, bare):
             if bare == self._plain:
                 raise error
-            self._trials.leave_out(bare, first_line(error))
-            return LeftOut(error, [], set(), self._trials.has_failed)
+            self._failures.leave_out(bare, first_line(error))
+            return Excluded(error, [], set(), self._failures.has_failed)
         regions = failing(levers, levers.regions, attempt)
         notes = [
             f"{', '.join(region.modules)} is not recomputed: with it the step fails ({first_line(error)})"
             for region in regions
         ]
-        return LeftOut(error, notes, {fqn for region in regions for fqn in region.modules})
+        return Excluded(error, notes, {fqn for region in regions for fqn in region.modules})
+
+
+def why_not_proven(workload: Workload, device: Device, plain: Prediction, step_seconds: float) -> str:
+    """Return why a plan is not proven before it is returned; "" where it can be."""
+    free = free_bytes()
+    if isinstance(workload, LoopWorkload):
+        return "the loop itself runs it"
+    if device.is_here and device.kind != "cpu":
+        return f"it runs on {device.name}"
+    if device.kind != "cpu":
+        return f"planned for {device.name}, and this machine's CPU computes differently"
+    if not has_data(workload):
+        return "the model or the batch has no data here"
+    if step_seconds > LONGEST_SECONDS:
+        return f"a step is predicted to take {format_seconds(step_seconds)}"
+    if _ROOM * plain.peak_bytes > free:
+        return f"the plain step needs {format_bytes(plain.peak_bytes)}, and {format_bytes(free)} is free here"
+    return ""
+
+
+def differences(workload: Workload, levers: Levers, place: torch.device | None = None) -> Differences:
+    """Return what makes something else when it is recomputed than the forward pass did, by its modules.
+
+    Runs one forward and backward pass with data, on a copy of the workload, and compares every tensor that is
+    recomputed with the one that autograd saved, bit by bit. The copy is on the device `place`; None for the
+    workload's own.
+    """
+    with nothing_changes(workload), applied_to_copy(levers, workload, place) as step, probing() as found:
+        step.gradients(step.workload.batch)
+    return found
+
+
+def probe_regions(workload: Workload, levers: Levers, place: torch.device | None = None) -> dict[Region, str]:
+    """Return the regions whose recomputation makes something else than the forward pass did, and what differs."""
+    named = {region.modules: region for region in levers.regions}
+    return {
+        named.get(modules, Region(modules)): f"the second run of {error.module} differs from the first ({error.how})"
+        for modules, error in differences(workload, levers, place).items()
+    }

@@ -12,12 +12,13 @@ from memfit.ir.device import Device
 from memfit.ir.plan import MeasuredStep, Proof, uses_text
 from memfit.ir.trace import BETWEEN_STEPS
 from memfit.levers import registry
-from memfit.planner.confirmation import LeftOut
-from memfit.planner.contenders import Measure, Measured, fastest_measured, weighed
+from memfit.planner.capture_failures import first_line
+from memfit.planner.confirmation import Excluded
 from memfit.planner.measured_steps import (
     ASKED_ROUNDS,
     LONGEST_SECONDS,
     ROUNDS,
+    STAGE,
     Timed,
     affordable,
     limit_of,
@@ -25,13 +26,11 @@ from memfit.planner.measured_steps import (
     timed_in_turns,
     why_no_room,
 )
+from memfit.planner.near_ties import Measure, Measured, fastest_measured, weighed
 from memfit.planner.prediction import Progress
 from memfit.planner.search import Confirmed
-from memfit.planner.trials import first_line
 from memfit.units import format_seconds
 from memfit.workload import Workload
-
-STAGE, CODE_STAGE = "measure plans", "make code"
 
 
 class Choice(NamedTuple):
@@ -88,8 +87,7 @@ def measured_choice(
             device,
             limit_seconds=limit_seconds,
             rounds=ASKED_ROUNDS if measure is True else ROUNDS,
-            progress=lambda done, total: progress(STAGE, done, total),
-            on_code=lambda done, total: progress(CODE_STAGE, done, total),
+            progress=progress,
         )
     except MemfitError as e:
         return unmeasured(predicted, first_line(e))
@@ -104,7 +102,7 @@ def _held_bytes(plans: Sequence[Confirmed]) -> int:
     kept = (
         plan.prediction.by_category.get(category, 0)
         for plan in plans
-        if registry.compiles(plan.point.levers, plan.point.levers.microbatch_size)
+        if registry.compiles(plan.point.levers)
         for category in BETWEEN_STEPS
     )
     return max(plan.prediction.peak_upper_bytes for plan in plans) + sum(kept)
@@ -125,42 +123,36 @@ def _taken(
 ) -> Choice:
     """Return the fastest plan, as measured and as predicted, whose recomputation was not found to differ."""
     left = timed.step_seconds
-    measured = tuple(sorted((_record(plans[i], timed, i) for i in left), key=lambda step: step.measured_seconds))
+    steps = [
+        MeasuredStep(
+            levers=plans[i].point.levers,
+            uses=plans[i].point.uses,
+            predicted_seconds=plans[i].prediction.step_seconds,
+            measured_seconds=seconds,
+            steps=timed.steps[i],
+        )
+        for i, seconds in left.items()
+    ]
+    measured = tuple(sorted(steps, key=lambda step: step.measured_seconds))
     while True:
         indices = list(left)
-        found = weighed([_measured(plans[i], left[i]) for i in indices], timed.ratio_error)
-        index = indices[fastest_measured(found)]
+        found = [
+            Measured(left[i], plan.prediction.step_seconds, plan.point.numerics, len(plan.point.uses))
+            for i, plan in ((i, plans[i]) for i in indices)
+        ]
+        index = indices[fastest_measured(weighed(found, timed.ratio_error))]
         if index == 0:
             return Choice(predicted.confirmed, predicted.proof, measured, (*predicted.notes, *notes))
         try:
             proof = prove(plans[index])
             break
-        except LeftOut:
+        except Excluded:
             del left[index]
     note = (
         f"chosen by measured and predicted times together: {format_seconds(left[index])} a step. The fastest"
         f" plan by prediction ({uses_text(plans[0].point.uses)}) took {format_seconds(left[0])}"
     )
-    taken = _of_same_search(plans[index], predicted.confirmed)
-    return Choice(taken, proof, measured, (*predicted.notes, note, *notes))
-
-
-def _measured(plan: Confirmed, seconds: float) -> Measured:
-    return Measured(seconds, plan.prediction.step_seconds, plan.point.numerics, len(plan.point.uses))
-
-
-def _record(plan: Confirmed, timed: Timed, index: int) -> MeasuredStep:
-    return MeasuredStep(
-        levers=plan.point.levers,
-        uses=plan.point.uses,
-        predicted_seconds=plan.prediction.step_seconds,
-        measured_seconds=timed.step_seconds[index],
-        steps=timed.steps[index],
-    )
-
-
-def _of_same_search(taken: Confirmed, chosen: Confirmed) -> Confirmed:
-    """Return a plan with the bound of all combinations that were searched, which the chosen one has."""
-    bound = min(chosen.point.bound_seconds, taken.prediction.step_seconds)
-    point = replace(taken.point, status=chosen.point.status, bound_seconds=bound)
-    return Confirmed(point, taken.prediction)
+    chosen, taken = predicted.confirmed.point, plans[index]
+    bound = min(chosen.bound_seconds, taken.prediction.step_seconds)  # of all combinations that were searched
+    point = replace(taken.point, status=chosen.status, bound_seconds=bound)
+    return Choice(Confirmed(point, taken.prediction), proof, measured, (*predicted.notes, note, *notes))

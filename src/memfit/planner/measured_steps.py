@@ -30,7 +30,8 @@ from memfit.ir.device import Device
 from memfit.ir.plan import Levers
 from memfit.levers import registry
 from memfit.levers.stack import applied_to_copy
-from memfit.planner.trials import first_line
+from memfit.planner.capture_failures import first_line
+from memfit.planner.prediction import Progress, silent
 from memfit.rng import rng_preserved
 from memfit.tape import LoopWorkload
 from memfit.training.step import Step
@@ -56,12 +57,13 @@ _ROOM = 1.1  # the free memory that is asked for, as a multiple of the largest p
 
 
 class Clocks(NamedTuple):
-    """The time of the world, and the time that this thread computed."""
+    """The wall clock, and the clock of the time that this thread computed."""
 
     wall: Callable[[], float]
     own: Callable[[], float]
 
 
+STAGE, CODE_STAGE = "measure plans", "make code"
 CLOCKS = Clocks(time.perf_counter, time.thread_time)
 
 
@@ -213,7 +215,7 @@ def limit_of(plans: Sequence[Levers], *, is_asked: bool = False) -> float:
     """Return for how many seconds the steps of plans may run to choose among them; more where one asks to measure."""
     if is_asked:
         return ASKED_SECONDS
-    return LONGEST_SECONDS if any(map(_compiles, plans)) else LIMIT_SECONDS
+    return LONGEST_SECONDS if any(map(registry.compiles, plans)) else LIMIT_SECONDS
 
 
 def affordable(predicted_seconds: Sequence[float], limit_seconds: float = LIMIT_SECONDS) -> int:
@@ -272,8 +274,7 @@ def timed_in_turns(
     limit_seconds: float,
     rounds: int = ROUNDS,
     clocks: Clocks | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-    on_code: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = silent,
 ) -> Timed:
     """Run steps under several plans on copies of a workload, in turns, and return what they took.
 
@@ -285,15 +286,16 @@ def timed_in_turns(
         limit_seconds: Steps run no longer (`limit_of`), but for making code.
         rounds: How many, at most.
         clocks: What is read before and after each step; None for this machine's clocks.
-        progress: Told how many turns are done, of how many at most.
-        on_code: Told before and after code is made for how many plans it is, of how many.
+        progress: Told how many turns are done, of how many at most, and before and after code is made for how many
+            plans it is, of how many.
 
     Raises:
         WorkloadError: The loss function uses the original model.
     """
     clocks = clocks or CLOCKS
     with nothing_changes(workload) as around, contextlib.ExitStack() as kept:
-        turns = _Turns(workload, plans, torch.device(device.name), clocks, kept, around.outside(on_code))
+        on_code = around.outside(lambda done, total: progress(CODE_STAGE, done, total))
+        turns = _Turns(workload, plans, torch.device(device.name), clocks, kept, on_code)
         in_turns(
             turns,
             len(plans),
@@ -301,7 +303,7 @@ def timed_in_turns(
             limit_seconds=limit_seconds,
             rounds=rounds,
             enough=lambda: turns.found.ratio_error <= _SURE,
-            progress=around.outside(progress),
+            progress=around.outside(lambda done, total: progress(STAGE, done, total)),
         )
     return turns.found
 
@@ -311,7 +313,7 @@ class _Turns:
 
     Args:
         kept: Ends the copies that have code of their own.
-        on_code: See `timed_in_turns`.
+        on_code: Told before and after code is made, as `timed_in_turns` says it.
     """
 
     def __init__(
@@ -358,7 +360,7 @@ class _Turns:
             step = self._compiled.get(index)
             if step is None:
                 step = ends.enter_context(applied_to_copy(levers, self._workload, self._place))
-                if _compiles(levers):
+                if registry.compiles(levers):
                     self._tell_of_code()
                     step(step.workload.batch)
                     self._compiled[index] = step
@@ -379,7 +381,7 @@ class _Turns:
         return makes_until - began
 
     def _tell_of_code(self) -> None:
-        self._on_code(len(self._compiled), sum(_compiles(levers) for levers, _ in self._plans))
+        self._on_code(len(self._compiled), sum(registry.compiles(levers) for levers, _ in self._plans))
 
     def _step(self, step: Step) -> float:
         """Run a step, and return its seconds."""
@@ -390,10 +392,6 @@ class _Turns:
         self.found.wall_seconds += seconds
         self.found.own_seconds += self._clocks.own() - own
         return seconds
-
-
-def _compiles(levers: Levers) -> bool:
-    return registry.compiles(levers, levers.microbatch_size)
 
 
 def notes_of(found: Timed, device: Device) -> list[str]:

@@ -30,7 +30,6 @@ from memfit.ir.throughput import throughput
 from memfit.ir.timeline import Timeline
 from memfit.ir.trace import Trace
 from memfit.levers import registry
-from memfit.levers.circumstances import circumstances
 from memfit.workload import Workload
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -165,5 +164,5 @@ def check_precision(precision: str, argument: str, device: Device, workload: Wor
     """
     if precision not in PRECISIONS:
         raise UsageError(f"{argument}={precision!r} is unknown: use one of {', '.join(PRECISIONS)}")
-    used = {precision} | circumstances(workload, device)
+    used = {precision} | registry.circumstances(workload, device)
     registry.check_names(used, where=f"{argument}={precision!r} on {device.name}: ")

@@ -1,5 +1,6 @@
-"""The step of one rank for any number of samples and ranks, from few captures: for `planner.worlds`.
+"""The step of one rank for any number of samples and ranks, from few captures, with a menu of what it recomputes.
 
+For `planner.fleet_search`. The menu goes from nothing to the lowest peak, and is solved once for all cards and ranks.
 When storages are born and die is replayed once for each program: samples, ranks and cards change only bytes and costs
 (`Replay.under`). What the simulated allocator holds is found once for storages and workspaces of the same bytes.
 """
@@ -9,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from time import thread_time
 from typing import NamedTuple
 
 import numpy as np
@@ -21,20 +23,27 @@ from memfit.ir.device import Device
 from memfit.ir.interpolation import between, is_one_program, of_samples
 from memfit.ir.operator_costs import CostTable
 from memfit.ir.plan import Levers, Precision
-from memfit.ir.remat import Region
+from memfit.ir.remat import Region, Regions, enclosing
 from memfit.ir.simulate import Replay
 from memfit.ir.trace import Trace
 from memfit.planner.captures import Captures
 from memfit.planner.prediction import costs_of
 from memfit.sharding.one_rank import shard, with_share_of_update
+from memfit.solver.candidates import options
+from memfit.solver.highs import Ints
+from memfit.solver.milp import COARSE, Solver
+from memfit.solver.problem import Problem, build
 from memfit.workload import Workload, samples_of
 
+_BUDGETS = 16  # that the menu is solved for, where there is time
+_MENU_SECONDS = 8.0  # for all of them, and for the lowest peak before
+_MENU = 32  # points of the menu, at most
 _LOW = 2  # samples of the smaller size captured: one sample alone often is another program
 
-Regionals = tuple[Region, ...]
+RegionSet = tuple[Region, ...]
 
 
-class Program:
+class ScaledTrace:
     """The step of one rank in one precision, for any number of samples, as some cards run it."""
 
     def __init__(self, workload: Workload, device: Device, precision: Precision, most: int) -> None:
@@ -46,8 +55,13 @@ class Program:
     def trace(self, size: int, samples: int) -> Trace:
         """Return the step of a rank with some samples, in microbatches of a size."""
         if size >= samples:
-            return self._sized(self._of_one, samples, self.most, self._one)
-        trace = self._sized(self._of_two, size, min(self.most, samples_of(self.workload)) // 2, self._two)
+            return self._sized(self._of_one, samples, self.most, lambda size: self._part(size)(self._levers(size)))
+        trace = self._sized(
+            self._of_two,
+            size,
+            min(self.most, samples_of(self.workload)) // 2,
+            lambda size: self._captures(self._levers(size)),
+        )
         if trace.microbatches == 2:
             return of_samples(trace, samples)
         return self._part(samples)(self._levers(size))  # microbatches differ: all of them are captured
@@ -62,12 +76,6 @@ class Program:
                 found = between(low, high, size)
             known[size] = found or captured(size)
         return known[size]
-
-    def _one(self, size: int) -> Trace:
-        return self._part(size)(self._levers(size))
-
-    def _two(self, size: int) -> Trace:
-        return self._captures(self._levers(size))
 
     def _levers(self, size: int) -> Levers:
         return Levers(precision=self.precision, microbatch_size=size)
@@ -99,21 +107,21 @@ class _Pattern:
         self.trace = trace
         self._replays: dict[int, Replay] = {}
 
-    def replay(self, trace: Trace, point: int, regions: Regionals, costs: CostTable) -> Replay:
+    def replay(self, trace: Trace, point: int, regions: RegionSet, costs: CostTable) -> Replay:
         """Return the replay of one of its steps with the regions of a point of the menu recomputed."""
         if point not in self._replays:
             self._replays[point] = Replay(self.trace, costs, regions)
         return self._replays[point].under(costs, trace)
 
 
-class Paper:
+class RankModel:
     """The steps of one rank on paper, with some modules recomputed: replayed once for all cards of a group.
 
     Args:
         menus: By precision, what is recomputed, from nothing to the lowest peak.
     """
 
-    def __init__(self, programs: dict[Precision, Program], menus: dict[Precision, list[Regionals]]) -> None:
+    def __init__(self, programs: dict[Precision, ScaledTrace], menus: dict[Precision, list[RegionSet]]) -> None:
         self.programs, self.menus = programs, menus
         self._steps: dict[tuple[object, ...], _Step] = {}
         self._replays: dict[tuple[object, ...], Replay] = {}
@@ -216,5 +224,72 @@ def _key(levers: Levers, samples: int) -> tuple[object, ...]:
 
 
 def _digest(sizes: npt.NDArray[np.int64], more: int = 0) -> bytes:
-    """Return what stands for some sizes in bytes: tens of kilobytes would stay for each step otherwise."""
+    """Return a digest of some sizes in bytes: as a key it is small, and the sizes are tens of kilobytes."""
     return hashlib.blake2b(sizes.tobytes() + more.to_bytes(8, "little"), digest_size=16).digest()
+
+
+def checkpoint_menu(trace: Trace, costs: CostTable, units: Sequence[str]) -> list[RegionSet]:
+    """Return what may be recomputed, from nothing to the lowest peak, each point slower and lower than the last.
+
+    A few budgets are solved. Between them lie parts of each solution: modules of a model are much alike, so that half
+    of them save about half. Only modules alone are taken, none of them around what `fully_shard` gathers by itself.
+    """
+    regions = Regions(trace)
+    choices = [
+        option
+        for option in options(regions, costs)
+        if all(len(region.modules) == 1 and not _surrounds(region.modules[0], units) for region in option.regions)
+    ]
+    problem = build(regions, costs, choices)
+    solver, nothing = Solver(problem), np.zeros(len(choices), np.int64)
+    deadline = thread_time() + _MENU_SECONDS
+    lowest = solver.leanest(_MENU_SECONDS / 4)
+    solutions = [lowest.x]
+    budgets = np.linspace(problem.peak_bytes(nothing), lowest.peak_bytes, _BUDGETS + 1)[1:]
+    for budget_bytes in (*budgets[3::4], *budgets[1::4], *budgets[::2]):  # ever closer ones
+        if (left := deadline - thread_time()) <= 0:
+            break
+        choice = solver.fastest(int(budget_bytes), COARSE, min(left, _MENU_SECONDS / 4))
+        solutions += [choice.x] if choice is not None else []
+    points = [nothing, *(part for x in solutions for part in _parts_of(x))]
+    return [problem.regions(x) for x in _thinned(_undominated(points, problem), problem)]
+
+
+def _parts_of(x: Ints) -> list[Ints]:
+    """Return a choice with only its first options, by how many, up to all of them."""
+    chosen = np.nonzero(x)[0]
+    found = []
+    for count in range(1, len(chosen) + 1):
+        part = np.zeros_like(x)
+        part[chosen[:count]] = 1
+        found.append(part)
+    return found
+
+
+def _undominated(points: Sequence[Ints], problem: Problem) -> list[Ints]:
+    """Return the choices than which none is as fast and as low, the fastest first."""
+    found: list[Ints] = []
+    lowest = math.inf
+    for x in sorted(points, key=lambda x: (problem.seconds(x), problem.peak_bytes(x))):
+        if problem.peak_bytes(x) < lowest:
+            found.append(x)
+            lowest = problem.peak_bytes(x)
+    return found
+
+
+def _thinned(points: Sequence[Ints], problem: Problem) -> list[Ints]:
+    """Return at most so many choices, about evenly by their peaks, the first and the last included."""
+    peaks = [problem.peak_bytes(x) for x in points]
+    wanted = np.linspace(peaks[0], peaks[-1], _MENU)
+    nearest = {min(range(len(peaks)), key=lambda i: abs(peaks[i] - peak)) for peak in wanted}
+    return [points[i] for i in sorted({0, *nearest, len(points) - 1})]
+
+
+def _surrounds(fqn: str, units: Sequence[str]) -> bool:
+    return any(fqn != unit and fqn in enclosing(unit) for unit in units)
+
+
+def menu_of(points: Sequence[RegionSet], trace: Trace) -> list[RegionSet]:
+    """Return the points of a menu whose modules another program has too."""
+    regions = Regions(trace)
+    return [point for point in points if all(region.modules[0] in regions.calls for region in point)]

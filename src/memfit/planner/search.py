@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -58,8 +59,20 @@ class Saving(NamedTuple):
     how: str
 
 
-Savings = Callable[[Levers, int], Sequence[Saving]]
-"""Returns what else would save of a plan of some levers and peak, the most first."""
+@dataclass(frozen=True)
+class Advice:
+    """What an error says of a step that does not fit.
+
+    Attributes:
+        batch: The name of the batch.
+        savings: Returns what else would save of a plan of some levers and peak, the most first.
+        plain_bytes: What the step needs as it is; None where that is not known.
+    """
+
+    batch: str
+    savings: Callable[[Levers, int], Sequence[Saving]] = lambda *_: []
+    plain_bytes: int | None = None
+
 
 Beside = Callable[[Candidate], Sequence[Confirmed]]
 """Returns a plan with each lever that the solver does not combine with its regions, captured."""
@@ -126,11 +139,9 @@ def leanest_that_fits(
     limits: Limits,
     confirm: Confirm,
     seconds: float,
-    savings: Savings = lambda *_: [],
     beside: Beside = lambda _: [],
     *,
-    batch: str,
-    plain_bytes: int | None = None,
+    advice: Advice,
 ) -> Confirmed:
     """Return the plan that needs the smallest budget if it fits: of the lowest peak with its error bar.
 
@@ -139,10 +150,8 @@ def leanest_that_fits(
     Args:
         combinations: All that may hold as little: that none is left out is what "no plan needs less" says.
         seconds: For solving: half of it for all that may be the leanest, the rest for those that may still be.
-        savings: Returns what else would save of the leanest plan.
         beside: Returns the leanest plan with further levers, of which nothing is proven.
-        batch: The name of the batch, for the error.
-        plain_bytes: What the step needs as it is, for the error; None where that is not known.
+        advice: For the error.
 
     Raises:
         InfeasibleError: It does not fit.
@@ -170,9 +179,8 @@ def leanest_that_fits(
         bound = min(c.problem.plain_seconds for c in allowed)
         return Confirmed(replace(candidate, status="feasible", bound_seconds=bound), prediction)
     is_proven = not others and lowest.status == "optimal" and all(c.bound >= lowest.bound for c in choices.values())
-    saved = savings(candidate.levers, prediction.peak_bytes)
     freer = [c for c in combinations if c not in allowed]
-    raise _infeasible(Confirmed(candidate, prediction), limits, is_proven, freer, saved, batch, plain_bytes)
+    raise _infeasible(Confirmed(candidate, prediction), limits, is_proven, freer, advice)
 
 
 def held_against(
@@ -245,28 +253,27 @@ def _infeasible(
     limits: Limits,
     is_proven: bool,
     freer: Sequence[Combination],
-    saved: Sequence[Saving],
-    batch: str,
-    plain_bytes: int | None,
+    advice: Advice,
 ) -> InfeasibleError:
     prediction, budget_bytes = leanest.prediction, limits.budget_bytes
+    saved = advice.savings(leanest.point.levers, prediction.peak_bytes)
     needed_bytes = prediction.peak_upper_bytes + _ROUNDING_BYTES
-    advice = [f"raise budget= to {enough_text(needed_bytes).replace(' ', '')} ({needed_bytes} bytes)"]
+    to_do = [f"raise budget= to {enough_text(needed_bytes).replace(' ', '')} ({needed_bytes} bytes)"]
     target = limits.peak_bytes
     possible = [c.solver for c in freer if c.solver.peak_floor_bytes <= target]
     if any(solver.leanest(ADVICE_SECONDS).peak_bytes <= target for solver in possible):
-        advice.append("allow numerics='reduced': a plan then fits")
+        to_do.append("allow numerics='reduced': a plan then fits")
     if saved:
-        advice.append(
+        to_do.append(
             "allow more, largest saving first: " + ", ".join(f"{x.how} (-{format_bytes(x.nbytes)})" for x in saved)
         )
-    advice.append(f"make {batch} smaller, or the model")
-    verdict = infeasible_verdict(budget_bytes, needed_bytes, plain_bytes=plain_bytes, is_proven=is_proven)
+    to_do.append(f"make {advice.batch} smaller, or the model")
+    verdict = infeasible_verdict(budget_bytes, needed_bytes, plain_bytes=advice.plain_bytes, is_proven=is_proven)
     is_least = "needs" if is_proven else "that memfit found needs"
     return InfeasibleError(
         f"{verdict}\nNo plan with numerics={limits.numerics!r} {is_least} less than this one:"
         f" {uses_text(leanest.point.uses)}. Its peak is {'; '.join(place_lines(prediction))}.\nWhat to do:"
-        f" {'; '.join(advice)}",
+        f" {'; '.join(to_do)}",
         budget_bytes=budget_bytes,
         lowest_peak_bytes=needed_bytes,
         where=prediction.where,

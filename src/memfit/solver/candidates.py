@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -15,7 +16,7 @@ from memfit.ir.recompute import Recomputation, added_bytes, recomputations
 from memfit.ir.remat import Keep, Region, RegionCall, Regions
 from memfit.ir.simulate import overhead_seconds, repeats, repeats_of
 from memfit.ir.trace import Trace
-from memfit.solver.keeps import FEW_OPERATORS, Worth, every_keep_set, keep_sets
+from memfit.solver.highs import Ints
 
 _LEAST_SHARE = 0.002
 _NESTED_LEAST_SHARE = 0.05
@@ -24,6 +25,9 @@ _MOST_KEEP_SETS, _LEAST_KEEP_SETS = 128, 5
 _LONGEST_CHAIN = 24
 _OFFLOADED_KEEP_SETS = 6
 _CAST = "aten._to_copy.default"
+FEW_OPERATORS = 12
+"""For up to as many operators all sets are enumerated, and the bytes of the recomputation count too."""
+_MOST_STATES = 256
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ def refusals(regions: Regions) -> dict[str, str]:
     refused: dict[str, str] = {}
     checkpointed = {trace.modules[c.module].fqn for c in trace.calls if c.phase == "recompute"}
     for fqn, calls in regions.calls.items():
-        if any(_related(fqn, checkpointed_fqn) for checkpointed_fqn in checkpointed):
+        if any(f"{fqn}.".startswith(f"{other}.") or other.startswith(f"{fqn}.") for other in checkpointed):
             refused[fqn] = "is checkpointed by the model itself"
             continue
         for region in calls:
@@ -86,10 +90,6 @@ def refusals(regions: Regions) -> dict[str, str]:
     return refused
 
 
-def _related(one: str, other: str) -> bool:
-    return one == other or one.startswith(other + ".") or other.startswith(one + ".")
-
-
 def _writes_outside(trace: Trace, region: RegionCall) -> str | None:
     """Return an operator of a region call that writes to an earlier storage, except running statistics; or None."""
     for index in range(region.start, region.stop):
@@ -106,7 +106,7 @@ def options(
 ) -> list[Option]:
     """Return every option to checkpoint each allowed region that holds enough bytes.
 
-    They are: modules alone, as a whole and with each undominated set of operators kept (`solver.keeps`); runs of
+    They are: modules alone, as a whole and with each undominated set of operators kept (`keep_sets`); runs of
     modules called one after the other; and both with the modules inside checkpointed again, or with their kept tensors
     in host memory.
 
@@ -317,3 +317,79 @@ class _Finder:
             )
             total += 0 if held or storages[storage].release >= region.recompute_at else storages[storage].nbytes
         return total
+
+
+class Worth(NamedTuple):
+    """The bytes and seconds of keeping an operator's output."""
+
+    op: int
+    nbytes: int
+    seconds: float
+
+
+class _State(NamedTuple):
+    nbytes: int
+    seconds: float
+    kept: int
+
+
+def keep_sets(worth: Sequence[Worth], most: int) -> list[tuple[int, ...]]:
+    """Return the sets of operators to keep that are undominated in bytes and seconds, by increasing bytes.
+
+    Keeping an output takes its bytes from the forward pass to the recomputation, and saves the seconds of its operator.
+    Both are sums over the set, so that the sets worth considering are the Pareto set of a knapsack. It is built one
+    operator after the other (Nemhauser and Ullmann, 1969, Discrete Dynamic Programming and Capital Allocation),
+    dropping dominated sets at each step. Where there are more than `most`, as many of them are returned, spread evenly
+    over the seconds saved.
+    """
+    ranked = sorted(worth, key=lambda w: (w.nbytes / max(w.seconds, 1e-12), w.op))
+    states = [_State(0, 0.0, 0)]
+    for bit, candidate in enumerate(ranked):
+        grown = [_State(s.nbytes + candidate.nbytes, s.seconds + candidate.seconds, s.kept | 1 << bit) for s in states]
+        states = _spread(_undominated([*states, *grown]), _MOST_STATES)
+    chosen = _spread([s for s in states if s.kept], most)
+    return [tuple(sorted(w.op for bit, w in enumerate(ranked) if s.kept >> bit & 1)) for s in chosen]
+
+
+def every_keep_set(worth: Sequence[Worth], added: Ints, changes: Ints) -> list[tuple[int, ...]]:
+    """Return the sets of operators to keep that are undominated in bytes, seconds, and bytes while recomputed.
+
+    Args:
+        worth: The operators that can be kept, `FEW_OPERATORS` at most.
+        added: Bytes that the recomputation adds at each of its operators, with no output kept.
+        changes: The change of these bytes by keeping each operator's output, in a row for each.
+    """
+    sets = np.arange(1 << len(worth))
+    kept = sets[:, np.newaxis] >> np.arange(len(worth)) & 1
+    nbytes, seconds = kept @ [w.nbytes for w in worth], kept @ [w.seconds for w in worth]
+    again = (added + kept @ changes).max(axis=1)
+    undominated: list[int] = []
+    for candidate in np.lexsort((again, -seconds, nbytes)):  # dominating sets come first
+        if not np.any((seconds[undominated] >= seconds[candidate]) & (again[undominated] <= again[candidate])):
+            undominated.append(int(candidate))
+    return [
+        tuple(sorted(w.op for bit, w in enumerate(worth) if candidate >> bit & 1))
+        for candidate in undominated
+        if candidate
+    ]
+
+
+def _undominated(states: list[_State]) -> list[_State]:
+    """Return the undominated states, sorted by bytes and seconds."""
+    undominated: list[_State] = []
+    for state in sorted(states, key=lambda s: (s.nbytes, -s.seconds)):
+        if not undominated or state.seconds > undominated[-1].seconds:
+            undominated.append(state)
+    return undominated
+
+
+def _spread(states: list[_State], most: int) -> list[_State]:
+    """Return at most `most` states, including the first and the last, about evenly spaced in seconds."""
+    if len(states) <= most:
+        return states
+    step = (states[-1].seconds - states[0].seconds) / max(1, most - 1)
+    chosen = [states[0]]
+    for state in states[1:-1]:
+        if state.seconds >= chosen[-1].seconds + step * 0.999:
+            chosen.append(state)
+    return [*chosen[: most - 1], states[-1]]

@@ -8,7 +8,9 @@ Speranza 2010). Solutions are rounded and evaluated again, since the solver's fl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from time import perf_counter, thread_time
@@ -18,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.solver.highs import Floats, Ints, Rows, Solution, minimized
-from memfit.solver.policies import policies
 from memfit.solver.problem import Problem
 
 _UNIT = float(2**20)  # bytes are solved in MiB, so that coefficients stay near one
@@ -378,3 +379,24 @@ class Solver:
         highest = over[(around[1:-1] >= around[:-2]) & (around[1:-1] >= around[2:])]
         rows += highest[np.argsort(-peaks[highest], kind="stable")][:_ROWS_A_ROUND].tolist()
         return bool(over.size)
+
+
+def policies(problem: Problem) -> list[Ints]:
+    """Return the empty choice, and a choice for each kind of option that several modules have.
+
+    A kind is a module with a set of kept operators, a run of a number of modules, or a module with inner regions.
+    """
+    kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for j, option in enumerate(problem.options):
+        names = tuple(re.sub(r"\d+", "#", fqn) for fqn in option.modules)
+        kinds[names, option.regions[0].keep, option.regions[0].offload, len(option.regions)].append(j)
+    repeated = [members for members in kinds.values() if len(members) > 1]
+    return [np.zeros(len(problem.options), np.int64), *(_all_of(members, problem) for members in repeated)]
+
+
+def _all_of(members: Iterable[int], problem: Problem) -> Ints:
+    x = np.zeros(len(problem.options), np.int64)
+    for j in members:
+        if not any(x[sorted(conflict)].any() for conflict in problem.conflicts if j in conflict):
+            x[j] = 1
+    return x

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from memfit.ir.plan import NUMERICS, Candidate, Levers, LeverUse, Numerics, Prediction, allows
-from memfit.planner.contenders import MARGIN, MOST, RATIO_ERROR, Measured, contenders, fastest_measured, weighed
+from memfit.planner.near_ties import MARGIN, MOST, RATIO_ERROR, Measured, fastest_measured, near_ties, weighed
 from memfit.planner.search import Confirmed, Limits
 from memfit.solver.frontier import Combination
 from tests.planner.test_search import Applied, chosen, combinations, limits, plain_bytes
@@ -137,12 +137,12 @@ def found(share: float, numerics: Numerics, step_error: float) -> tuple[Confirme
         return None
     every = [named(combination) for combination in combinations()]
     within = limits(int(share * plain_bytes()), numerics)
-    return best, contenders(every, within, best, Applied(), step_error=step_error)
+    return best, near_ties(every, within, best, Applied(), step_error=step_error)
 
 
 @settings(max_examples=8, deadline=None)
 @given(st.floats(0.3, 1.3), st.sampled_from(["exact", "reordered", "reduced"]), st.sampled_from([0.0, 0.2, 3.0]))
-def test_contenders_fit_are_allowed_and_no_slower_than_the_error(
+def test_near_ties_fit_are_allowed_and_no_slower_than_the_error(
     share: float, numerics: Numerics, step_error: float
 ) -> None:
     pair = found(share, numerics, step_error)
@@ -181,7 +181,7 @@ def test_what_can_not_be_applied_or_does_not_fit_once_captured_is_left_out() -> 
         return replace(Applied()(point), peak_upper_bytes=within.budget_bytes + 1)
 
     for confirm in (lambda _: None, too_large):
-        assert contenders(every, within, best, confirm, step_error=3.0) == [best]
+        assert near_ties(every, within, best, confirm, step_error=3.0) == [best]
 
 
 @pytest.mark.parametrize("over", [1.05, 1.3])
@@ -197,7 +197,7 @@ def test_a_plan_with_a_wider_error_bar_is_solved_again_for_a_lower_peak(over: fl
         prediction = Applied()(point)
         return replace(prediction, peak_upper_bytes=int(over * prediction.peak_bytes))
 
-    _, *others = contenders(every, within, best, wide, step_error=30.0)
+    _, *others = near_ties(every, within, best, wide, step_error=30.0)
     assert others and all(limits_hold(within, plan) for plan in others)
     sizes = {(plan.point.levers.precision, plan.point.levers.microbatch_size) for plan in others}
     assert len(asked) > len(others) == len(sizes)  # of each combination one, and some were asked for again
@@ -226,6 +226,6 @@ def test_a_plan_that_runs_in_another_way_is_the_first_of_the_others(other: str) 
 
     within = limits(int(1.3 * plain_bytes()), "reduced")
     every = [named(combination) for combination in combinations()]
-    _, *others = contenders(every, within, best, Applied(), step_error=30.0, way=way)
+    _, *others = near_ties(every, within, best, Applied(), step_error=30.0, way=way)
     ways = [way(plan.point.levers) for plan in others]
     assert ways[0] != way(best.point.levers) and len(set(ways)) == 2

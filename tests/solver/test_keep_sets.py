@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from memfit.ir.remat import Region, Regions
 from memfit.ir.simulate import simulate
-from memfit.solver.candidates import options
-from memfit.solver.keeps import FEW_OPERATORS, Worth, every_keep_set, keep_sets
+from memfit.solver.candidates import FEW_OPERATORS, Worth, every_keep_set, keep_sets, options
 from memfit.solver.milp import Solver
 from memfit.solver.problem import build
 from tests.covering import some

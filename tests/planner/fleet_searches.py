@@ -14,9 +14,10 @@ from memfit.allocator.replay import replay
 from memfit.errors import BudgetError
 from memfit.hardware.host import find_device
 from memfit.ir.allocations import allocations
+from memfit.ir.fleet import FleetRow
 from memfit.ir.plan import Levers
 from memfit.ir.simulate import simulate
-from memfit.planner import worlds
+from memfit.planner import fleet_search
 from memfit.planner.captures import capture_each
 from memfit.planner.prediction import Progress, costs_of
 from memfit.ranks.mesh import with_samples
@@ -30,7 +31,7 @@ from memfit.workload import Workload, samples_of
 class Checked(NamedTuple):
     """A row, what a step captured at its own size is predicted to hold and take, and the fastest by brute force."""
 
-    row: worlds.Found
+    row: FleetRow
     held_bytes: int
     step_seconds: float
     fastest_seconds: float
@@ -49,16 +50,18 @@ def loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return F.mse_loss(model(batch["x"]), batch["y"])
 
 
-def asked(workload: Workload, devices: list[str], budget: str, world_sizes: list[int], **more: Any) -> worlds.Asked:
-    options: dict[str, Any] = {"numerics": "reordered", "precisions": None, "each": True, "modes": SEARCHED} | more
-    return worlds.Asked(
-        workload=workload,
-        devices=[find_device(name) for name in devices],
-        budget=read_budget(budget, of_plain=False),
-        world_sizes=world_sizes,
-        progress=lambda *_: None,
-        **options,
-    )
+def search(
+    workload: Workload, devices: list[str], budget: str, world_sizes: list[int], **more: Any
+) -> fleet_search.FleetSearch:
+    options = options_of(devices, budget=read_budget(budget, of_plain=False), world_sizes=world_sizes, **more)
+    return fleet_search.search(workload, options, lambda *_: None)
+
+
+def options_of(devices: list[str], **more: Any) -> fleet_search.FleetOptions:
+    """Return the options of a search for some cards."""
+    given: dict[str, Any] = {"budget": read_budget("90%", of_plain=False), "world_sizes": [1]}
+    given |= {"numerics": "reordered", "precisions": None, "each": True, "modes": SEARCHED, "steps": 1, "prices": {}}
+    return fleet_search.FleetOptions(devices=[find_device(name) for name in devices], **(given | more))
 
 
 def searched(
@@ -67,35 +70,35 @@ def searched(
     """Return the rows of a search by budget, each held against captures of its own and against brute force."""
     found = {}
     for budget in budgets:
-        rows = worlds.search(asked(workload, [device], budget, world_sizes)).found
+        rows = search(workload, [device], budget, world_sizes).rows
         found[budget] = [_checked(workload, row) for row in rows]
     return found
 
 
-def grouped(workload: Workload, *, devices: list[str], progress: object) -> list[tuple[worlds.Found, worlds.Found]]:
+def grouped(workload: Workload, *, devices: list[str], progress: object) -> list[tuple[FleetRow, FleetRow]]:
     """Return the rows of cards searched together, each with that of the card alone."""
     options = {"budget": "90%", "world_sizes": [1, 4], "numerics": "reduced"}
-    together = worlds.search(asked(workload, devices, **options)).found
-    alone = [row for name in devices for row in worlds.search(asked(workload, [name], **options)).found]
+    together = search(workload, devices, **options).rows
+    alone = [row for name in devices for row in search(workload, [name], **options).rows]
     order = {name: place for place, name in enumerate(devices)}
     return list(zip(sorted(together, key=lambda row: order[row.device]), alone, strict=True))
 
 
 def in_parts(
     workload: Workload, *, devices: list[str], budget: str, world_sizes: list[int], progress: object
-) -> tuple[worlds.Worlds, list[worlds.Worlds]]:
+) -> tuple[fleet_search.FleetSearch, list[fleet_search.FleetSearch]]:
     """Return a search for all cards and numbers of ranks, and one for each pair of them alone."""
-    together = worlds.search(asked(workload, devices, budget, world_sizes))
+    together = search(workload, devices, budget, world_sizes)
     pairs = [(name, ranks) for name in devices for ranks in world_sizes]
-    return together, [worlds.search(asked(workload, [name], budget, [ranks])) for name, ranks in pairs]
+    return together, [search(workload, [name], budget, [ranks]) for name, ranks in pairs]
 
 
-def every(workload: Workload, *, device: str, budget: str, each: bool, progress: object) -> list[worlds.Found]:
+def every(workload: Workload, *, device: str, budget: str, each: bool, progress: object) -> list[FleetRow]:
     """Return the rows for up to twelve ranks."""
-    return worlds.search(asked(workload, [device], budget, list(range(1, 13)), each=each)).found
+    return search(workload, [device], budget, list(range(1, 13)), each=each).rows
 
 
-def _checked(workload: Workload, row: worlds.Found) -> Checked:
+def _checked(workload: Workload, row: FleetRow) -> Checked:
     held_bytes, seconds = _predicted(workload, row, row.levers)
     fastest = math.inf
     for levers in _all(workload, row):
@@ -104,7 +107,7 @@ def _checked(workload: Workload, row: worlds.Found) -> Checked:
     return Checked(row, held_bytes, seconds, fastest)
 
 
-def _all(workload: Workload, row: worlds.Found) -> list[Levers]:
+def _all(workload: Workload, row: FleetRow) -> list[Levers]:
     """Return every size, sharding and number of whole blocks recomputed."""
     samples = -(-samples_of(workload) // row.ranks)
     sizes = [size for size in (samples, samples // 2, samples // 4) if size]
@@ -129,7 +132,7 @@ def _all(workload: Workload, row: worlds.Found) -> list[Levers]:
 _traces: dict[tuple[int, int, str], Any] = {}
 
 
-def _predicted(workload: Workload, row: worlds.Found, levers: Levers) -> tuple[int, float]:
+def _predicted(workload: Workload, row: FleetRow, levers: Levers) -> tuple[int, float]:
     """Return what a step holds at most and its time: captured at its size, sharded, and simulated from the start."""
     device, samples = find_device(row.device), -(-samples_of(workload) // row.ranks)
     key = (samples, levers.microbatch_size, levers.precision)
@@ -148,9 +151,9 @@ def _predicted(workload: Workload, row: worlds.Found, levers: Levers) -> tuple[i
 
 def found(
     workload: Workload, *, devices: list[str], budget: str, world_sizes: list[int], progress: object
-) -> worlds.Worlds:
+) -> fleet_search.FleetSearch:
     """Return what one search finds."""
-    return worlds.search(asked(workload, devices, budget, world_sizes))
+    return search(workload, devices, budget, world_sizes)
 
 
 def counted(workload: Workload, *, steps: int, fails: bool, progress: Progress) -> int:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from memfit.ir.plan import CompilerLever, Levers
-from memfit.planner.postponed import _HALVING, Postponed
+from memfit.planner.deferred import _HALVING, DeferredCandidates
 
 SIZES = (8, 4, 2, 1)
 LAST, FIRST = "inductor-channels-last", "inductor"
@@ -59,14 +59,14 @@ class World:
         return [levers for levers in self.asked if levers.compiler != "none"]
 
 
-def postponed(world: World, *compilers: CompilerLever) -> Postponed:
+def deferred(world: World, *compilers: CompilerLever) -> DeferredCandidates:
     """Return the smaller compiled steps, which wait for the whole one that is captured."""
     wholes = [compiled(8, c) for c in compilers]
     waiting = {replace(whole, microbatch_size=size): whole for whole in wholes for size in SIZES[1:]}
-    return Postponed(world, waiting, [as_is(8), *wholes])
+    return DeferredCandidates(world, waiting, [as_is(8), *wholes])
 
 
-def searched(world: World, waits: Postponed, best_seconds: float, budget_bytes: int = 64) -> float:
+def searched(world: World, waits: DeferredCandidates, best_seconds: float, budget_bytes: int = 64) -> float:
     """Return the least seconds that fit once nothing more is captured."""
     while found := waits.next(best_seconds, budget_bytes):
         best_seconds = min([best_seconds, *(world.seconds[x] for x in found if world.peak(x) <= budget_bytes)])
@@ -93,7 +93,7 @@ def test_what_is_not_captured_is_not_faster(
     world = World(known)
     fitting = [x for x in known if world.peak(x) <= budget_bytes]
     first = [x for x in fitting if x.compiler == "none" or x.microbatch_size == 8]
-    found = searched(world, postponed(world, FIRST), min(known[x] for x in first), budget_bytes)
+    found = searched(world, deferred(world, FIRST), min(known[x] for x in first), budget_bytes)
     assert found <= min(known[x] for x in fitting) * (1 + 1e-9)
 
 
@@ -110,7 +110,7 @@ def alike(ratio: float, compiler: CompilerLever = FIRST) -> dict[Levers, float]:
 )
 def test_what_is_captured(ratio: float, best_seconds: float, sizes: list[int]) -> None:
     world = World(alike(ratio))
-    waits = postponed(world, FIRST)
+    waits = deferred(world, FIRST)
     searched(world, waits, best_seconds)
     assert [levers.microbatch_size for levers in world.compiled()] == sizes
     assert waits.compiled_sizes == [size for size in SIZES[1:] if size not in sizes]
@@ -121,14 +121,14 @@ def test_a_step_as_it_is_that_does_not_fit_tells_that_the_compiled_one_does_not(
     larger = {compiled(8): 48}  # of 64: the step of 4, of 32 bytes as it is, is expected to hold 24
     for budget_bytes, sizes in ((24, [4]), (23, [2])):
         world = World(alike(0.9), larger)
-        waits = postponed(world, FIRST)
+        waits = deferred(world, FIRST)
         waits.next(1.5, budget_bytes)
         assert [levers.microbatch_size for levers in world.compiled()] == sizes
 
 
 def test_of_two_compilers_the_one_whose_larger_step_was_faster_goes_on() -> None:
     world = World(alike(0.9) | alike(0.85, LAST))
-    searched(world, postponed(world, FIRST, LAST), 1.0)
+    searched(world, deferred(world, FIRST, LAST), 1.0)
     assert {levers.compiler for levers in world.compiled()} == {LAST}
 
 
@@ -136,14 +136,14 @@ def test_a_size_that_can_not_be_captured_is_left_out_and_the_next_is_tried() -> 
     known = alike(0.9)
     del known[compiled(4)]
     world = World(known)
-    waits = postponed(world, FIRST)
+    waits = deferred(world, FIRST)
     assert waits.next(1.0, 64) == [compiled(2)]
     assert [levers.microbatch_size for levers in world.compiled()] == [4, 2] and waits.compiled_sizes == [1]
 
 
 def test_compiled_steps_wait_on_where_none_was_captured_whole() -> None:
     world = World(alike(0.5))
-    waits = Postponed(world, {compiled(size): compiled(8) for size in SIZES[1:]}, [as_is(8)])
+    waits = DeferredCandidates(world, {compiled(size): compiled(8) for size in SIZES[1:]}, [as_is(8)])
     assert waits.next(1.0, 64) == [] == waits.compiled_sizes  # nothing is said of them
     assert waits.next(math.inf, 64) == [compiled(size) for size in SIZES[1:]]
 
@@ -154,6 +154,6 @@ def test_microbatches_of_a_slow_precision_wait_for_a_plan_that_is_as_slow(
 ) -> None:
     cut = [Levers(precision="bf16-mixed", microbatch_size=size) for size in SIZES]
     world = World(dict.fromkeys(cut, 2.5))
-    waits = Postponed(world, dict.fromkeys(cut[1:], cut[0]), [as_is(8), cut[0]])
+    waits = DeferredCandidates(world, dict.fromkeys(cut[1:], cut[0]), [as_is(8), cut[0]])
     assert waits.next(best_seconds, 64) == (cut[1:] if are_captured else [])
     assert waits.compiled_sizes == []

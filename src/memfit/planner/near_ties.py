@@ -1,4 +1,4 @@
-"""The contenders of a plan: others that may be as fast, by the error of predicted times; and the fastest as measured.
+"""Near ties: a plan, others that may be as fast, by the error of predicted times; and the fastest as measured.
 
 Nothing here runs a step. It needs traces and costs, and no torch.
 """
@@ -32,7 +32,7 @@ _REFIT_SECONDS = 0.5
 _ATTEMPTS = 3  # each captures the step once more
 
 
-def contenders(
+def near_ties(
     combinations: Sequence[Combination],
     limits: Limits,
     chosen: Confirmed,

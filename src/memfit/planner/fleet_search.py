@@ -12,7 +12,7 @@ What makes it quick:
    is no room.
 5. A size of microbatch whose step alone is slower than a plan that fits is not looked at, nor are numbers of ranks
    that fewer do as well as.
-6. Cards that share no captures are searched at once, in a process each (`in_two`).
+6. Cards that share no captures are searched at once, in a process each (`FleetOptions.in_two`).
 
 What fits is held against the budget as `memfit.plan` holds it: by what the simulated allocator reserves, with its
 error bar.
@@ -20,10 +20,11 @@ error bar.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,15 +34,15 @@ from memfit.errors import UsageError
 from memfit.fake_gpu.kernel_registration import family, runs_alike
 from memfit.hardware.advice import precisions as precisions_of
 from memfit.ir.device import Device
-from memfit.ir.fleet import Misfit
-from memfit.ir.plan import Levers, LeverUse, Numerics, Precision, allows, freest
+from memfit.ir.fleet import FleetRow, Misfit, Price
+from memfit.ir.plan import Levers, Numerics, Precision, allows, freest
 from memfit.ir.sharding import Mode
 from memfit.ir.trace import Trace
 from memfit.levers import registry
+from memfit.levers.lever import LeversOn
 from memfit.planner.batch_coupling import coupling
-from memfit.planner.menus import menu, valid
 from memfit.planner.prediction import Progress, check_precision, costs_of
-from memfit.planner.rank_steps import Paper, Program, Regionals
+from memfit.planner.rank_steps import RankModel, RegionSet, ScaledTrace, checkpoint_menu, menu_of
 from memfit.planner.search import is_faster
 from memfit.sharding.groups import repeated_blocks
 from memfit.sharding.proposals import proposals
@@ -49,85 +50,70 @@ from memfit.units import Budget
 from memfit.workload import Workload, samples_of
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The arguments of `memfit.fleet`, made definite.
+@dataclass(frozen=True, kw_only=True)
+class FleetOptions:
+    """The options of `memfit.fleet`, checked.
 
     Attributes:
+        devices: Cards.
+        steps: Optimizer updates of the whole training.
+        world_sizes: Numbers of ranks.
+        modes: Ways in which ranks may share the step.
         precisions: Precisions to search; None for the one that suits each card and `numerics`.
+        prices: The user's prices, by card.
         each: Whether to solve for numbers of ranks that can't be faster than fewer.
     """
 
-    workload: Workload
     devices: Sequence[Device]
     budget: Budget
-    numerics: Numerics
-    precisions: Sequence[Precision] | None
+    steps: int
     world_sizes: Sequence[int]
     modes: Sequence[Mode]
-    each: bool
-    progress: Progress
-
-
-class Found(NamedTuple):
-    """The fastest plan of some cards.
-
-    Attributes:
-        held_bytes: Upper end of what the allocator reserves.
-    """
-
-    device: str
-    ranks: int
-    levers: Levers
-    uses: tuple[LeverUse, ...]
     numerics: Numerics
-    budget_bytes: int
-    peak_bytes: int
-    held_bytes: int
-    step_seconds: float
+    precisions: Sequence[Precision] | None
+    prices: Mapping[str, Price]
+    each: bool
+
+    def precisions_for(self, device: Device) -> tuple[Precision, ...]:
+        """Return the precisions to search on a card: the mixed one it is made for, where the numerics allow it."""
+        if self.precisions is not None:
+            return tuple(self.precisions)
+        return (precisions_of(device)[-1],) if allows(self.numerics, "reduced") else ("32-true",)
+
+    def in_two(self) -> list[FleetOptions]:
+        """Return the options of at most two searches at once, cards that share captures in the same one."""
+        sharing: dict[tuple[object, ...], list[Device]] = defaultdict(list)
+        for device in self.devices:
+            sharing[self.precisions_for(device), family(device)].append(device)
+        parts: tuple[list[Device], list[Device]] = [], []
+        for group in sorted(sharing.values(), key=len, reverse=True):
+            min(parts, key=len).extend(group)
+        return [dataclasses.replace(self, devices=part) for part in parts if part]
 
 
-class Worlds(NamedTuple):
+class FleetSearch(NamedTuple):
     """What was found, for which cards nothing fits, and what was assumed."""
 
-    found: list[Found]
+    rows: list[FleetRow]
     misfits: list[Misfit]
     notes: list[str]
     step_error: float
 
 
-def search(asked: Asked) -> Worlds:
+def search(workload: Workload, options: FleetOptions, progress: Progress) -> FleetSearch:
     """Return the fastest plan found for each card and number of ranks.
 
     Raises:
         CaptureError: The step can't be captured.
         UsageError: A precision is not one of a card's.
     """
-    return _Search(asked).worlds()
+    return _Search(workload, options, progress).result()
 
 
-def precisions_for(device: Device, numerics: Numerics, asked: Sequence[Precision] | None) -> tuple[Precision, ...]:
-    """Return the precisions to search on a card: the mixed one that it is made for, where the numerics allow it."""
-    if asked is not None:
-        return tuple(asked)
-    return (precisions_of(device)[-1],) if allows(numerics, "reduced") else ("32-true",)
-
-
-def in_two(devices: Sequence[Device], numerics: Numerics, asked: Sequence[Precision] | None) -> list[list[Device]]:
-    """Return cards in at most two parts to search at once, those that share captures in the same one."""
-    sharing: dict[tuple[object, ...], list[Device]] = defaultdict(list)
-    for device in devices:
-        sharing[precisions_for(device, numerics, asked), family(device)].append(device)
-    parts: tuple[list[Device], list[Device]] = [], []
-    for group in sorted(sharing.values(), key=len, reverse=True):
-        min(parts, key=len).extend(group)
-    return [part for part in parts if part]
-
-
-def joined(searches: Sequence[Worlds]) -> Worlds:
+def joined(searches: Sequence[FleetSearch]) -> FleetSearch:
     """Return the results of searches for different cards as those of one."""
-    return Worlds(
-        found=[row for search in searches for row in search.found],
+    return FleetSearch(
+        rows=[row for search in searches for row in search.rows],
         misfits=[misfit for search in searches for misfit in search.misfits],
         notes=list(dict.fromkeys(note for search in searches for note in search.notes)),
         step_error=max(search.step_error for search in searches),
@@ -144,55 +130,53 @@ class _Point(NamedTuple):
 
 
 class _Search:
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
-        self.samples = samples_of(asked.workload)
-        self.found: list[Found] = []
+    def __init__(self, workload: Workload, options: FleetOptions, progress: Progress) -> None:
+        self.workload, self.options, self.progress = workload, options, progress
+        self.samples = samples_of(workload)
+        self.rows: list[FleetRow] = []
         self.misfits: list[Misfit] = []
         self.notes: list[str] = []
         self.step_error = 0.0
         self.done = 0
 
-    def worlds(self) -> Worlds:
-        asked, waiting = self.asked, list(self.asked.devices)
+    def result(self) -> FleetSearch:
+        waiting = list(self.options.devices)
         for device in waiting:
-            for precision in asked.precisions or ():
-                check_precision(precision, "precisions", device, asked.workload)
-        menus: dict[Precision, list[Regionals]] = {}
+            for precision in self.options.precisions or ():
+                check_precision(precision, "precisions", device, self.workload)
+        menus: dict[Precision, list[RegionSet]] = {}
         while waiting:
             group, waiting = self._group(waiting, menus)
             group.run()
-        return Worlds(self.found, self.misfits, list(dict.fromkeys(self.notes)), self.step_error)
+        return FleetSearch(self.rows, self.misfits, list(dict.fromkeys(self.notes)), self.step_error)
 
-    def _group(self, waiting: list[Device], menus: dict[Precision, list[Regionals]]) -> tuple[_Group, list[Device]]:
+    def _group(self, waiting: list[Device], menus: dict[Precision, list[RegionSet]]) -> tuple[_Group, list[Device]]:
         """Return the first card that waits with all that run its program, and the others."""
-        asked, first = self.asked, waiting[0]
-        searched = precisions_for(first, asked.numerics, asked.precisions)
+        options, first = self.options, waiting[0]
+        searched = options.precisions_for(first)
         sizes = self.world_sizes
         most = -(-self.samples // sizes[0])
-        asked.progress("capture", len(asked.devices) - len(waiting), len(asked.devices))
-        programs = {precision: Program(asked.workload, first, precision, most) for precision in searched}
+        self.progress("capture", len(options.devices) - len(waiting), len(options.devices))
+        programs = {precision: ScaledTrace(self.workload, first, precision, most) for precision in searched}
         traces = {precision: program.trace(most, most) for precision, program in programs.items()}
         alike = [
-            device
-            for device in waiting
-            if precisions_for(device, asked.numerics, asked.precisions) == searched and runs_alike(first, device)
+            device for device in waiting if options.precisions_for(device) == searched and runs_alike(first, device)
         ]
         plain = traces[searched[0]]
         self.notes += [note for note in plain.notes if not note.startswith("attention on ")]
         units = repeated_blocks(plain)
         for precision, trace in traces.items():
             if precision not in menus:
-                asked.progress("solve", len(menus), len(menus) + 1)
-                menus[precision] = menu(trace, costs_of([trace], first), units)
-        fitting = {precision: valid(menus[precision], trace) for precision, trace in traces.items()}
-        group = _Group(self, alike, Paper(programs, fitting), units, self._couples(plain))
+                self.progress("solve", len(menus), len(menus) + 1)
+                menus[precision] = checkpoint_menu(trace, costs_of([trace], first), units)
+        fitting = {precision: menu_of(menus[precision], trace) for precision, trace in traces.items()}
+        group = _Group(self, alike, RankModel(programs, fitting), units, self._couples(plain))
         return group, [device for device in waiting if device not in alike]
 
     @functools.cached_property
     def world_sizes(self) -> list[int]:
         """Return the numbers of ranks that have a sample each, from the fewest."""
-        sizes = sorted(set(self.asked.world_sizes))
+        sizes = sorted(set(self.options.world_sizes))
         useful = [size for size in sizes if size <= self.samples]
         if len(useful) < len(sizes):
             self.notes.append(f"numbers of ranks above {self.samples} are left out: some ranks would have no sample")
@@ -209,8 +193,8 @@ class _Search:
         Raises:
             UsageError: It leaves out every number of ranks.
         """
-        found = coupling(trace, self.asked.workload)
-        if found is None or self.asked.numerics == "changed":
+        found = coupling(trace, self.workload)
+        if found is None or self.options.numerics == "changed":
             return found is not None
         if self.world_sizes[0] > 1:
             raise UsageError(f"world_sizes= has no 1, and several ranks are not allowed: {found}")
@@ -219,18 +203,18 @@ class _Search:
 
     def advance(self) -> None:
         self.done += 1
-        self.asked.progress("search", self.done, len(self.asked.devices) * len(self.world_sizes))
+        self.progress("search", self.done, len(self.options.devices) * len(self.world_sizes))
 
 
 class _Group:
     """The search for cards that run one program."""
 
     def __init__(
-        self, search: _Search, devices: list[Device], paper: Paper, units: tuple[str, ...], couples: bool
+        self, search: _Search, devices: list[Device], model: RankModel, units: tuple[str, ...], couples: bool
     ) -> None:
-        self.search, self.devices, self.paper, self.units = search, devices, paper, units
-        self.asked, self.couples = search.asked, couples
-        self.is_whole = couples and search.asked.numerics != "changed"  # the batch is cut by nothing
+        self.search, self.devices, self.model, self.units = search, devices, model, units
+        self.options, self.couples = search.options, couples
+        self.is_whole = couples and search.options.numerics != "changed"  # the batch is cut by nothing
         self._alone: dict[tuple[object, ...], tuple[float, float]] = {}
 
     def run(self) -> None:
@@ -243,9 +227,9 @@ class _Group:
             for device in self.devices:
                 self.search.advance()
                 key = device.name, self.samples(ranks)
-                if not self.asked.each and self._is_beaten(ranks, device, fastest[device.name], free.get(key, False)):
+                if not self.options.each and self._is_beaten(ranks, device, fastest[device.name], free.get(key, False)):
                     continue
-                budget_bytes = self.asked.budget.nbytes(device_bytes=device.usable_bytes)
+                budget_bytes = self.options.budget.nbytes(device_bytes=device.usable_bytes)
                 found = _OneCard(self, device, ranks, budget_bytes).fastest()
                 if isinstance(found, Misfit):
                     kept = least.get(device.name, found)
@@ -253,8 +237,8 @@ class _Group:
                     continue
                 fastest[device.name] = min(fastest[device.name], found.step_seconds)
                 free[key] = not found.levers.regions and found.levers.microbatch_size == self.samples(ranks)
-                self.search.found.append(found)
-            self.paper.forget()
+                self.search.rows.append(found)
+            self.model.forget()
         self.search.misfits += [
             least[name] for name, seconds in fastest.items() if seconds == math.inf and name in least
         ]
@@ -277,9 +261,9 @@ class _Group:
         """Return the levers of each precision and microbatch size, the whole of a rank's samples first."""
         samples = self.samples(ranks)
         sizes = [samples]
-        while sizes[-1] > 1 and not self.is_whole and allows(self.asked.numerics, "reordered"):
+        while sizes[-1] > 1 and not self.is_whole and allows(self.options.numerics, "reordered"):
             sizes.append(-(-sizes[-1] // 2))
-        return [Levers(precision=p, microbatch_size=size) for p in self.paper.programs for size in sizes]
+        return [Levers(precision=p, microbatch_size=size) for p in self.model.programs for size in sizes]
 
     def shardings(self, levers: Levers, ranks: int, device: Device) -> list[Levers]:
         """Return levers with each sharding among some ranks, the simplest first; alone for one rank."""
@@ -288,7 +272,7 @@ class _Group:
         reduces = ("last", "each") if levers.microbatch_size < self.samples(ranks) else ("each",)
         return [
             replace(levers, sharding=replace(sharding, reduces=when))
-            for sharding in proposals(ranks, self.asked.modes, self.units, device.cards_per_node)
+            for sharding in proposals(ranks, self.options.modes, self.units, device.cards_per_node)
             for when in reduces
         ]
 
@@ -309,7 +293,7 @@ class _Group:
 
     def _parts(self, levers: Levers, samples: int, device: Device) -> tuple[float, float]:
         """Return the seconds of the first microbatch, and of each later one; updates are left out."""
-        trace = self.paper.programs[levers.precision].trace(levers.microbatch_size, samples)
+        trace = self.model.programs[levers.precision].trace(levers.microbatch_size, samples)
         costs = costs_of([trace], device)
         seconds = [costs.seconds_of(text) for text in trace.signatures]
         parts = [0.0, 0.0]
@@ -324,15 +308,17 @@ class _OneCard:
 
     def __init__(self, group: _Group, device: Device, ranks: int, budget_bytes: int) -> None:
         self.group, self.device, self.ranks, self.budget_bytes = group, device, ranks, budget_bytes
-        self.paper, self.samples = group.paper, group.samples(ranks)
+        self.model, self.samples = group.model, group.samples(ranks)
         self._lowest: dict[Levers, float] = {}
         self._plain_fits: dict[Levers, bool] = {}
         self._tried: list[tuple[Levers, int]] = []  # points that have no room by the simulated allocator
 
-    def fastest(self) -> Found | Misfit:
-        """Return the fastest plan that fits; what comes nearest where none does."""
+    def fastest(self) -> FleetRow | Misfit:
+        """Return the fastest plan that fits, or else a `Misfit` with the least that a card would hold."""
         best: _Point | None = None
-        bounded = [(self.group.bound_seconds(each, self.ranks, self.device), each) for each in self._sizes()]
+        bounded = [
+            (self.group.bound_seconds(each, self.ranks, self.device), each) for each in self.group.sizes(self.ranks)
+        ]
         for bound, levers in sorted(bounded, key=lambda item: item[0]):
             if best is not None and not is_faster(bound, best.step_seconds):
                 break  # as is every later one
@@ -347,13 +333,27 @@ class _OneCard:
             return Misfit(
                 device=self.device.name, ranks=self.ranks, held_bytes=held_bytes, budget_bytes=self.budget_bytes
             )
-        search = self.group.search
-        uses = registry.uses(best.levers, search.samples, self.group.couples)
-        numbers = (self.budget_bytes, best.peak_bytes, best.held_bytes, best.step_seconds)
-        return Found(self.device.name, self.ranks, best.levers, uses, freest(uses), *numbers)
+        return self._row(best)
 
-    def _sizes(self) -> list[Levers]:
-        return self.group.sizes(self.ranks)
+    def _row(self, best: _Point) -> FleetRow:
+        search, options, name = self.group.search, self.group.options, self.device.name
+        uses = registry.uses(LeversOn(best.levers, search.samples, self.group.couples))
+        hours, price = best.step_seconds * options.steps / 3600, options.prices.get(name)
+        return FleetRow(
+            device=name,
+            ranks=self.ranks,
+            nodes=-(-self.ranks // self.device.cards_per_node),
+            levers=best.levers,
+            uses=uses,
+            numerics=freest(uses),
+            budget_bytes=self.budget_bytes,
+            peak_bytes=best.peak_bytes,
+            held_bytes=best.held_bytes,
+            step_seconds=best.step_seconds,
+            hours=hours,
+            cost=None if price is None else price.per_hour * self.ranks * hours,
+            currency="" if price is None else price.currency,
+        )
 
     def _has_room(self, levers: Levers) -> bool:
         """Tell whether a size fits by live bytes where the most is sharded and recomputed: others hold more."""
@@ -362,35 +362,35 @@ class _OneCard:
             return True
         if levers not in self._lowest:
             leanest = max(shardings, key=_share)
-            self._lowest[levers] = self._live_upper(leanest, len(self.paper.menus[levers.precision]) - 1)
+            self._lowest[levers] = self._live_upper(leanest, len(self.model.menus[levers.precision]) - 1)
         return self._lowest[levers] <= self.budget_bytes
 
     def _gathers_for_nothing(self, levers: Levers) -> bool:
         """Tell whether parameters would be gathered twice though keeping them gathered has room: that is as fast."""
         sharding = levers.sharding
-        if sharding is None or sharding.mode != "zero3" or "zero2" not in self.group.asked.modes:
+        if sharding is None or sharding.mode != "zero3" or "zero2" not in self.group.options.modes:
             return False
         kept = replace(levers, sharding=replace(sharding, mode="zero2", kept=()))
         return self._plain_fits.get(kept, False)
 
     def _live_upper(self, levers: Levers, point: int) -> float:
-        return self.paper.peak_bytes(levers, self.samples, point, self.device) * self._excess(levers)
+        return self.model.peak_bytes(levers, self.samples, point, self.device) * self._excess(levers)
 
     def _excess(self, levers: Levers) -> float:
-        costs, trace = self.paper.costs(levers, self.samples, self.device), self.paper.sharded(levers, self.samples)
+        costs, trace = self.model.costs(levers, self.samples, self.device), self.model.sharded(levers, self.samples)
         self.group.search.step_error = max(self.group.search.step_error, costs.step_error)
         return (1 + costs.peak_error) * (1 + trace.slack)
 
     def _faster(self, levers: Levers, best: _Point | None) -> _Point | None:
         """Return the fastest point of some levers that fits where it beats the best so far, which stays otherwise."""
         than = math.inf if best is None else best.step_seconds
-        plain = self.paper.replay(levers, self.samples, 0, self.device)
+        plain = self.model.replay(levers, self.samples, 0, self.device)
         if best is not None and not is_faster(plain.step_seconds(), than):
             self._plain_fits[levers] = True  # for what sends more: that is no faster either
             return best
-        menu, first = self.paper.menus[levers.precision], self._first_with_room(levers)
+        menu, first = self.model.menus[levers.precision], self._first_with_room(levers)
         for point in range(first, len(menu)):
-            seconds = self.paper.replay(levers, self.samples, point, self.device).step_seconds()
+            seconds = self.model.replay(levers, self.samples, point, self.device).step_seconds()
             if not is_faster(seconds, than):
                 break
             held = self._held(levers, point, self.budget_bytes)
@@ -402,7 +402,7 @@ class _OneCard:
 
     def _first_with_room(self, levers: Levers) -> int:
         """Return the first point of the menu that fits by live bytes, by halving: peaks fall along it."""
-        count = len(self.paper.menus[levers.precision])
+        count = len(self.model.menus[levers.precision])
         if self._live_upper(levers, 0) <= self.budget_bytes:
             return 0
         if self._live_upper(levers, count - 1) > self.budget_bytes:
@@ -417,9 +417,9 @@ class _OneCard:
         """Return the peak allocated, and what is held against the budget, as `predict` has them; None for more."""
         excess = self._excess(levers)
         if self.device.kind == "cpu":
-            allocated = reserved = self.paper.peak_bytes(levers, self.samples, point, self.device)
+            allocated = reserved = self.model.peak_bytes(levers, self.samples, point, self.device)
         else:
-            found = self.paper.held_bytes(levers, self.samples, point, self.device, (most + 1) / excess)
+            found = self.model.held_bytes(levers, self.samples, point, self.device, (most + 1) / excess)
             if found is None:
                 return None
             allocated, reserved = found

@@ -8,9 +8,10 @@ import memfit
 from memfit.fake_gpu import shim
 from memfit.fake_gpu.kernel_registration import family
 from memfit.hardware.catalogue import catalogue
-from memfit.planner import gpu_process, worlds
-from tests.planner import worlds_there
-from tests.planner.worlds_there import Checked, mlp
+from memfit.ir.fleet import FleetRow
+from memfit.planner import fleet_search, gpu_process
+from tests.planner import fleet_searches
+from tests.planner.fleet_searches import Checked, mlp
 
 pytestmark = pytest.mark.skipif(shim.why_not() is not None, reason="fake CUDA can't be had here")
 DEVICE = "a100-80gb"
@@ -21,7 +22,7 @@ TOLERANCE = 1.05  # what is about as fast is not taken for more levers, and a me
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Checked]]:
     options = {"device": DEVICE, "budgets": BUDGETS, "world_sizes": [1, 4, 16]}
-    return gpu_process.call(worlds_there.searched, mlp(), options, lambda *_: None, sizes=[])
+    return gpu_process.call(fleet_searches.searched, mlp(), options, lambda *_: None, sizes=[])
 
 
 @pytest.mark.ci  # `make test` has plans of few rows: `pipeline/test_fleet.py`
@@ -70,10 +71,10 @@ def test_one_rank_is_planned_as_memfit_plan_does(found: dict[str, list[Checked]]
 @pytest.mark.ci
 def test_cards_that_share_captures_are_predicted_as_alone() -> None:
     devices = ["rtx-3090", "a100-40gb", "mi300x"]
-    pairs = gpu_process.call(worlds_there.grouped, mlp(32), {"devices": devices}, lambda *_: None, sizes=[])
+    pairs = gpu_process.call(fleet_searches.grouped, mlp(32), {"devices": devices}, lambda *_: None, sizes=[])
     assert len(pairs) == 6
     for together, alone in pairs:
-        assert together[:5] == alone[:5] and together.held_bytes == alone.held_bytes
+        assert plan_of(together) == plan_of(alone) and together.held_bytes == alone.held_bytes
         assert together.step_seconds == pytest.approx(alone.step_seconds, rel=0.02)
 
 
@@ -81,12 +82,12 @@ def test_cards_that_share_captures_are_predicted_as_alone() -> None:
 def test_what_cards_and_ranks_share_is_what_each_finds_alone() -> None:
     """Replays, peaks and what the allocator holds are shared; budgets are not, and one card has no room at all."""
     options = {"devices": ["a100-80gb", "a100-40gb", "rtx-3070"], "budget": "0.5%", "world_sizes": [1, 4]}
-    together, alone = gpu_process.call(worlds_there.in_parts, mlp(), options, lambda *_: None, sizes=[])
-    rows = {(row.device, row.ranks): row for row in together.found}
-    rows_alone = {(row.device, row.ranks): row for each in alone for row in each.found}
+    together, alone = gpu_process.call(fleet_searches.in_parts, mlp(), options, lambda *_: None, sizes=[])
+    rows = {(row.device, row.ranks): row for row in together.rows}
+    rows_alone = {(row.device, row.ranks): row for each in alone for row in each.rows}
     assert rows.keys() == rows_alone.keys() and len({row.levers for row in rows.values()}) > 2
     for key, row in rows.items():
-        assert row[:8] == rows_alone[key][:8]
+        assert (plan_of(row), memory_of(row)) == (plan_of(rows_alone[key]), memory_of(rows_alone[key]))
         assert row.step_seconds == pytest.approx(rows_alone[key].step_seconds, rel=1e-9)
     least = [misfit for each in alone for misfit in each.misfits if misfit.device not in {name for name, _ in rows}]
     assert together.misfits == [min(least, key=lambda misfit: misfit.held_bytes)]
@@ -95,9 +96,9 @@ def test_what_cards_and_ranks_share_is_what_each_finds_alone() -> None:
 
 @pytest.mark.ci
 def test_ranks_that_can_not_be_faster_are_left_out_unless_asked() -> None:
-    def rows(each: bool) -> list[worlds.Found]:
+    def rows(each: bool) -> list[FleetRow]:
         options = {"device": DEVICE, "budget": "2GiB", "each": each}
-        return gpu_process.call(worlds_there.every, mlp(8), options, lambda *_: None, sizes=[])
+        return gpu_process.call(fleet_searches.every, mlp(8), options, lambda *_: None, sizes=[])
 
     every, some = rows(True), rows(False)
     assert [row.ranks for row in every] == list(range(1, 9))  # the batch has eight samples
@@ -111,26 +112,36 @@ def test_ranks_that_can_not_be_faster_are_left_out_unless_asked() -> None:
 
 def test_cards_of_one_family_are_searched_together_and_none_is_left_out() -> None:
     cards = [device for device in catalogue().values() if device.kind == "cuda"]
-    parts = worlds.in_two(cards, "reduced", None)
+    options = fleet_searches.options_of([card.name for card in cards], numerics="reduced")
+    parts = [part.devices for part in options.in_two()]
     assert len(parts) == 2
     assert sorted(device.name for part in parts for device in part) == sorted(device.name for device in cards)
     assert {family(device) for device in parts[0]}.isdisjoint(family(device) for device in parts[1])
     assert abs(len(parts[0]) - len(parts[1])) <= max(len(cards) // 4, 1)
-    assert worlds.in_two(cards[:1], "reduced", None) == [cards[:1]]
+    alone = fleet_searches.options_of([cards[0].name], numerics="reduced")
+    assert alone.in_two() == [alone]
 
 
 @pytest.mark.ci
 def test_searches_in_two_parts_find_what_one_does() -> None:
     options = {"world_sizes": [1, 4], "budget": "320MiB"}
     names = ["a100-80gb", "h100"]
-    together = gpu_process.call(worlds_there.found, mlp(), {**options, "devices": names}, lambda *_: None, sizes=[])
+    together = gpu_process.call(fleet_searches.found, mlp(), {**options, "devices": names}, lambda *_: None, sizes=[])
     apart = gpu_process.call_each(
-        worlds_there.found, mlp(), [{**options, "devices": [name]} for name in names], lambda *_: None, sizes=[]
+        fleet_searches.found, mlp(), [{**options, "devices": [name]} for name in names], lambda *_: None, sizes=[]
     )
-    joined = worlds.joined(apart)
-    assert sorted(joined.found, key=by_card) == sorted(together.found, key=by_card)
+    joined = fleet_search.joined(apart)
+    assert sorted(joined.rows, key=by_card) == sorted(together.rows, key=by_card)
     assert (joined.notes, joined.step_error) == (together.notes, together.step_error)
 
 
-def by_card(row: worlds.Found) -> tuple[str, int]:
+def plan_of(row: FleetRow) -> tuple[object, ...]:
+    return row.device, row.ranks, row.levers, row.uses, row.numerics
+
+
+def memory_of(row: FleetRow) -> tuple[int, int, int]:
+    return row.budget_bytes, row.peak_bytes, row.held_bytes
+
+
+def by_card(row: FleetRow) -> tuple[str, int]:
     return row.device, row.ranks

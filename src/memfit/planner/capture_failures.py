@@ -13,6 +13,7 @@ from memfit.ir.plan import Levers
 from memfit.ir.remat import Region
 from memfit.ir.trace import Trace
 from memfit.levers import registry
+from memfit.levers.lever import LeversOn
 from memfit.planner.captures import Captures
 from memfit.workload import Workload
 
@@ -23,16 +24,17 @@ _LONGEST = 240  # of an error's first line that goes into a note
 _NAMED = 3  # modules that a note names before it counts the others
 
 
-class Trials:
+class CaptureFailures:
     """Captures a step with levers that are optional, and knows which of them failed.
 
     Attributes:
         captures: Captures it.
+        plain: The levers of the step as the user wrote it.
         data: Has what the step reads with data.
     """
 
     def __init__(self, workload: Workload, device: Device, plain: Levers) -> None:
-        self.captures, self._plain = Captures(workload, device), plain
+        self.captures, self.plain = Captures(workload, device), plain
         self.data = self.captures.data
         self._failed: dict[Levers, str] = {}
 
@@ -43,7 +45,7 @@ class Trials:
         try:
             return self.captures(levers)
         except MemfitError as e:
-            if levers == self._plain:
+            if levers == self.plain:
                 raise
             self.leave_out(levers, first_line(e))
         return None
@@ -65,8 +67,8 @@ class Trials:
         return [f"{names}: left out, since the step fails with it ({why})" for why, names in listed.items()]
 
     def _names(self, levers: Levers) -> frozenset[str]:
-        batch_size = self._plain.microbatch_size
-        return frozenset(lever.brief(levers, batch_size) for lever in registry.used(levers, batch_size))
+        on = LeversOn(levers, self.plain.microbatch_size)
+        return frozenset(lever.brief(on) for lever in registry.used(on))
 
 
 def fails(attempt: Attempt, levers: Levers) -> bool:

@@ -3,13 +3,23 @@
 A compiled step is lowered by its compiler each time it is captured, which takes as long as ten captures of the step as
 it is; so compiled microbatches wait until one is expected to be the fastest. So do microbatches of a precision whose
 step of the whole batch is slow, since smaller ones are hardly faster.
+
+So do microbatch sizes between two captured ones, where the larger has no room and the smaller is slow. Captured sizes
+about halve, since each takes a capture, and times of operators of its own shapes. The one between that is tried has the
+fewest microbatches that are expected to fit, all as equal as can be. Its peak is expected on the line between those of
+the two: a peak is the largest of many sums that grow with the samples, and no higher than on that line. Its time is
+expected on the line through theirs by the number of microbatches.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from msgspec.structs import replace
 
 from memfit.ir.plan import Levers, Prediction
 from memfit.levers import registry
@@ -36,7 +46,7 @@ class Steps(Protocol):
         """Return the problem of choosing regions under some levers."""
 
 
-class Postponed:
+class DeferredCandidates:
     """Combinations that wait, and what their steps are expected to take.
 
     Args:
@@ -48,14 +58,14 @@ class Postponed:
     def __init__(self, steps: Steps, waiting: Mapping[Levers, Levers], captured: Sequence[Levers]) -> None:
         self._steps, self._wholes = steps, waiting
         self.waiting = list(waiting)
-        self._compiled = [levers for levers in captured if _compiles(levers)]
+        self._compiled = [levers for levers in captured if registry.compiles(levers)]
 
     @property
     def compiled_sizes(self) -> list[int]:
         """The sizes of compiled microbatches that compiled steps told not to capture, the largest first."""
         if not self._compiled:
             return []
-        return sorted({levers.microbatch_size for levers in self.waiting if _compiles(levers)}, reverse=True)
+        return sorted({levers.microbatch_size for levers in self.waiting if registry.compiles(levers)}, reverse=True)
 
     def next(self, best_seconds: float, peak_bytes: int) -> list[Levers]:
         """Capture those that need not wait, and return the ones that work; none where the others can wait.
@@ -67,7 +77,7 @@ class Postponed:
         while chosen := self._chosen(best_seconds, peak_bytes):
             self.waiting = [levers for levers in self.waiting if levers not in chosen]
             if found := self._steps.captured(chosen):
-                self._compiled += filter(_compiles, found)
+                self._compiled += filter(registry.compiles, found)
                 return found
         return []
 
@@ -75,7 +85,7 @@ class Postponed:
         """Return what may be enough faster; of compiled steps the largest, which tells of smaller ones."""
         if math.isinf(best_seconds):
             return self.waiting
-        compiled = [levers for levers in self.waiting if _compiles(levers)]
+        compiled = [levers for levers in self.waiting if registry.compiles(levers)]
         for levers in sorted(compiled, key=lambda levers: -levers.microbatch_size):
             if self._expected_seconds(levers, peak_bytes) < best_seconds:
                 return [levers]
@@ -111,5 +121,51 @@ class Postponed:
         return self._steps.predicted(levers).step_seconds
 
 
-def _compiles(levers: Levers) -> bool:
-    return registry.compiles(levers, levers.microbatch_size)
+class _Between(NamedTuple):
+    seconds: float
+    levers: Levers
+
+
+def size_between(
+    searched: Sequence[Levers],
+    predicted: Callable[[Levers], Prediction],
+    *,
+    batch_size: int,
+    budget_bytes: int,
+    below_seconds: float,
+) -> Levers | None:
+    """Return the levers of the size between that is expected to be fastest; None where none is fast enough.
+
+    Args:
+        searched: Combinations of levers that are captured.
+        predicted: Returns the prediction for one of them.
+        batch_size: Samples that the microbatches are parts of.
+        budget_bytes: What a step may hold.
+        below_seconds: What its step has to be expected to take less than.
+    """
+    families: dict[Levers, list[Levers]] = defaultdict(list)
+    for levers in searched:
+        families[replace(levers, microbatch_size=batch_size)].append(levers)
+    found = [
+        between
+        for family in families.values()
+        for high, low in itertools.pairwise(sorted(family, key=lambda levers: -levers.microbatch_size))
+        if (between := _between(high, low, predicted, batch_size, budget_bytes)) is not None
+    ]
+    best = min(found, key=lambda between: between.seconds, default=None)
+    return best.levers if best is not None and best.seconds < below_seconds else None
+
+
+def _between(
+    high: Levers, low: Levers, predicted: Callable[[Levers], Prediction], batch_size: int, budget_bytes: int
+) -> _Between | None:
+    large, small = predicted(high), predicted(low)
+    if not small.peak_upper_bytes <= budget_bytes < large.peak_upper_bytes:
+        return None
+    share = (budget_bytes - small.peak_upper_bytes) / (large.peak_upper_bytes - small.peak_upper_bytes)
+    most = low.microbatch_size + int(share * (high.microbatch_size - low.microbatch_size))
+    fewest, count, many = (-(-batch_size // size) for size in (high.microbatch_size, most, low.microbatch_size))
+    if count == many:
+        return None
+    seconds = large.step_seconds + (small.step_seconds - large.step_seconds) * (count - fewest) / (many - fewest)
+    return _Between(seconds, replace(low, microbatch_size=-(-batch_size // count)))
