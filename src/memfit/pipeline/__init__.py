@@ -3,7 +3,6 @@
 from memfit.hardware.host import devices, find_device
 from memfit.ir.verification import Verification
 from memfit.pipeline._apply import apply
-from memfit.pipeline._compile_backend import compile_backend
 from memfit.pipeline._consolidate import consolidate
 from memfit.pipeline._estimate import estimate
 from memfit.pipeline._fit import fit
@@ -22,7 +21,6 @@ __all__ = [
     "Verification",
     "apply",
     "check_launched",
-    "compile_backend",
     "consolidate",
     "device_named",
     "devices",
