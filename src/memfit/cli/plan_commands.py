@@ -374,11 +374,11 @@ def probe_range(
 ) -> None:
     """Find the modules with activations or gradients outside the range of fp16, and give advice."""
     check_inputs(workload)
-    from memfit import pipeline
+    from memfit import tools
 
     loaded = load(workload)
     with stages() as progress:
-        ranges = pipeline.probe_range(loaded, batches=batches, microbatch_size=microbatch_size, progress=progress)
+        ranges = tools.probe_range(loaded, batches=batches, microbatch_size=microbatch_size, progress=progress)
     if as_json:
         print_json(ranges)
     else:

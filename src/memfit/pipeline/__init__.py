@@ -8,7 +8,6 @@ from memfit.pipeline._estimate import estimate
 from memfit.pipeline._fit import fit
 from memfit.pipeline._fleet import fleet
 from memfit.pipeline._plan import plan
-from memfit.pipeline._probe_range import probe_range
 from memfit.pipeline._train import train, write_report
 from memfit.pipeline._verify import verify
 from memfit.pipeline.joining import check_launched, joined_by, ranks_of
@@ -35,7 +34,6 @@ __all__ = [
     "load_workload",
     "on_this_machine",
     "plan",
-    "probe_range",
     "ranks_of",
     "train",
     "verify",
