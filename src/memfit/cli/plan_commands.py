@@ -10,7 +10,6 @@ import typer
 
 from memfit.cli import commands, output
 from memfit.cli.commands import with_options
-from memfit.cli.loading import load, load_for
 from memfit.cli.options import (
     BUDGET_HELP,
     COMPILE,
@@ -35,6 +34,8 @@ from memfit.cli.options import (
     check_inputs,
     check_new,
     given_budget,
+    load,
+    load_for,
     precisions_of,
     read_plan,
     strays,

@@ -19,7 +19,7 @@ from memfit.hardware import accelerators, heap
 from memfit.hardware.host import free_bytes
 from memfit.ir.plan import Numerics, Plan
 from memfit.pipeline import load_log
-from memfit.pipeline._fit import fit_whatever_trains
+from memfit.pipeline._fit import Listener, fit_whatever_trains
 from memfit.report.verdict import plan_verdict
 from memfit.units import Budget, read_budget
 
@@ -91,11 +91,7 @@ def run_script(
                 plan=plan,
                 numerics=numerics,
                 host_budget=host_budget,
-                tell=_tell,
-                note=_note,
-                on_plan=keep,
-                stages=functools.partial(stages, "memfit: "),
-                log=log_function,
+                listener=Listener(_tell, _note, keep, functools.partial(stages, "memfit: "), log_function),
             ),
         ):
             if call.is_module:

@@ -14,7 +14,7 @@ from memfit.pipeline.joining import check_launched, joined_by, ranks_of
 from memfit.pipeline.placement import device_named, on_this_machine
 from memfit.pipeline.workload_files import load_fake_workload, load_log, load_workload
 from memfit.planner.gpu_process import is_elsewhere
-from memfit.report.registration import show_records
+from memfit.report.notebook import show_records
 
 __all__ = [
     "Verification",

@@ -24,9 +24,8 @@ from memfit.ir.operator_costs import CostTable, OpCost
 from memfit.ir.plan import Levers, Precision, Prediction
 from memfit.ir.trace import Trace
 from memfit.levers.stack import check_as_given, check_workload
-from memfit.pipeline.first_arguments import checked
 from memfit.pipeline.placement import device_named
-from memfit.pipeline.verbs import verb
+from memfit.pipeline.verbs import checked, verb
 from memfit.planner import gpu_process
 from memfit.planner.captures import BENCHMARK_ERROR, capture_plain
 from memfit.planner.prediction import Progress, check_precision, costs_of, predict, silent

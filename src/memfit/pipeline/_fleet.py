@@ -20,8 +20,7 @@ from memfit.ir.plan import NUMERICS, Numerics, Precision, allows
 from memfit.ir.sharding import Mode
 from memfit.levers.microbatches import microbatch_sizes
 from memfit.levers.stack import check_as_given, check_workload
-from memfit.pipeline.first_arguments import checked
-from memfit.pipeline.verbs import verb
+from memfit.pipeline.verbs import checked, verb
 from memfit.planner import gpu_process, worlds
 from memfit.planner.prediction import Progress, silent
 from memfit.report.notebook_progress import stages, with_bars

@@ -30,7 +30,6 @@ from memfit.levers.microbatches import MICROBATCHES
 from memfit.levers.shared_by_ranks import SHARDING
 from memfit.levers.stack import applied, applied_to_copy
 from memfit.pipeline.comparison import PlainStepTooLargeError, compare, rank_peak_bytes
-from memfit.pipeline.first_arguments import checked
 from memfit.pipeline.joining import ranks_of
 from memfit.pipeline.placement import check_runs_here, rank_place
 from memfit.pipeline.statements import (
@@ -41,7 +40,7 @@ from memfit.pipeline.statements import (
     peak_failures,
     prediction_failures,
 )
-from memfit.pipeline.verbs import verb
+from memfit.pipeline.verbs import checked, verb
 from memfit.planner import gpu_process
 from memfit.planner.prediction import Progress, silent
 from memfit.planner.proof import probe_regions

@@ -26,6 +26,7 @@ from memfit.cost.calibrate import cache_folder
 from memfit.errors import OutputError
 from memfit.hardware.host import find_device, host_name
 from memfit.ir import codec
+from memfit.pipeline.placement import device_kind
 from memfit.tape import Entry, ExecutionContext, Geometry, LoopWorkload
 from memfit.units import read_budget
 from memfit.version import __version__
@@ -136,7 +137,7 @@ def _parts(name: str, workload: LoopWorkload, options: object) -> Iterator[str]:
     yield name
     yield fingerprint(workload)
     yield str(getattr(workload.loss_fn, "args", ()))  # the modes in which a stand-in for the loop's loss runs
-    device = next((p.device.type for p in workload.model.parameters()), "cpu")
+    device = device_kind(workload.model)
     yield from _told(options, _DEEP)
     budget = options.get("budget") if isinstance(options, dict) else None
     if budget is not None and read_budget(budget).of == "device":

@@ -54,6 +54,11 @@ def on_this_machine(named: Device) -> Device | None:
     return next((device for device in here if match(device.description, device.memory_bytes, [named])), None)
 
 
+def device_kind(model: torch.nn.Module) -> str:
+    """Return the kind of the device that a model is on."""
+    return next((p.device.type for p in model.parameters()), "cpu")
+
+
 def kind_of(plan: Plan) -> str:
     """Return the kind of the device that a plan runs on ("cpu", "cuda")."""
     return find_device(plan.device).kind
