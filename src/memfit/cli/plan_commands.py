@@ -354,10 +354,10 @@ def run(
         parse_budget(host_budget, None, "host_budget")
     check_new("--output", path, overwrite)
     given = None if plan is None else read_plan(plan)
-    from memfit.cli.run import Call, run_script
+    from memfit.cli.run import ScriptCall, run_script
 
     run_script(
-        Call(script, context.args, is_module, strays(context)),
+        ScriptCall(script, context.args, is_module, strays(context)),
         budget=budget,
         plan=given,
         numerics=(numerics or LoopNumericsName.exact).value,

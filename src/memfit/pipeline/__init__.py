@@ -10,8 +10,7 @@ from memfit.pipeline._fleet import fleet
 from memfit.pipeline._plan import plan
 from memfit.pipeline._train import train, write_report
 from memfit.pipeline._verify import verify
-from memfit.pipeline.joining import check_launched, joined_by, ranks_of
-from memfit.pipeline.placement import device_named, on_this_machine
+from memfit.pipeline.placement import check_launched, device_named, joined_by, on_this_machine, ranks_of
 from memfit.pipeline.workload_files import load_fake_workload, load_log, load_workload
 from memfit.planner.gpu_process import is_elsewhere
 from memfit.report.notebook import show_records

@@ -27,8 +27,7 @@ from memfit.levers.compilation import LIMIT
 from memfit.levers.stack import applied, check_as_given, check_plan, host_bytes_of
 from memfit.levers.switch import Switch, without_switched
 from memfit.pipeline.adaptive import Adaptive
-from memfit.pipeline.joining import check_launched
-from memfit.pipeline.placement import kind_of, placed
+from memfit.pipeline.placement import check_launched, kind_of, placed
 from memfit.pipeline.verbs import applying, checked
 from memfit.planner.admission import Admission
 from memfit.planner.batch_coupling import without_coupled

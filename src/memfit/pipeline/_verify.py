@@ -30,8 +30,7 @@ from memfit.levers.microbatches import MICROBATCHES
 from memfit.levers.shared_by_ranks import SHARDING
 from memfit.levers.stack import applied, applied_to_copy
 from memfit.pipeline.comparison import PlainStepTooLargeError, compare, rank_peak_bytes
-from memfit.pipeline.joining import ranks_of
-from memfit.pipeline.placement import check_runs_here, rank_place
+from memfit.pipeline.placement import check_runs_here, rank_place, ranks_of
 from memfit.pipeline.statements import (
     TOLERANCE,
     Tensors,

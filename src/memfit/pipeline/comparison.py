@@ -20,8 +20,7 @@ from memfit.ir.plan import Levers, Plan
 from memfit.ir.run_record import Comparison
 from memfit.ir.sharding import Sharding
 from memfit.levers.stack import applied
-from memfit.pipeline.joining import ranks_of
-from memfit.pipeline.placement import check_runs_here, place_of, rank_place
+from memfit.pipeline.placement import check_runs_here, place_of, rank_place, ranks_of
 from memfit.ranks.one_process import SingleProcess
 from memfit.rng import rng_preserved
 from memfit.training.step import Step
