@@ -12,7 +12,7 @@ import hashlib
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -113,8 +113,10 @@ def _program() -> str | None:
     if script is None:
         return None
     loaded = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    own = {script, *(path for path in loaded if isinstance(path, str) and not _is_installed(path))}
-    texts = [f"{path}:{hashlib.sha256(Path(path).read_bytes()).hexdigest()}" for path in sorted(own) if _is_file(path)]
+    installed = (*_INSTALLED, str(_OWN))  # Python, packages and memfit
+    own = {script, *(p for p in loaded if isinstance(p, str) and not str(Path(p).resolve()).startswith(installed))}
+    sources = [path for path in sorted(own) if path.endswith(".py") and Path(path).is_file()]
+    texts = [f"{path}:{hashlib.sha256(Path(path).read_bytes()).hexdigest()}" for path in sources]
     memfit = max(path.stat().st_mtime_ns for path in _OWN.rglob("*.py"))
     environment = [
         f"{name}={value}" for name, value in sorted(os.environ.items()) if not name.startswith(_OF_TERMINALS)
@@ -122,15 +124,6 @@ def _program() -> str | None:
     return "\n".join(
         [*sys.argv, *environment, *texts, __version__, str(memfit), torch.__version__, sys.version, host_name()]
     )
-
-
-def _is_installed(path: str) -> bool:
-    """Tell whether a file belongs to Python, to an installed package, or to memfit."""
-    return str(Path(path).resolve()).startswith((*_INSTALLED, str(_OWN)))
-
-
-def _is_file(path: str) -> bool:
-    return path.endswith(".py") and Path(path).is_file()
 
 
 def _parts(name: str, workload: LoopWorkload, options: object) -> Iterator[str]:
@@ -219,15 +212,11 @@ def _told(value: Any, depth: int) -> Iterator[str]:
             yield from _told(each, depth - 1)
     elif isinstance(value, (list, tuple)):
         yield f"{type(value).__qualname__} {len(value)}"
-        yield from _each(value[:_LONG], depth)
+        for each in value[:_LONG]:
+            yield from _told(each, depth - 1)
     elif isinstance(value, (set, frozenset)):
         yield from sorted(text for each in value for text in _told(each, depth - 1))
     else:
         yield type(value).__qualname__
         plain = {key: each for key, each in getattr(value, "__dict__", {}).items() if not key.startswith("_")}
         yield from _told(plain, depth - 1)
-
-
-def _each(values: Iterable[Any], depth: int) -> Iterator[str]:
-    for value in values:
-        yield from _told(value, depth - 1)
