@@ -49,7 +49,6 @@ from memfit.recomputation.generators import foreign_generators, preserved
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.rng import rng_preserved
 from memfit.sparse import parts
-from memfit.training.step import Step
 from memfit.units import format_bytes
 from memfit.workload import Workload, samples_of, tensors_of
 
@@ -242,9 +241,11 @@ def _held_on_ranks(plan: Plan, workload: Workload, ranks: SingleProcess, progres
         progress("ranks", 0, 3)
         loss, gradients, _ = _gradients(workload, plan.levers, place)
         digests = {name: _digest(gradient) for name, gradient in gradients.items()}
-        again = _gathered_again(plan.levers)
         differing: list[str] = []
-        if again is not None:
+        sharding = plan.levers.sharding
+        assert sharding is not None
+        if sharding.is_fully_sharded and (sharding.mode != "zero3" or sharding.kept):  # some units stay gathered
+            again = replace(plan.levers, sharding=replace(sharding, mode="zero3", kept=()))
             others = {name: _digest(g) for name, g in _gradients(workload, again, place)[1].items()}
             differing = [name for name in digests if digests[name] != others.get(name)]
         progress("ranks", 1, 3)
@@ -272,17 +273,6 @@ def _check_batches(ranks: SingleProcess, workload: Workload) -> None:
             )
 
 
-def _gathered_again(levers: Levers) -> Levers | None:
-    """Return the levers with which no unit stays gathered; None where none does."""
-    sharding = levers.sharding
-    if sharding is None or not sharding.is_fully_sharded or (sharding.mode == "zero3" and not sharding.kept):
-        return None
-    return replace(levers, sharding=replace(sharding, mode="zero3", kept=()))
-
-
-# On the first rank
-
-
 def _played(workload: Workload, levers: Levers, place: torch.device) -> tuple[float, Tensors]:
     """Return the loss and the gradients that ranks are to have: this process plays each of them, without levers."""
     from memfit.ranks.one_after_another import PlayedRank  # distributed packages take a second to import
@@ -294,16 +284,22 @@ def _played(workload: Workload, levers: Levers, place: torch.device) -> tuple[fl
     messages: list[list[torch.Tensor]] | None = None
     with rng_preserved(), applied(Levers(microbatch_size=levers.microbatch_size), copied) as step:
         while True:
-            losses, total = [], Tensors()
+            losses, total = list[float](), Tensors()
             played = [PlayedRank(rank, size, messages) for rank in range(size)]
             for rank in played:
+                step.change(ranks=rank)
                 with preserved(held):
-                    losses.append(_add(step, copied.batch, rank, total))
+                    _seed()
+                    loss, gradients = step.gradients(copied.batch)
+                losses.append(loss)
+                for name, gradient in gradients.items():
+                    share = gradient / size  # as the engines divide
+                    total[name] = total[name] + share if name in total else share
                 for buffer, before in buffers:
                     buffer.copy_(before)
             if messages is not None or all(rank.divisor is None for rank in played):
                 loss = _finished(played, losses, total, levers.microbatch_size, samples_of(copied))
-                return loss, {name: gradient.cpu() for name, gradient in total.items()}
+                return loss, _on_cpu(total)
             messages = [rank.sent for rank in played]
 
 
@@ -316,17 +312,6 @@ def _finished(played: list[Any], losses: list[float], total: Tensors, size: int,
     if samples % len(played) or size < samples // len(played):
         foreach_mul_(list(total.values()), divisor.double() / count)
     return float(loss / count)
-
-
-def _add(step: Step, batch: Any, rank: Any, total: Tensors) -> float:
-    """Add the gradients of a rank to the total, divided as the engines do; return its loss."""
-    step.change(ranks=rank)
-    _seed()
-    loss, gradients = step.gradients(batch)
-    for name, gradient in gradients.items():
-        share = gradient / rank.size
-        total[name] = total[name] + share if name in total else share
-    return loss
 
 
 def _verdict(
@@ -358,8 +343,7 @@ def _verdict(
         if peak > upper
     ]
     failures = [*_disagreements(found), *too_much, *peak_failures(plan, made)]
-    size = samples_of(workload)
-    if _is_bitwise(plan.levers, plan, size) and not made.bitwise:
+    if _is_bitwise(plan, samples_of(workload)) and not made.bitwise:
         unequal = next((difference for difference in made.gradients if not difference.equal), None)
         furthest = "the loss" if unequal is None else f"{unequal.parameter} differs by {unequal.relative:.2e}"
         failures.append(
@@ -395,14 +379,14 @@ def _only_reorders(plan: Plan) -> bool:
     return plan.levers.precision == "32-true" and not is_reduced and not others
 
 
-def _is_bitwise(levers: Levers, plan: Plan, batch_size: int) -> bool:
+def _is_bitwise(plan: Plan, batch_size: int) -> bool:
     """Tell whether ranks are bitwise one process that adds up their gradients.
 
     Two are, where each sends the sum of its microbatches: a sum of two has one order.
     """
-    sharding = levers.sharding
+    sharding = plan.levers.sharding
     assert sharding is not None
-    is_sent_once = sharding.reduces == "last" or levers.microbatch_size >= -(-batch_size // sharding.world_size)
+    is_sent_once = sharding.reduces == "last" or plan.levers.microbatch_size >= -(-batch_size // sharding.world_size)
     return sharding.world_size == 2 and is_sent_once and _only_reorders(plan)
 
 
