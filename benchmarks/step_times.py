@@ -29,7 +29,7 @@ from benchmarks.common import Case, main
 from benchmarks.frontier.models import QUICK, SUBJECTS
 from benchmarks.processes import output_of
 from benchmarks.steps.rows import Rows
-from memfit.cli import threads
+from memfit.cli import commands
 from memfit.cost.pace import Pace, Paced, at_rest, undisturbed_ratios
 from memfit.hardware import heap
 from memfit.hardware.host import find_device, free_bytes
@@ -302,7 +302,7 @@ def _isolated(model: str, condition: Condition, quick: bool, name: str) -> list[
     command = [sys.executable, "-m", "benchmarks.step_times", "--cell", model, *(["--quick"] * quick)]
     environment = {"OMP_NUM_THREADS": str(condition.threads)}
     if condition.others:  # as the command line has threads wait on a busy machine
-        environment[threads.VARIABLE] = "PASSIVE"
+        environment[commands.WAIT_POLICY] = "PASSIVE"
     with _computing(condition.others):
         output = output_of(command, _LIMIT_SECONDS, environment)
     if not output.rows:

@@ -15,7 +15,7 @@ from memfit.hardware.cpu_allocations import allocated
 from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers
 from memfit.levers.stack import applied
-from memfit.pipeline import _fit
+from memfit.pipeline import _fit, loop_plans
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import costs_of, predict
 from memfit.workload import Workload
@@ -65,7 +65,7 @@ def _planning_marked() -> Iterator[None]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_fit, "make_plan", marked(_fit.make_plan))
-        patch.setattr(_fit, "estimate", marked(_fit.estimate))
+        patch.setattr(loop_plans, "make_plan", marked(loop_plans.make_plan))
+        patch.setattr(loop_plans, "estimate", marked(loop_plans.estimate))
         patch.setattr(_fit.Fitted, "_held", marked(_fit.Fitted._held))
         yield

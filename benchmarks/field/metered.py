@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from memfit._torch.replacement import replaced
 from memfit.cli import app
 from memfit.hardware.cpu_allocations import allocated_between
-from memfit.pipeline import _fit
+from memfit.pipeline import _fit, loop_plans
 from memfit.training.guards import beside
 
 _UPDATED, _PLANNING = "benchmarks: updated", "benchmarks: planning"
@@ -77,7 +77,7 @@ def metered(report: Path) -> Iterator[None]:
     try:
         with ExitStack() as stack:
             for name in ("make_plan", "estimate", "predicted_under"):
-                stack.enter_context(replaced(_fit, name, meter.marked(getattr(_fit, name))))
+                stack.enter_context(replaced(loop_plans, name, meter.marked(getattr(loop_plans, name))))
             stack.enter_context(replaced(_fit, "held_beside", meter.weighed(beside.held_beside)))
             peaks = stack.enter_context(allocated_between(_UPDATED, but_in=_PLANNING))
             yield

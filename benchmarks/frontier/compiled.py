@@ -1,11 +1,10 @@
-"""What runs under torch.compile: the plain step, its memory budget, checkpoints inside, and memfit's back end."""
+"""What runs under torch.compile: the plain step, its memory budget, and checkpoints inside."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,10 +12,8 @@ import torch
 from torch import nn
 
 from benchmarks.frontier.checkpointing import checkpointed, forwarding, holding, segment_sizes, segments, whole
-from benchmarks.frontier.methods import LOWEST, OURS, PLAIN, Apply, Method, Prepared, Task, Unsupported
-from memfit import InfeasibleError, tools
+from benchmarks.frontier.methods import PLAIN, Apply, Method, Prepared, Task, Unsupported
 from memfit.training.step import Step
-from memfit.units import format_bytes
 from memfit.workload import Loss, Workload
 
 ACTIVATION_BUDGETS = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)
@@ -91,57 +88,9 @@ def _segments(task: Task, studied: None, size: int) -> Prepared:
     return Prepared(compiling(inductor(), lambda model: partial(holding, segments(model, chains, size))))
 
 
-@dataclass(frozen=True)
-class _Floor:
-    """What a step takes at least: in all, and of it the optimizer's state, which no graph sees."""
-
-    lowest_bytes: int
-    state_bytes: int
-
-
-def _floor(task: Task) -> _Floor:
-    """Find the smallest budget that fits, as the error for one that does not says it."""
-    state_bytes = _state_bytes(task)
-    copied = task.copied()
-    backend = tools.compile_backend(budget=state_bytes + 1, reserved_bytes=state_bytes)
-    with compiling(backend)(copied) as step:
-        try:
-            step.gradients(copied.batch)
-        except InfeasibleError as e:
-            return _Floor(e.lowest_peak_bytes + state_bytes, state_bytes)
-    raise AssertionError("a budget of nothing fitted")
-
-
-def _state_bytes(task: Task) -> int:
-    """Return what an optimizer's state takes once it has made a step."""
-    copied = task.copied()
-    Step(copied)(copied.batch)
-    state = [value for values in copied.optimizer.state.values() for value in values.values()]
-    return sum(t.untyped_storage().nbytes() for t in state if isinstance(t, torch.Tensor))
-
-
-def _ours(task: Task, floor: _Floor, share: float | str) -> Prepared:
-    """Compile with memfit's back end for a budget of the whole step."""
-    budget = floor.lowest_bytes if share == LOWEST else task.budget_bytes(float(share))
-    if budget < floor.lowest_bytes:
-        raise Unsupported(f"no plan fits: the lowest peak that memfit finds is {format_bytes(floor.lowest_bytes)}")
-    facts: dict[str, Any] = {"budget_bytes": budget}
-    backend = tools.compile_backend(budget=budget, reserved_bytes=floor.state_bytes)
-
-    def planned(graph: Any, inputs: Any) -> Any:
-        made = backend(graph, inputs)
-        if backend.plans:  # else what was made raises when it is called
-            facts["gap"] = max(plan.gap for plan in backend.plans)
-            facts["predicted_seconds"] = sum(plan.step_seconds for plan in backend.plans)
-        return made
-
-    return Prepared(compiling(planned), facts)
-
-
 COMPILED = (
     Method(PLAIN, "compiled", lambda task: [""], _plain),
     Method("activation_memory_budget", "compiled", lambda task: ACTIVATION_BUDGETS, _budget),
     Method("checkpoint every K-th block", "compiled", lambda task: [1, 2], _blocks),
     Method("segments of K blocks", "compiled", lambda task: segment_sizes(task)[:1], _segments),
-    Method(OURS, "compiled", lambda task: [*task.shares, LOWEST], _ours, _floor),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 from torch import nn
@@ -62,8 +63,8 @@ def _make(task: Task, lowest: list[int], share: float | str) -> Prepared:
     return Prepared(lambda workload: memfit.apply(plan, workload), facts(plan))
 
 
-def _make_one(task: Task, lowest: list[int], share: float | str) -> Prepared:
-    plan = _planned(task, lowest, share, numerics="reordered", compile="auto")
+def _make_one(compile: bool | Literal["auto"], task: Task, lowest: list[int], share: float | str) -> Prepared:
+    plan = _planned(task, lowest, share, numerics="reordered", compile=compile)
 
     def apply(workload: Workload) -> Step:
         return memfit.apply(plan, workload)
@@ -121,5 +122,6 @@ def facts(plan: Plan) -> dict[str, Any]:
 
 
 EAGER = (Method(OURS, "eager", _settings, _make, lambda task: []),)
-ONE_PLAN = (Method(OURS, "all", _settings, _make_one, lambda task: []),)
+COMPILED = (Method(OURS, "compiled", _settings, partial(_make_one, True), lambda task: []),)
+ONE_PLAN = (Method(OURS, "all", _settings, partial(_make_one, "auto"), lambda task: []),)
 """One plan for each budget, which chooses by itself whether the step is compiled."""

@@ -79,9 +79,10 @@ def methods(kind: Kind) -> tuple[Method, ...]:
 
         return (*CHECKPOINTING, *SELECTIVE, *SAC_MILP, *XFORMERS, *ROCKMATE, *EAGER)
     if kind == "compiled":
+        from benchmarks.frontier import ours
         from benchmarks.frontier.compiled import COMPILED
 
-        return COMPILED
+        return (*COMPILED, *ours.COMPILED)
     if kind == "all":
         from benchmarks.frontier.ours import ONE_PLAN
 

@@ -12,7 +12,6 @@ import torch
 from msgspec.structs import replace
 
 import memfit
-from memfit._ladder import ladder
 from memfit.capture.fake_workload import real_copy
 from memfit.capture.measured_peak import measure_peaks
 from memfit.errors import PlanError, UsageError, WorkloadError
@@ -23,6 +22,7 @@ from memfit.levers.stack import applied
 from memfit.pipeline.placement import device_here
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import costs_of, predict
+from memfit.tools import ladder
 from memfit.workload import samples_of
 from tests.accelerators.steps import STEPS, language_model, same, state_of
 from tests.covering import each

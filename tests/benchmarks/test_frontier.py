@@ -527,7 +527,7 @@ def test_a_compiled_step_is_compiled_once_loss_and_all_and_leaves_the_model_as_i
 
 def test_of_a_step_without_one_graph_one_line_says_so() -> None:
     workload = models.QUICK["lstm"].make()
-    for method in methods("compiled"):
+    for method in (m for m in methods("compiled") if m.name != OURS):  # memfit compiles several graphs
         task = Task(models.QUICK["lstm"], workload, 1, (0.5,))
         with pytest.raises(Unsupported, match=r"^torch.compile makes no graph of this step: .*LSTM$"):
             apply = method.make(task, method.study(task), method.settings(task)[0]).apply

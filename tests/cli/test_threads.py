@@ -8,7 +8,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from memfit.cli import threads
+from memfit.cli import commands
 from memfit.cli.app import app
 from memfit.hardware import host
 
@@ -16,39 +16,39 @@ from memfit.hardware import host
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A process on a busy machine, before PyTorch is imported."""
-    for name in (threads.VARIABLE, "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+    for name in (commands.WAIT_POLICY, "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delitem(sys.modules, "torch")
-    monkeypatch.setattr(threads, "is_busy", lambda: True)
+    monkeypatch.setattr(commands, "is_busy", lambda: True)
     return monkeypatch
 
 
 def waits_passively() -> bool:
-    return threads.os.environ.get(threads.VARIABLE) == "PASSIVE"
+    return commands.os.environ.get(commands.WAIT_POLICY) == "PASSIVE"
 
 
 def test_threads_sleep_on_a_busy_machine(environment: pytest.MonkeyPatch) -> None:
-    threads.settle()
+    commands.settle_threads()
     assert waits_passively()
 
 
-@pytest.mark.parametrize("name", [threads.VARIABLE, "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
+@pytest.mark.parametrize("name", [commands.WAIT_POLICY, "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
 def test_what_the_user_has_set_stays(name: str, environment: pytest.MonkeyPatch) -> None:
     environment.setenv(name, "active")
-    threads.settle()
+    commands.settle_threads()
     assert not waits_passively()
 
 
 def test_at_rest_nothing_is_set(environment: pytest.MonkeyPatch) -> None:
-    environment.setattr(threads, "is_busy", lambda: False)
-    threads.settle()
+    environment.setattr(commands, "is_busy", lambda: False)
+    commands.settle_threads()
     assert not waits_passively()
 
 
 def test_once_pytorch_is_there_it_is_too_late(environment: pytest.MonkeyPatch) -> None:
     environment.setitem(sys.modules, "torch", sys)
-    environment.setattr(threads, "is_busy", lambda: pytest.fail("not even asked"))
-    threads.settle()
+    environment.setattr(commands, "is_busy", lambda: pytest.fail("not even asked"))
+    commands.settle_threads()
     assert not waits_passively()
 
 
@@ -65,7 +65,7 @@ COMMANDS = {
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_that_run_steps_settle_how_threads_wait(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(threads, "settle", lambda: asked.append(True))
+    monkeypatch.setattr(commands, "settle_threads", lambda: asked.append(True))
     CliRunner().invoke(app, [command, *COMMANDS[command]])
     assert asked == [True] * (command not in ("devices", "report"))
 

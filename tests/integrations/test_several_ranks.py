@@ -28,7 +28,7 @@ with warnings.catch_warnings():
 from accelerate.utils import DistributedType
 
 from memfit.integrations.engines import engine_of
-from memfit.integrations.fitted import Fitted
+from memfit.integrations.trainer_plan import TrainerPlan
 from tests.integrations.trainers import SAMPLES, UNITS, Net, loss_fn, net, on_two_ranks, plugin
 
 DDP = Sharding(world_size=2, mode="ddp", reduces="last")
@@ -107,23 +107,23 @@ def test_an_engine_changes_what_a_rank_holds_and_not_the_class() -> None:
 )
 def test_what_a_trainer_owns_is_refused(option: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        Fitted(workload(), budget="8GiB", **option)
+        TrainerPlan(workload(), budget="8GiB", **option)
 
 
 def test_a_plan_for_another_engine_or_with_levers_that_the_trainer_owns_is_refused() -> None:
     made = make_plan(workload(), budget="8GiB", numerics="exact", points=1, engine=DDP)
-    assert Fitted(workload(), engine=DDP, given=made).plan == made
+    assert TrainerPlan(workload(), engine=DDP, given=made).plan == made
     with pytest.raises(PlanMismatchError, match="was made for 2 ranks, data parallel.* has 2 ranks, fully"):
-        Fitted(workload(), engine=ZERO3, given=made)
+        TrainerPlan(workload(), engine=ZERO3, given=made)
     with pytest.raises(PlanMismatchError, match="the trainer has one process"):
-        Fitted(workload(), given=made)
+        TrainerPlan(workload(), given=made)
     for changes, message in (
         ({"sharding": DDP}, "memfit's own engine"),
         ({"optimizer": "fused"}, "plan= uses fused"),
         ({"precision": "tf32"}, "this trainer has no precision 'tf32'"),
     ):
         with pytest.raises(PlanError, match=message):
-            Fitted(workload(), engine=DDP, given=replace(made, levers=replace(made.levers, **changes)))
+            TrainerPlan(workload(), engine=DDP, given=replace(made, levers=replace(made.levers, **changes)))
 
 
 def accelerator(kind: Any, **changes: Any) -> Any:

@@ -214,9 +214,55 @@ def interpolating() -> Workload:
     return dataclasses.replace(workload_of(Interpolating()), batch=batch)
 
 
+class NextToken(nn.Module):
+    """Logits of all but the last token of each row, as language models compute them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 2048, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)[:, :-1]
+
+
+class TiedEnds(nn.Module):
+    """A wide residual block between an embedding and a head that shares its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(2048, 32)
+        self.block = nn.Sequential(nn.Linear(32, 2048), nn.GELU(), nn.Linear(2048, 32))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        return nn.functional.linear(x + self.block(x), self.embedding.weight)
+
+
+def of_logits() -> Workload:
+    """The gradient of the logits takes the place of the sums that its kernel computes, and not that of the logits."""
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(512, 64), "y": torch.randint(0, 2048, (512,))}
+    return dataclasses.replace(workload_of(nn.Linear(64, 2048)), batch=batch)
+
+
+def of_a_part_of_the_logits() -> Workload:
+    """A value that is summed and read again is computed for each, so that no tensor of its size is allocated."""
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(8, 65, 64), "y": torch.randint(0, 2048, (8, 64))}
+    return dataclasses.replace(workload_of(NextToken()), batch=batch, loss_fn=cross_entropy_of_rows)
+
+
+def of_tied_ends() -> Workload:
+    """The gradient of the logits does not wait for that of the embedding."""
+    torch.manual_seed(0)
+    batch = {"x": torch.randint(0, 2048, (512,)), "y": torch.randint(0, 2048, (512,))}
+    return dataclasses.replace(workload_of(TiedEnds()), batch=batch)
+
+
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
 BLOCKS = (Region(("blocks.0",)), Region(("blocks.2.1", "blocks.2.2")))
 CONVOLUTIONS = Levers(microbatch_size=8, compiler="inductor")
+LOGITS = Levers(microbatch_size=512, compiler="inductor")
 SHAPES: list[Any] = [
     pytest.param(broken, replace(ROWS, microbatch_size=2, regions=BLOCKS), 0.01, id="three-graphs-regions"),
     pytest.param(dropping, ROWS, 0.15, id="dropout"),
@@ -226,6 +272,9 @@ SHAPES: list[Any] = [
     # 10 % less is allocated on some processors, for a reason not yet found.
     pytest.param(short, replace(ROWS, precision="bf16-mixed", microbatch_size=2), 0.12, id="bf16-mixed"),
     pytest.param(convolutions, replace(CONVOLUTIONS, compiler="inductor-channels-last"), 0.05, id="channels-last"),
+    pytest.param(of_logits, LOGITS, 0.03, id="logits"),
+    pytest.param(of_a_part_of_the_logits, replace(LOGITS, microbatch_size=8), 0.005, id="part-of-logits"),
+    pytest.param(of_tied_ends, replace(LOGITS, regions=(Region(("block",)),)), 0.03, id="tied-ends-region"),
 ]
 
 

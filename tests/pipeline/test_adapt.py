@@ -15,7 +15,7 @@ from memfit.errors import PlanError, UsageError
 from memfit.ir.plan import Levers, Plan
 from memfit.levers.casts import is_cast
 from memfit.levers.stack import applied
-from memfit.pipeline.adaptive import Adaptive, Way, shapes_of
+from memfit.pipeline.adaptive import Adaptive, ShapeInterpolation, shapes_of
 from memfit.training.step import Step
 from memfit.workload import fingerprint
 from tests.models import transformer
@@ -115,7 +115,7 @@ def test_a_batch_larger_than_the_workloads_is_refused_before_it_runs(plan: Plan)
 
 def test_places_on_the_way_are_the_smallest_that_cover_a_batch() -> None:
     largest, smaller = ((8, 100), (8, 101), (8, 100, 100)), ((8, 40), (8, 41), (8, 40, 40))
-    way = Way(largest, smaller)
+    way = ShapeInterpolation(largest, smaller)
     batch = [torch.zeros(shape) for shape in largest]
     for place in (0.0, 0.3, 1.0):
         shapes = shapes_of(way.batch_at(batch, place))

@@ -20,8 +20,8 @@ from memfit._torch import compilers
 from memfit.errors import BudgetError, InfeasibleError, RecomputationError, UsageError
 from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers, Plan, Prediction
-from memfit.pipeline import _fit
-from memfit.pipeline._fit import Fitted, fit_whatever_trains
+from memfit.pipeline import _fit, loop_plans
+from memfit.pipeline._fit import Fitted, Listener, fit_whatever_trains
 from memfit.pipeline._plan import PlanOptions
 from memfit.planner.captures import Captures, capture_levers
 from memfit.planner.confirmation import Confirmation
@@ -135,7 +135,7 @@ def test_losses_that_change_are_seen() -> None:
 def test_what_trains_is_found_where_nothing_is_named() -> None:
     losses, plain_bytes = plain_of("two optimizers")
     told: list[str] = []
-    with fit_whatever_trains(budget="0.75x", tell=told.append) as fitted:
+    with fit_whatever_trains(budget="0.75x", listener=Listener(told.append)) as fitted:
         models, optimizers = loops.pair()
         found, _ = measured(loops.adversarial, models, optimizers)
     assert found == losses
@@ -265,7 +265,7 @@ def test_no_handler_of_the_loop_swallows_a_verdict(
         planned.append(options.budget)
         raise InfeasibleError("no plan fits", budget_bytes=1, lowest_peak_bytes=2, where="backward")
 
-    monkeypatch.setattr(_fit, "make_plan", refusing)
+    monkeypatch.setattr(loop_plans, "make_plan", refusing)
     (model,), (optimizer,) = loops.one(blocks=1)
     tidied: list[int] = []
 
@@ -357,10 +357,10 @@ def test_a_loop_that_can_not_be_run_again_stays_under_plans_of_its_modules(monke
     losses, _ = plain_of("loss outside")
     models, optimizers = loops.one()
 
-    def failing(self: Fitted, *_: object) -> LoopWorkload:
+    def failing(*_: object) -> LoopWorkload:
         raise UsageError("it can't be run again")
 
-    monkeypatch.setattr(_fit.Fitted, "_workload_of", failing)
+    monkeypatch.setattr(_fit, "workload_of", failing)
     told: list[str] = []
     with memfit.fit(models[0], optimizers[0], budget="0.75x", tell=told.append) as fitted:
         assert measured(loops.loss_outside, models, optimizers)[0] == losses
@@ -442,19 +442,18 @@ def test_mixed_precision_of_a_loop_is_predicted_as_the_loop_would_take_it() -> N
     (model,), (optimizer,) = loops.one(blocks=4)
     predicted: list[object] = []
 
-    class Noting(Fitted):
-        def _mixed(self, workload: LoopWorkload) -> _fit.Mixed:
-            predicted.append(super()._mixed(workload))
-            return None
+    def noting(plan: Plan, mixed: loop_plans.Mixed) -> list[str]:
+        predicted.append(mixed)
+        return []
 
-    noting = Noting(
+    fitted = Fitted(
         lambda: [optimizer],
-        lambda _: None,
-        lambda: contextlib.nullcontext(_fit.silent),
         {"budget": "0.6x", "numerics": "exact", "host_budget": None, "time_limit_seconds": 0.5},
+        Listener(lambda _: None),
     )
-    with pytest.MonkeyPatch.context() as patch, noting.watching():
+    with pytest.MonkeyPatch.context() as patch, fitted.watching():
         patch.setattr(_fit, "is_slow", lambda plan: True)
+        patch.setattr(_fit, "advice", noting)
         loops.loss_outside([model], [optimizer])
     (found,) = predicted
     models, optimizers = loops.one(blocks=4)
@@ -511,14 +510,14 @@ class Layers(nn.Module):
 
 def planned_for(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return a list that gets each workload which a loop plans for."""
-    workloads, make = list[Any](), getattr(_fit, "make_plan")  # noqa: B009
+    workloads, make = list[Any](), getattr(loop_plans, "make_plan")  # noqa: B009
 
     def noted(workload: Any, *given: Any, **more: Any) -> Plan:
         workloads.append(workload)
         made: Plan = make(workload, *given, **more)
         return made
 
-    monkeypatch.setattr(_fit, "make_plan", noted)
+    monkeypatch.setattr(loop_plans, "make_plan", noted)
     return workloads
 
 

@@ -17,7 +17,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 import memfit
 from memfit.errors import InfeasibleError, UsageError
-from memfit.pipeline._fit import Fitted, fit_whatever_trains
+from memfit.pipeline._fit import Fitted, Listener, fit_whatever_trains
 from tests.measuring import peak_bytes_of
 
 
@@ -270,7 +270,7 @@ def test_another_model_that_the_script_trains_later_is_planned_for_by_itself() -
     """As the folds of a cross-validation: nothing of those before is kept."""
     told: list[str] = []
     models: list[weakref.ref[nn.Module]] = []
-    with fit_whatever_trains(budget="1GiB", tell=told.append) as fitted:
+    with fit_whatever_trains(budget="1GiB", listener=Listener(told.append)) as fitted:
         for fold in range(2):
             torch.manual_seed(fold)
             model = mlp(64, 128 * (fold + 1), 10)
@@ -393,7 +393,7 @@ def test_a_loop_without_an_optimizer_is_told_so_after_its_second_backward_pass(
     told: list[str] = []
     when: list[int] = []
     with pytest.raises(UsageError, match="Sequential had"):
-        with fit_whatever_trains(budget="1GiB", tell=told.append):
+        with fit_whatever_trains(budget="1GiB", listener=Listener(told.append)):
             for _ in range(4):
                 update(model)
                 when.append(len(told))
@@ -410,7 +410,10 @@ def test_a_loop_in_another_thread_is_told_so() -> None:
             F.cross_entropy(model(torch.randn(64, 16)), torch.randint(0, 10, (64,))).backward()
             optimizer.step()
 
-    with pytest.raises(UsageError, match="another thread"), fit_whatever_trains(budget="1GiB", tell=told.append):
+    with (
+        pytest.raises(UsageError, match="another thread"),
+        fit_whatever_trains(budget="1GiB", listener=Listener(told.append)),
+    ):
         thread = threading.Thread(target=train)
         thread.start()
         thread.join()
@@ -420,7 +423,7 @@ def test_a_loop_in_another_thread_is_told_so() -> None:
 def test_what_was_told_too_early_does_not_count_where_a_plan_is_made_later() -> None:
     """As where gradients are looked at before the optimizer is made."""
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 10))
-    with fit_whatever_trains(budget="1GiB", tell=lambda _: None) as fitted:
+    with fit_whatever_trains(budget="1GiB", listener=Listener(lambda _: None)) as fitted:
         for _ in range(3):
             F.cross_entropy(model(torch.randn(64, 16)), torch.randint(0, 10, (64,))).backward()
         optimizer = SGD(model.parameters(), 0.1)

@@ -15,7 +15,7 @@ import memfit
 from memfit.errors import PlanMismatchError, UsageError
 from memfit.ir import codec
 from memfit.ir.plan import Plan
-from memfit.pipeline import _fit
+from memfit.pipeline import loop_plans
 from tests.pipeline import loops
 from tests.pipeline.test_fit import CASES, measured, plain_of
 
@@ -33,13 +33,13 @@ def planned(name: str, budget: str) -> Plan:
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the steps that were planned for."""
     found: list[str] = []
-    make = _fit.make_plan
+    make = loop_plans.make_plan
 
     def counted(workload: Any, *options: Any, **others: Any) -> Plan:
         found.append(workload.name)
         return make(workload, *options, **others)
 
-    monkeypatch.setattr(_fit, "make_plan", counted)
+    monkeypatch.setattr(loop_plans, "make_plan", counted)
     return found
 
 

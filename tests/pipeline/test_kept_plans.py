@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.pipeline import _fit, kept_plans
+from memfit.pipeline import kept_plans, loop_plans
 from memfit.pipeline._fit import Fitted
 
 
@@ -36,13 +36,13 @@ def plans_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[object]:
     monkeypatch.setattr(sys, "argv", [str(script), "--seed", "1"])
     monkeypatch.setenv("MEMFIT_CACHE_DIR", str(tmp_path))
     made: list[object] = []
-    make = _fit.make_plan
+    make = loop_plans.make_plan
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         made.append(make(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(_fit, "make_plan", noted)
+    monkeypatch.setattr(loop_plans, "make_plan", noted)
     return made
 
 

@@ -30,7 +30,7 @@ from memfit.ir.remat import Region
 from memfit.ir.run_record import RunRecord
 from memfit.levers.stack import applied
 from memfit.levers.switch import lower_candidates
-from memfit.pipeline import predicted_snapshots
+from memfit.pipeline import _apply
 from memfit.recipes.byte_lm import SeededBatches
 from memfit.training.guards import rollback
 from memfit.training.guards.recovery import Recovery
@@ -370,7 +370,7 @@ def test_the_snapshot_is_never_in_the_way(tmp_path: Path, monkeypatch: pytest.Mo
     def failing(*_: Any) -> Any:
         raise RuntimeError("not now")
 
-    monkeypatch.setattr(predicted_snapshots, "capture_levers", failing)
+    monkeypatch.setattr(_apply, "capture_levers", failing)
     workload = BUILDERS["transformer"]()
     seed()
     with memfit.apply(plan_of("transformer"), workload, recover=True, snapshots=tmp_path) as step:

@@ -128,8 +128,8 @@ def test_a_gradient_that_goes_missing_is_found(monkeypatch: pytest.MonkeyPatch) 
     plan = memfit.plan(lean(), budget="64MiB", numerics="exact", precisions=["32-true"], points=1)
     whole = _verify._gradients
 
-    def without_one(workload: Workload, levers: Levers, *arguments: Any) -> Any:
-        loss, gradients, buffers = whole(workload, levers, *arguments)
+    def without_one(workload: Workload, levers: Levers, *arguments: Any, **options: Any) -> Any:
+        loss, gradients, buffers = whole(workload, levers, *arguments, **options)
         if levers.precision == "bf16-mixed":
             del gradients["norm.weight"]
         return loss, gradients, buffers

@@ -17,7 +17,7 @@ from memfit.ir.sharding import Sharding
 from memfit.ir.verification import Verification
 from memfit.levers.lever import LeversOn
 from memfit.levers.registry import uses
-from memfit.pipeline import _verify_ranks
+from memfit.pipeline import _verify
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import costs_of, predict
 from memfit.training.step import Step
@@ -62,7 +62,7 @@ def test_two_ranks_are_what_their_plan_says_bitwise() -> None:
 def tampered(rank: int, plan: Plan) -> Iterator[Any]:
     """Change what the second rank computes, before gradients are reduced and after, and what the plan says."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_verify_ranks, "_stated", lambda *_: [])  # which another test looks at
+        patch.setattr(_verify, "_stated", lambda *_: [])  # which another test looks at
         yield memfit.verify(plan, workload(3), steps=0)
         if rank == 1:
             whole_loss, whole_gradients = Step.compute_loss, Step.gradients
@@ -112,9 +112,9 @@ def counting(rank: int, sharding: Sharding, samples: int) -> Iterator[Any]:
     given = counted(samples, counted=True)
     levers = Levers(microbatch_size=2, sharding=sharding)
     place = torch.device("cpu")
-    loss, gradients = _verify_ranks._shared_gradients(given, levers, place)
+    loss, gradients, _ = _verify._gradients(given, levers, place)
     if rank == 0:
-        plain_loss, plain = _verify_ranks._played(given, levers, place)
+        plain_loss, plain = _verify._played(given, levers, place)
         yield loss == plain_loss, [torch.equal(gradients[name], gradient) for name, gradient in plain.items()]
 
 

@@ -22,8 +22,7 @@ from memfit.ir.ranges import ModuleRange, ValueStatistics, range_report
 from memfit.ir.run_record import RunRecord, Views
 from memfit.ir.verification import GradientDifference, Verification
 from memfit.report.html import write
-from memfit.report.notebook import ReportFile
-from memfit.report.registration import show_records
+from memfit.report.notebook import ReportFile, show_records
 from memfit.report.rendering import html_of, text_of
 
 MIB = 1024**2

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from msgspec.structs import replace
 
-from memfit.cli import output, threads
+from memfit.cli import output
+from memfit.hardware.host import is_busy
 from memfit.words import Words, options
 
 if TYPE_CHECKING:
@@ -18,6 +21,10 @@ if TYPE_CHECKING:
     from memfit.ir.plan import Plan, Prediction
 
 _Noted = TypeVar("_Noted", "Plan", "Prediction", "Fleet")
+
+WAIT_POLICY = "OMP_WAIT_POLICY"
+"""The environment variable by which threads of PyTorch sleep while they wait for one another, where it is PASSIVE."""
+_OTHER_POLICIES = ("GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 is_whole = False
 """Whether an error is shown with all of its frames, memfit's too."""
@@ -77,10 +84,23 @@ def _interruptible(function: Callable[..., Any]) -> Callable[..., Any]:
 def _with_threads(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        threads.settle()
+        settle_threads()
         return function(*args, **kwargs)
 
     return call
+
+
+def settle_threads() -> None:
+    """Have threads that wait sleep at once on a busy machine; call it before PyTorch is imported, which reads it.
+
+    GNU OpenMP's threads wait for the next parallel operator by computing, for some milliseconds, and sleep then
+    (libgomp, "GOMP_SPINCOUNT"). On a machine at rest that is right: a step of many small operators takes longer where
+    they sleep at once. On a busy one, each wait takes the time of a processor that other programs use. What the user
+    has set in the environment stays.
+    """
+    is_set = any(name in os.environ for name in (WAIT_POLICY, *_OTHER_POLICIES))
+    if not is_set and "torch" not in sys.modules and is_busy():
+        os.environ[WAIT_POLICY] = "PASSIVE"
 
 
 def _with_options(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
-from memfit.cli.loading import load
 from memfit.cli.options import (
     AsJson,
     DeviceHere,
@@ -18,11 +18,16 @@ from memfit.cli.options import (
     WorkloadName,
     check_inputs,
     check_new,
+    load,
 )
-from memfit.cli.output import out, print_json, stages
-from memfit.hardware.host import check_device
+from memfit.cli.output import err, out, print_json, stages
+from memfit.hardware.host import check_device, find_device
+from memfit.hardware.host import devices as hosts_devices
 from memfit.ir import codec
 from memfit.units import read_budget
+
+if TYPE_CHECKING:
+    from memfit.ir.device import Device
 
 
 def ladder(
@@ -79,12 +84,23 @@ def devices(
     as_json: AsJson = False,
 ) -> None:
     """Show this machine's devices and the catalogue of others."""
-    from memfit.cli.devices import list_devices, show_device
+    from memfit.hardware.advice import advice
+    from memfit.hardware.catalogue import catalogue
+    from memfit.report.listings import device_page, device_table
 
-    if name is None:
-        list_devices(as_json)
-    else:
-        show_device(name, as_json)
+    if name is not None:
+        found = find_device(name)
+        if as_json:
+            print_json(_with_advice(found))
+        else:
+            out.print(device_page(found, advice(found)))
+        return
+    here, others = hosts_devices(), list(catalogue().values())
+    if as_json:
+        print_json({"machine": here, "catalogue": others})
+        return
+    out.print(device_table(here))
+    out.print(device_table(others, "Catalogue: vendors' peaks, and rates measured by probe-devices"))
 
 
 def probe_devices(
@@ -92,9 +108,39 @@ def probe_devices(
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine's devices, and keep the figures for predictions."""
-    from memfit.cli.devices import measure_devices
+    import psutil
 
-    measure_devices(output, as_json)
+    from memfit.hardware.advice import advice
+    from memfit.hardware.catalogue import missing_figures, read, user_file
+    from memfit.hardware.measurement import keep, probe_all
+    from memfit.report.listings import device_page
+
+    read(output or user_file())  # an invalid file is refused before the measurements
+    codec.check_writable(output or user_file())
+    if psutil.getloadavg()[0] > psutil.cpu_count() / 2:
+        err.print(
+            "Other programs are using this machine: the rates may be too low. Probe again when it is idle.",
+            highlight=False,
+        )
+    with stages() as progress:
+        probed = probe_all(progress)
+    for device in probed:
+        if missing := missing_figures(device):
+            err.print(f"{device.name} is not saved: {', '.join(missing)} could not be measured", highlight=False)
+    probed = [device for device in probed if not missing_figures(device)]
+    written = keep(probed, output)
+    if as_json:
+        print_json({"written": str(written), "devices": [_with_advice(device) for device in probed]})
+        return
+    for device in probed:
+        out.print(device_page(device, advice(device)))
+    out.print(f"Written to {written}", highlight=False, soft_wrap=True)
+
+
+def _with_advice(device: Device) -> dict[str, Any]:
+    from memfit.hardware.advice import advice, precisions
+
+    return {**msgspec.structs.asdict(device), "precisions": precisions(device), "advice": advice(device)}
 
 
 def doctor(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -12,13 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 import typer
 
 from memfit.cli import streams
+from memfit.cli.output import stages
 from memfit.errors import UsageError
+from memfit.fake_gpu import shim
 from memfit.hardware.host import check_device, free_bytes
 from memfit.units import read_budget
 from memfit.workload_names import parts_of
 
 if TYPE_CHECKING:
     from memfit.ir.plan import Plan, Precision
+    from memfit.workload import Workload
 
 WorkloadName = Annotated[
     str, typer.Argument(metavar="WORKLOAD", help="file.py:function or package.module:function.", show_default=False)
@@ -230,3 +234,36 @@ def check_new(option: str, path: Path | None, overwrite: bool) -> None:
     codec.check_writable(path)
     if path.exists() and not overwrite:
         raise UsageError(f"{option} {path} already exists: give another file, or --overwrite")
+
+
+def load_for(workload: str, device: str | None) -> Workload:
+    """Return a workload to predict for a device; for a GPU, restart in a process with fake CUDA tensors.
+
+    There the workload is built under fake tensors, so that a model of any size takes no memory.
+    """
+    from memfit import pipeline
+
+    if device is None:
+        return load(workload)
+    target = pipeline.find_device(device)
+    if pipeline.is_elsewhere(target):
+        line = shim.command("memfit", *sys.argv[1:])
+        streams.give_back(is_end=False)
+        sys.stdout.flush()
+        os.execve(line[0], line, {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    return load(workload, is_fake=target.kind == "cuda")
+
+
+def _told(line: str) -> None:
+    print(f"memfit: {line}", file=sys.stderr, flush=True)
+
+
+def load(workload: str, *, is_fake: bool = False) -> Workload:
+    """Load a workload by name, which runs the user's code, and show that as a stage."""
+    from memfit import pipeline
+
+    with stages() as progress:
+        progress("load", 0, 1)
+        loaded = pipeline.load_fake_workload(workload, _told) if is_fake else pipeline.load_workload(workload)
+        progress("load", 1, 1)
+    return loaded

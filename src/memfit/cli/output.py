@@ -76,14 +76,14 @@ def _escaped(text: str) -> str:
     return text.replace("[", r"\[")
 
 
-class Report(Protocol):
+class StageReport(Protocol):
     """A function that reports the progress of a stage."""
 
     def __call__(self, stage: str, done: int, total: int | None, note: str = "") -> None: ...
 
 
 @contextlib.contextmanager
-def stages(prefix: str = "") -> Iterator[Report]:
+def stages(prefix: str = "") -> Iterator[StageReport]:
     """Show the progress of stages and their time left: as bars on a terminal, elsewhere as a few lines.
 
     In lines, each has the prefix. Of several ranks the first shows it, and none where `is_quiet`.
@@ -130,7 +130,7 @@ class _TimeLeft(ProgressColumn):
 
 
 @contextlib.contextmanager
-def _bars() -> Iterator[Report]:
+def _bars() -> Iterator[StageReport]:
     columns = (
         TextColumn("{task.description:<18}"),
         BarColumn(bar_width=24),
@@ -195,7 +195,7 @@ class _Line:
 
 
 @contextlib.contextmanager
-def _lines(prefix: str) -> Iterator[Report]:
+def _lines(prefix: str) -> Iterator[StageReport]:
     lines: dict[str, _Line] = {}
     last: list[_Line] = []
     over, guard = threading.Event(), threading.Lock()

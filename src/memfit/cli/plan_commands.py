@@ -10,7 +10,6 @@ import typer
 
 from memfit.cli import commands, output
 from memfit.cli.commands import with_options
-from memfit.cli.loading import load, load_for
 from memfit.cli.options import (
     BUDGET_HELP,
     COMPILE,
@@ -35,6 +34,8 @@ from memfit.cli.options import (
     check_inputs,
     check_new,
     given_budget,
+    load,
+    load_for,
     precisions_of,
     read_plan,
     strays,
@@ -353,10 +354,10 @@ def run(
         parse_budget(host_budget, None, "host_budget")
     check_new("--output", path, overwrite)
     given = None if plan is None else read_plan(plan)
-    from memfit.cli.run import Call, run_script
+    from memfit.cli.run import ScriptCall, run_script
 
     run_script(
-        Call(script, context.args, is_module, strays(context)),
+        ScriptCall(script, context.args, is_module, strays(context)),
         budget=budget,
         plan=given,
         numerics=(numerics or LoopNumericsName.exact).value,
@@ -374,11 +375,11 @@ def probe_range(
 ) -> None:
     """Find the modules with activations or gradients outside the range of fp16, and give advice."""
     check_inputs(workload)
-    from memfit import pipeline
+    from memfit import tools
 
     loaded = load(workload)
     with stages() as progress:
-        ranges = pipeline.probe_range(loaded, batches=batches, microbatch_size=microbatch_size, progress=progress)
+        ranges = tools.probe_range(loaded, batches=batches, microbatch_size=microbatch_size, progress=progress)
     if as_json:
         print_json(ranges)
     else:

@@ -19,7 +19,7 @@ from memfit.hardware import accelerators, heap
 from memfit.hardware.host import free_bytes
 from memfit.ir.plan import Numerics, Plan
 from memfit.pipeline import load_log
-from memfit.pipeline._fit import fit_whatever_trains
+from memfit.pipeline._fit import Listener, fit_whatever_trains
 from memfit.report.verdict import plan_verdict
 from memfit.units import Budget, read_budget
 
@@ -27,7 +27,7 @@ _GPU_BUDGET = "90%"
 
 
 @dataclass(frozen=True)
-class Call:
+class ScriptCall:
     """A script as it is called.
 
     Attributes:
@@ -44,7 +44,7 @@ class Call:
 
 
 def run_script(
-    call: Call,
+    call: ScriptCall,
     *,
     budget: str | None,
     plan: Plan | None,
@@ -91,11 +91,7 @@ def run_script(
                 plan=plan,
                 numerics=numerics,
                 host_budget=host_budget,
-                tell=_tell,
-                note=_note,
-                on_plan=keep,
-                stages=functools.partial(stages, "memfit: "),
-                log=log_function,
+                listener=Listener(_tell, _note, keep, functools.partial(stages, "memfit: "), log_function),
             ),
         ):
             if call.is_module:
@@ -116,7 +112,7 @@ def run_script(
         raise SystemExit(1) from None
 
 
-def _default_budget(call: Call) -> str:
+def _default_budget(call: ScriptCall) -> str:
     """Return the share of the GPU that is taken without --budget; without a GPU, ask for a budget."""
     stray = next((stray for stray in call.strays if stray[0].startswith("--budget")), None)
     if accelerators.current_kind() is None:
@@ -137,7 +133,7 @@ def _stray_text(stray: list[str]) -> str:
     return f"If {option} is meant for memfit, it stands before the script: {typed(*stray, without=stray)}"
 
 
-def _is_in_script(option: str, call: Call) -> bool:
+def _is_in_script(option: str, call: ScriptCall) -> bool:
     """Tell whether a script's text has an option, by its name or as a parser's field."""
     if call.is_module:
         return False
@@ -145,7 +141,7 @@ def _is_in_script(option: str, call: Call) -> bool:
     return option in text or f"{option[2:].replace('-', '_')}:" in text
 
 
-def _what_is_left(call: Call, written: list[Path]) -> str:
+def _what_is_left(call: ScriptCall, written: list[Path]) -> str:
     """Return the plan file that an interrupted script leaves, and the command that continues."""
     script = f"-m {call.name}" if call.is_module else shlex.quote(call.name)
     if written:

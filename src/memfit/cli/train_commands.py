@@ -9,7 +9,6 @@ import msgspec
 import typer
 
 from memfit.cli import output as printed
-from memfit.cli.loading import load
 from memfit.cli.options import (
     COMPILE,
     AsJson,
@@ -25,6 +24,7 @@ from memfit.cli.options import (
     check_inputs,
     check_new,
     given_budget,
+    load,
     precisions_of,
     read_plan,
 )

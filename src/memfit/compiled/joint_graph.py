@@ -6,7 +6,6 @@ as where a graph module runs with a boxed list of inputs. Inputs are alive from 
 
 from __future__ import annotations
 
-import json
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -78,20 +77,6 @@ class JointGraph:
         for node, index in self.call_of.items():
             if index >= 0 and start <= self.trace.calls[index].start and self.trace.calls[index].end <= end:
                 yield node
-
-    def operators_alone(self) -> Trace:
-        """Return the operators of all kernels as a trace, for their costs one by one."""
-        names = [str(json.loads(text)["op"]) for text in self.operators]
-        alone = [Op(name, -1, "forward", 0, index, (), False) for index, name in enumerate(names)]
-        return replace(
-            self.trace,
-            ops=alone,
-            storages=[],
-            saves=[],
-            calls=[],
-            signatures=list(self.operators),
-            works=list(self.operators.values()),
-        )
 
 
 def mark_recomputed(node: fx.Node, _: fx.Node, modules: tuple[str, ...]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
 
-from memfit.compiled.channels_last import lay_out_channels_last, show_in_any_layout
+from memfit.compiled.channels_last import show_in_any_layout
 from memfit.compiled.dropout_masks import hold_masks_as_bytes
 from memfit.compiled.early_releases import release_early
 from memfit.compiled.graph_module_calls import CallNames
@@ -72,7 +72,8 @@ class JointRewriter:
 
     def apply(self, regions: Sequence[Region]) -> JointGraph:
         """Change the graph so that its backward pass recomputes regions, and return it as it is then."""
-        self.rewrite(self.graph, regions, lambda node: node)
+        parts = _graph_regions(self.joint, regions)
+        rematerialize(self.graph, parts, self.joint.storages, list(self.joint.call_of), mark_recomputed)
         self.graph.eliminate_dead_code()
         joint = self.read(self.graph)
         if self.fused:
@@ -84,32 +85,11 @@ class JointRewriter:
                 node.meta[KERNEL] = index
         return joint
 
-    def rewrite(self, graph: fx.Graph, regions: Sequence[Region], nodes: Callable[[fx.Node], fx.Node]) -> None:
-        """Have the backward pass of this graph, or of a copy, recompute regions; `nodes` returns a node's copy."""
-        storages = {nodes(node): made for node, made in self.joint.storages.items()}
-        backward = [nodes(node) for node in self.joint.call_of]
-        rematerialize(graph, _graph_regions(self.joint, regions, nodes), storages, backward, mark_recomputed)
-
 
 def prepare(graph: fx.Graph) -> None:
     """Make a joint graph ready for Inductor: masks held as bytes, and views that are right in any layout."""
     show_in_any_layout(graph)
     hold_masks_as_bytes(graph, mark_kept)
-
-
-def layout_variants(graph: fx.Graph) -> list[fx.Graph]:
-    """Return a graph, and a copy with channels last where it has convolutions."""
-    prepare(graph)
-    copy, _ = copied(graph)
-    return [graph, copy] if lay_out_channels_last(copy) else [graph]
-
-
-def copied(graph: fx.Graph) -> tuple[fx.Graph, Callable[[fx.Node], fx.Node]]:
-    """Return a copy of a graph, and a function that returns the copy of a node."""
-    copy, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in graph.nodes:
-        nodes[node] = copy.node_copy(node, nodes.__getitem__)
-    return copy, nodes.__getitem__
 
 
 def _early_products(joint: JointGraph) -> Iterator[fx.Node]:
@@ -131,14 +111,12 @@ def _early_products(joint: JointGraph) -> Iterator[fx.Node]:
             yield node
 
 
-def _graph_regions(
-    joint: JointGraph, regions: Sequence[Region], nodes: Callable[[fx.Node], fx.Node]
-) -> list[GraphRegion]:
+def _graph_regions(joint: JointGraph, regions: Sequence[Region]) -> list[GraphRegion]:
     """Return regions as nodes of the graph, smallest first."""
     spans = [(*joint.span(region.modules), region) for region in regions]
     graph_regions = []
     for start, end, region in sorted(spans, key=lambda span: span[1] - span[0]):
-        recomputed = frozenset(map(nodes, joint.recomputable(start, end, region.keep)))
-        users = frozenset(map(nodes, joint.gradients(start, end)))
+        recomputed = frozenset(joint.recomputable(start, end, region.keep))
+        users = frozenset(joint.gradients(start, end))
         graph_regions.append(GraphRegion(recomputed, users, tuple(region.modules)))
     return graph_regions

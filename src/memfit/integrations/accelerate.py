@@ -9,8 +9,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from memfit.errors import UsageError, brought_by
-from memfit.integrations.fitted import MIXED, NAMES, Fitted, check_budget, read_plan
+from memfit.integrations.trainer_plan import MIXED, NAMES, TrainerPlan, check_budget
 from memfit.ir.plan import Plan
+from memfit.pipeline.verbs import plan_given
 from memfit.ranks.environment import launched_size
 from memfit.ranks.group import Group
 from memfit.ranks.one_process import SingleProcess
@@ -23,7 +24,7 @@ with brought_by("accelerate", "memfit.integrations.accelerate"):
     from memfit.integrations.internals import forget_accelerator_state
 
 
-class FittedLoop(Fitted):
+class FittedLoop(TrainerPlan):
     """A plan for a loop with an `Accelerator`; it checkpoints the model until `close`.
 
     Args:
@@ -71,7 +72,7 @@ class FittedLoop(Fitted):
             workload,
             engine=engine,
             ranks=ranks,
-            given=read_plan(plan),
+            given=plan_given(plan),
             budget=budget,
             **({"precisions": precisions} | options),
         )

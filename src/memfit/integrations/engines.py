@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from memfit.errors import UsageError
-from memfit.integrations.fitted import data_parallel
 from memfit.integrations.internals import fully_sharded_modules
+from memfit.integrations.trainer_plan import data_parallel
 from memfit.ir.sharding import Reduces, Sharding
 from memfit.ranks.environment import check_shared
 

@@ -16,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memfit._torch.pytree import tree_leaves
 from memfit.errors import UsageError, brought_by
-from memfit.integrations.fitted import MIXED, Fitted, check_budget, data_parallel, read_plan
+from memfit.integrations.trainer_plan import MIXED, TrainerPlan, check_budget, data_parallel
 from memfit.ir.plan import Plan
 from memfit.ir.sharding import Sharding as Sharding
+from memfit.pipeline.verbs import plan_given
 from memfit.ranks.environment import check_shared, launched_size
 from memfit.ranks.launch import joined
 from memfit.ranks.one_process import SingleProcess
@@ -119,11 +120,11 @@ class MemfitCallback(Callback):  # type: ignore[misc]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r".*self\.log.*", category=UserWarning)
             with joined("cpu") if launched_size() > 1 else contextlib.nullcontext(SingleProcess()) as ranks:
-                self._fitted = Fitted(
+                self._fitted = TrainerPlan(
                     workload,
                     engine=self._engine,
                     ranks=ranks,
-                    given=read_plan(plan),
+                    given=plan_given(plan),
                     budget=budget,
                     advice="give the largest batch as MemfitCallback(batch=...)",
                     words=_WORDS,

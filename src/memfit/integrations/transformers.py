@@ -16,8 +16,10 @@ from torch import nn
 
 from memfit.batch import map_tensors
 from memfit.errors import UsageError, brought_by
-from memfit.integrations.fitted import MIXED, NAMES, Fitted, check_budget, device_of, read_plan
+from memfit.integrations.trainer_plan import MIXED, NAMES, TrainerPlan, check_budget
 from memfit.ir.plan import Plan
+from memfit.pipeline.placement import device_kind
+from memfit.pipeline.verbs import plan_given
 from memfit.ranks.group import Group
 from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import agreed
@@ -103,11 +105,11 @@ class MemfitCallback(TrainerCallback):  # type: ignore[misc]
             workload = agreed(ranks, lambda: _workload(trainer, batch, dtype, options.get("device")))
             with modes_restored(trainer.model):
                 trainer.model.train()  # as the trainer's step does; from_pretrained() leaves it in evaluation mode
-                self._fitted = Fitted(
+                self._fitted = TrainerPlan(
                     workload,
                     engine=engine,
                     ranks=ranks,
-                    given=read_plan(plan),
+                    given=plan_given(plan),
                     budget=budget,
                     advice=_ADVICE,
                     words=_WORDS,
@@ -206,7 +208,7 @@ def _workload(trainer: Any, batch: Any, dtype: torch.dtype | None, device: str |
         )
     trainer.create_optimizer()
     # On the CPU the loader holds the next batch while one is used; to a GPU it is sent after that.
-    ahead = batch if (device or device_of(trainer.model)) == "cpu" else None
+    ahead = batch if (device or device_kind(trainer.model)) == "cpu" else None
     loss_fn = _Loss(trainer, dtype, ahead)
     name = f"trainer, in {str(dtype)[6:]}" if dtype else "trainer"
     workload = Workload(
@@ -290,7 +292,7 @@ def _own(value: Any) -> Any:
 @contextlib.contextmanager
 def _prepared(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     """Cast in a model's `forward` as accelerate does: autocast within, outputs in fp32."""
-    kind = device_of(model)
+    kind = device_kind(model)
     if dtype is None and not torch.is_autocast_enabled(kind):
         yield
         return
@@ -346,7 +348,7 @@ class _Evaluation(_Loss):
         return tensors_of([logits, labels, more])
 
 
-def _check_evaluations(trainer: Any, fitted: Fitted, workload: Workload, dtype: torch.dtype | None) -> list[str]:
+def _check_evaluations(trainer: Any, fitted: TrainerPlan, workload: Workload, dtype: torch.dtype | None) -> list[str]:
     """Check that evaluations during training fit the budget, where they take more than training; return notes.
 
     They take more samples at once, or keep the outputs of many batches. An evaluation that only `evaluate()` runs is
@@ -390,7 +392,7 @@ def _keeps_outputs(trainer: Any) -> bool:
     return bool(measures and not is_own)
 
 
-def _set(trainer: Any, fitted: Fitted) -> None:
+def _set(trainer: Any, fitted: TrainerPlan) -> None:
     args = trainer.args
     args.per_device_train_batch_size = fitted.microbatch_size
     set_train_batch_size(trainer, fitted.microbatch_size)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec.structs import replace
 
 from memfit.capture.accumulation import Accumulation
 from memfit.cost.calibrate import known_workspace_bytes
 from memfit.errors import UsageError
 from memfit.extent import covers, difference_text, extent_of
 from memfit.frames import on_unused
+from memfit.hardware.host import find_device
 from memfit.ir import codec
+from memfit.ir.allocations import allocations
+from memfit.ir.operator_costs import CostTable, OpCost
 from memfit.ir.plan import Plan
 from memfit.levers import registry
 from memfit.levers.compilation import LIMIT
@@ -23,14 +28,13 @@ from memfit.levers.lever import LeversOn
 from memfit.levers.stack import applied, check_as_given, check_plan, host_bytes_of
 from memfit.levers.switch import Switch, without_switched
 from memfit.pipeline.adaptive import Adaptive
-from memfit.pipeline.first_arguments import checked
-from memfit.pipeline.joining import check_launched
-from memfit.pipeline.placement import kind_of, placed
-from memfit.pipeline.predicted_snapshots import write_predicted_snapshot
-from memfit.pipeline.verbs import applying
+from memfit.pipeline.placement import check_launched, kind_of, placed
+from memfit.pipeline.verbs import applying, checked
 from memfit.planner.admission import Admission
 from memfit.planner.batch_coupling import without_coupled
+from memfit.planner.captures import capture_levers
 from memfit.ranks.together import check_same
+from memfit.report.memory_snapshot import write_snapshot
 from memfit.training.guards.growth import Growth
 from memfit.training.guards.host_memory import check_host, host_needs
 from memfit.training.guards.ledger import device_of, held_tensors
@@ -177,7 +181,33 @@ def snapshots_of(switch: Switch, folder: str | Path | None) -> Snapshots | None:
     """Return the writer of snapshots of a step into a folder; None without one."""
     if folder is None:
         return None
-    return Snapshots(Path(folder), device_of(switch.step), functools.partial(write_predicted_snapshot, switch))
+    return Snapshots(Path(folder), device_of(switch.step), functools.partial(_write_predicted_snapshot, switch))
+
+
+def _write_predicted_snapshot(switch: Switch, plan: Plan, batch: Any, path: Path) -> Path:
+    """Write the history of two steps on a batch under a plan, as the simulated allocator has it.
+
+    Nothing is measured: an operator's workspace counts where it is known already, and each event takes a microsecond.
+
+    Raises:
+        CaptureError: The step can't be captured.
+        OutputError: The file can't be written.
+    """
+    workload, device = dataclasses.replace(switch.step.workload, batch=batch), find_device(plan.device)
+    with switch.lifted():
+        trace = capture_levers(workload, replace(plan.levers, regions=()), device)
+    known = known_workspace_bytes()
+    costs = CostTable(
+        device=device.name,
+        torch_version=str(torch.__version__),
+        threads=torch.get_num_threads(),
+        ops={text: OpCost(0.0, known.get(text, 0), False) for text in trace.signatures},
+        dispatch_seconds=0.0,
+        checkpoint_seconds=0.0,
+        selective_op_seconds=0.0,
+        peak_error=0.0,
+    )
+    return write_snapshot(allocations(trace, costs, plan.levers.regions), device.allocator, path)
 
 
 @contextlib.contextmanager

@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 from msgspec.structs import replace
 
+from memfit.cost.communication import with_collectives
+from memfit.cost.links import links_of
 from memfit.errors import UsageError
 from memfit.hardware.advice import precisions
 from memfit.hardware.host import find_device
 from memfit.ir import codec
 from memfit.ir.allocations import allocations
+from memfit.ir.collectives import BUBBLE
 from memfit.ir.device import Device
+from memfit.ir.operator_costs import CostTable, OpCost
 from memfit.ir.plan import Levers, Precision, Prediction
 from memfit.ir.trace import Trace
 from memfit.levers.stack import check_as_given, check_workload
-from memfit.pipeline._on_paper import on_paper
-from memfit.pipeline.first_arguments import checked
 from memfit.pipeline.placement import device_named
-from memfit.pipeline.verbs import verb
+from memfit.pipeline.verbs import checked, verb
 from memfit.planner import gpu_process
 from memfit.planner.captures import BENCHMARK_ERROR, capture_plain
 from memfit.planner.prediction import Progress, check_precision, costs_of, predict, silent
 from memfit.report.chrome_trace import write_chrome_trace
 from memfit.report.memory_snapshot import write_snapshot
 from memfit.report.notebook_progress import stages, with_bars
-from memfit.sharding.model_parallel import Parallel, read_parallel
+from memfit.sharding.insertion import Insertion
+from memfit.sharding.model_parallel import Parallel, read_parallel, stages_of
 from memfit.sharding.one_rank import Mode, Sharding, communication, shard, with_share_of_update
 from memfit.units import format_bytes
 from memfit.workload import Workload, precision_label, samples_of, tokens_per_sample
+
+_PASSES = ("forward", "backward", "recompute")
 
 
 @checked
@@ -77,38 +84,64 @@ def estimate(
         OutputError: A file can't be written, which is found out first.
         CaptureError: The step can't be captured.
     """
+    options = EstimateOptions(
+        device=device,
+        precision=precision,
+        microbatch_size=microbatch_size,
+        world_size=world_size,
+        sharding=sharding,
+        parallel=parallel,
+        snapshot=snapshot,
+        chrome_trace=chrome_trace,
+    )
+    return estimated(workload, options, progress=progress)
+
+
+@dataclass(frozen=True)
+class EstimateOptions:
+    """The options of `memfit.estimate`, as it takes them."""
+
+    device: str | torch.device | None = None
+    precision: Precision | Literal["auto"] = "32-true"
+    microbatch_size: int | None = None
+    world_size: int = 1
+    sharding: Mode = "ddp"
+    parallel: str | None = None
+    snapshot: Path | str | None = None
+    chrome_trace: Path | str | None = None
+
+
+def estimated(workload: Workload, options: EstimateOptions, *, progress: Progress) -> Prediction:
+    """Return the prediction that `memfit.estimate` makes."""
     check_as_given(workload)
-    device = device_named(device, workload)
+    device, world_size = device_named(options.device, workload), options.world_size
     found = find_device(device)
-    if precision == "auto":
-        precision = precisions(found)[-1]
+    precision = precisions(found)[-1] if options.precision == "auto" else options.precision
     check_precision(precision, "precision", found, workload)
     part = _part(workload, world_size)
-    size = microbatch_size or samples_of(part)
-    shared = Parallel() if parallel is None else read_parallel(parallel)
+    size = options.microbatch_size or samples_of(part)
+    shared = Parallel() if options.parallel is None else read_parallel(options.parallel)
     if shared.ranks > 1 and world_size > 1:
         raise UsageError(
-            f"parallel={parallel!r} and world_size={world_size} can't be predicted together. With parallel="
+            f"parallel={options.parallel!r} and world_size={world_size} can't be predicted together. With parallel="
             " ranks share one copy of the model; with world_size= they share the batch. Leave out one of"
             " them, and give the batch of one copy with parallel="
         )
+    snapshot, chrome_trace = options.snapshot, options.chrome_trace
     if snapshot is not None and found.kind != "cuda":
         raise UsageError(f"snapshot= shows the allocator of a GPU, and device={device!r} has none: give a GPU")
     for path in (snapshot, chrome_trace):
         if path is not None:
             codec.check_writable(path)
     if gpu_process.is_elsewhere(found):
-        options = {
-            "device": device,
-            "precision": precision,
-            "microbatch_size": microbatch_size,
-            "world_size": world_size,
-            "sharding": sharding,
-            "parallel": parallel,
-            "snapshot": snapshot and Path(snapshot).resolve(),
-            "chrome_trace": chrome_trace and Path(chrome_trace).resolve(),
-        }
-        return gpu_process.call(estimate, workload, options, progress, sizes=[size])
+        given = dataclasses.replace(
+            options,
+            device=device,
+            precision=precision,
+            snapshot=snapshot and Path(snapshot).resolve(),
+            chrome_trace=chrome_trace and Path(chrome_trace).resolve(),
+        )
+        return gpu_process.call(estimated, workload, {"options": given}, progress, sizes=[size])
     check_workload(workload, found)
     progress("capture", 0, 1)
     trace = capture_plain(part, Levers(precision=precision, microbatch_size=size), found)
@@ -117,9 +150,9 @@ def estimate(
     if workload.loop is not None and workload.loop.cudnn_benchmark and found.kind == "cuda":
         costs = replace(costs, peak_error=costs.peak_error + BENCHMARK_ERROR)
     if world_size > 1:
-        trace = _sharded(trace, Sharding(world_size=world_size, mode=sharding), found, samples_of(workload))
+        trace = _sharded(trace, Sharding(world_size=world_size, mode=options.sharding), found, samples_of(workload))
         costs = costs_of([trace], found)
-    trace, costs = on_paper(trace, costs, shared, found)
+    trace, costs = _on_paper(trace, costs, shared, found)
     if (label := precision_label(workload, precision)) != precision:
         note = f"the model is not in fp32, so precision={precision!r} runs it as it was built: {label}"
         trace = replace(trace, notes=[*trace.notes, note])
@@ -170,3 +203,42 @@ def _sharded(trace: Trace, sharding: Sharding, device: Device, samples: int) -> 
         note += f". A rank sends {format_bytes(total)} a step; the step's time includes it"
     sharded = with_share_of_update(shard(trace, sharding), sharding)
     return replace(sharded, notes=[*sharded.notes, note])
+
+
+def _on_paper(trace: Trace, costs: CostTable, parallel: Parallel, device: Device) -> tuple[Trace, CostTable]:
+    """Return the step of the rank that holds most, and its costs; its time is that of the whole pipeline.
+
+    Args:
+        trace: The step of one process.
+        costs: Its costs.
+    """
+    if parallel.ranks == 1:
+        return trace, costs
+    stages = stages_of(trace, parallel)
+    if device.kind != "cpu":  # a CPU's are measured: of a share they follow from those of the whole
+        costs = costs_of(stages, device)
+    links = links_of(device, Sharding(world_size=max(parallel.tp, parallel.cp, 2), mode="ddp"))
+    costs = with_collectives(costs, stages, links)
+    if parallel.pp == 1:
+        return stages[0], costs
+    found = [predict(stage, costs, device)[0] for stage in stages]
+    peaks = [p.peak_reserved_bytes or p.peak_bytes for p in found]
+    most = max(range(len(stages)), key=peaks.__getitem__)
+    passes = [sum(p.phase_seconds.get(phase, 0.0) for phase in _PASSES) for p in found]
+    bubble = (parallel.pp - 1) / trace.scale_microbatches * max(passes)
+    waits = max(p.step_seconds for p in found) + bubble - found[most].step_seconds
+    note = (
+        f"stage {most} of 0 to {parallel.pp - 1} has the largest peak; the peaks: {', '.join(map(format_bytes, peaks))}"
+    )
+    return _waiting(stages[most], costs, max(0.0, waits - costs.dispatch_seconds), note)
+
+
+def _waiting(stage: Trace, costs: CostTable, seconds: float, note: str) -> tuple[Trace, CostTable]:
+    """Return a stage's step that waits for the others, and costs with this wait."""
+    at = next((i for i, op in enumerate(stage.ops) if op.phase == "optimizer"), len(stage.ops))
+    first = next(i for i, op in enumerate(stage.ops) if op.phase == "backward")  # once: of the first microbatch
+    insertion = Insertion(stage)
+    bubble = insertion.op(BUBBLE, 0, at, like=first, call=-1)
+    waiting = insertion.result()
+    ops = {**costs.ops, waiting.signatures[bubble.op.signature]: OpCost(seconds, 0, False)}
+    return replace(waiting, notes=[*waiting.notes, note]), replace(costs, ops=ops)

@@ -12,79 +12,78 @@ import functools
 import gc
 import sys
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
-from msgspec.structs import replace as with_fields
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from memfit._torch.pytree import tree_leaves
 from memfit._torch.replacement import replaced
-from memfit.batch import leaves_of
 from memfit.capture.external_state import external_tensors
 from memfit.capture.loop_recorder import Seen, Verdict, Watcher, parameters_of
-from memfit.cost.calibrate import hurried
 from memfit.errors import InfeasibleError, MemfitError, PlanMismatchError, UsageError
-from memfit.extent import Extent, covers, difference_text, extent_of, looked_ahead, sizes_changed
+from memfit.extent import Extent, extent_of
 from memfit.frames import on_unused
-from memfit.hardware.host import find_device
 from memfit.interrupts import undone
-from memfit.ir.plan import Levers, Numerics, Plan, Prediction
-from memfit.ir.simulate import simulate
-from memfit.levers.stack import check_plan
+from memfit.ir.plan import Numerics, Plan
 from memfit.levers.switch import switched
-from memfit.pipeline._estimate import estimate
-from memfit.pipeline._plan import PlanOptions
-from memfit.pipeline._plan import planned as make_plan
-from memfit.pipeline.first_arguments import checked
-from memfit.pipeline.kept_plans import Kept
+from memfit.pipeline.loop_plans import LoopPlans
+from memfit.pipeline.loop_plans import Stages
+from memfit.pipeline.loop_plans import advice
+from memfit.pipeline.loop_plans import is_slow
+from memfit.pipeline.loop_steps import LargerBatches
+from memfit.pipeline.loop_steps import StepKind
+from memfit.pipeline.loop_steps import generators_kept
+from memfit.pipeline.loop_steps import module_workload
+from memfit.pipeline.loop_steps import roots_of
+from memfit.pipeline.loop_steps import step_text
+from memfit.pipeline.loop_steps import untrained_texts
+from memfit.pipeline.loop_steps import workload_of
+from memfit.pipeline.verbs import checked
+from memfit.pipeline.verbs import plan_given
 from memfit.pipeline.verbs import uninterrupted
 from memfit.planner.capture_failures import first_line
-from memfit.planner.captured_steps import Findings
-from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import Progress, costs_of, predict, silent
+from memfit.planner.prediction import Progress
+from memfit.planner.prediction import silent
 from memfit.recomputation.probe import checking
-from memfit.tape import (
-    CallNumber,
-    Entry,
-    ExecutionContext,
-    Geometry,
-    LoopWorkload,
-    ModuleTensor,
-    RecordedStep,
-    Tape,
-    in_turn,
-    outside_autocast,
-)
+from memfit.tape import CallNumber, Geometry, LoopWorkload, RecordedStep
 from memfit.tracebacks import public
 from memfit.training.guards.beside import beside_text, held_beside
 from memfit.training.guards.growth import Growth
 from memfit.training.loop_log import LoopLog
 from memfit.training.runs.log import LogFunction
-from memfit.training.taped import CombinedOptimizers
-from memfit.units import format_bytes, format_seconds, read_budget
+from memfit.units import format_bytes, read_budget
 from memfit.words import LOOP
-from memfit.workload import fingerprint, tensors_of
-
-Mixed = Prediction | Literal["in use"] | None
-"""What mixed precision is predicted to take: nothing, where the loop has it, or where that can't be run."""
-
-Stages = Callable[[], contextlib.AbstractContextManager[Progress]]
+from memfit.workload import tensors_of
 
 _MOST_UPDATES = 8  # of one optimizer in a step, while another one waits for its turn
 _MOST_KINDS = 4  # of steps that one plan is for
 _MOST_TRIES = 3
 _MOST_AWAITED = 1024  # steps that are recorded until one comes again that was not
 _MOST_CHECKED = 16  # steps, where not all kinds come again
-_POINTS = 4
-_AND = " and "
-_FIRST_SECONDS = 0.5  # for solving for the first step
 _NOTED_SHARE = 0.01  # of the budget: what the loop holds beside the step
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Who hears of a fitted loop.
+
+    Attributes:
+        tell: Takes each text.
+        note: Takes the texts that ask for nothing, in the place of `tell`.
+        on_plan: Called with each plan of the loop's step, before the loop runs under it.
+        stages: Entered for each plan that is made; gives what is called with (stage, done, total) meanwhile.
+        log: Takes a record of each step.
+    """
+
+    tell: Callable[[str], None]
+    note: Callable[[str], None] | None = None
+    on_plan: Callable[[Plan], None] = lambda plan: None
+    stages: Stages = lambda: contextlib.nullcontext(silent)
+    log: LogFunction | None = None
 
 
 class Fitted:
@@ -92,12 +91,9 @@ class Fitted:
 
     Args:
         optimizers: Returns the optimizers that the loop has made so far.
-        tell: Takes each text.
-        stages: Entered for each plan that is made; gives what is called with (stage, done, total) meanwhile.
         options: Options of `memfit.plan`, `budget` at least.
+        listener: Who hears of it.
         given: A plan to begin with; None to make one.
-        note: Takes the texts that ask for nothing, in the place of `tell`.
-        on_plan: Called with each plan of the loop's step, before the loop runs under it.
 
     Attributes:
         plan: What it runs under after its first step; None before.
@@ -107,34 +103,29 @@ class Fitted:
     def __init__(
         self,
         optimizers: Callable[[], Iterable[torch.optim.Optimizer]],
-        tell: Callable[[str], None],
-        stages: Stages,
         options: dict[str, Any],
+        listener: Listener,
         given: Plan | None = None,
-        note: Callable[[str], None] | None = None,
-        on_plan: Callable[[Plan], None] = lambda plan: None,
-        log: LogFunction | None = None,
     ) -> None:
         self.plan: Plan | None = None
         self.saw = ""
-        self._optimizers, self._stages, self._options = optimizers, stages, options
+        self._optimizers, self._on_plan, self._log = optimizers, listener.on_plan, LoopLog(listener.log)
+        tell, note = listener.tell, listener.note or listener.tell
         self._tell: Callable[[str], None] = lambda text: tell(LOOP.of(text))
-        self._note: Callable[[str], None] = lambda text: (note or tell)(LOOP.of(text))
-        self._given, self._on_plan, self._log = given, on_plan, LoopLog(log)
+        self._note: Callable[[str], None] = lambda text: note(LOOP.of(text))
+        self._plans = LoopPlans(options, given, listener.stages)
         self._watcher = Watcher(self._called, self._passed, self._stepped_elsewhere)
         self._levers = contextlib.ExitStack()
         self._proving = contextlib.ExitStack()
         self._under: list[tuple[nn.Module, Plan]] = []
         self._unplanned: list[nn.Module] = []  # those for which no plan was found
-        self._kinds: list[_Kind] = []
+        self._kinds: list[StepKind] = []
         self._proven: list[Seen] = []  # steps that held what is recomputed against what was computed
         self._unsteady = self._failures = self._passes = self._checked = self._awaited = 0
         self._advice: list[str] = []
         self._told: set[object] = set()
         self._reason = ""  # why nothing can be planned
         self._larger = LargerBatches()
-        self._kept = Kept()
-        self._findings: tuple[nn.Module | None, Findings] = None, Findings()
         self._growth: Growth | None = None
         self._counted: Callable[[], torch.optim.Optimizer | None] = lambda: None  # whose updates are steps
 
@@ -151,7 +142,8 @@ class Fitted:
         """
         watcher = self._watcher
         try:
-            with watcher.watching(), contextlib.closing(_Hook(self._updated)):
+            with watcher.watching(), contextlib.ExitStack() as hook:
+                hook.callback(register_optimizer_step_post_hook(self._updated).remove)
                 yield
                 if watcher.verdict is None:
                     self._end_log()
@@ -162,7 +154,7 @@ class Fitted:
             if self.plan is None:
                 self._tell("memfit: nothing was planned: the loop made fewer than two training steps")
         except BaseException as e:
-            self._kept.forget()  # what ended the loop may be a plan of a start before
+            self._plans.kept.forget()  # what ended the loop may be a plan of a start before
             if watcher.verdict is None or e is watcher.verdict:
                 raise
             if isinstance(e, Verdict) and isinstance(watcher.verdict, MemfitError):
@@ -193,12 +185,12 @@ class Fitted:
             call = watcher.note_call(module)
         elif is_known and not self._larger.holds((call[0], call[2]), extent):
             with watcher.paused():
-                is_held = self._held(module, (call[0], call[2]), extent, args, kwargs)
+                is_held = self._held((call[0], call[2]), extent)
             if not is_held:
                 call = watcher.note_call(module)
         if watcher.is_writing:
             watcher.note_extent((call[0], call[2]), extent)
-        under = [root for model, _ in self._under for root in _roots_of(model)]
+        under = [root for model, _ in self._under for root in roots_of(model)]
         if not any(known is module for known in [*under, *self._unplanned]):
             with watcher.paused():
                 self._begin_with(module, args, kwargs)
@@ -246,7 +238,7 @@ class Fitted:
         else:
             self._awaited = 0
             with watcher.paused():
-                self._fit(_Kind(watcher.seen, watcher.end()))
+                self._fit(StepKind(watcher.seen, watcher.end()))
             gc.collect()  # the step's data, which its workload holds in a cycle of objects
 
     def _tell_unplanned(self, what: str) -> None:
@@ -281,7 +273,7 @@ class Fitted:
         watcher.begin(within_step=bool(self._kinds))
 
     @uninterrupted
-    def _held(self, module: nn.Module, number: CallNumber, extent: Extent, args: Any, kwargs: Any) -> bool:
+    def _held(self, number: CallNumber, extent: Extent) -> bool:
         """See to a call on a larger batch than any that the plan is for, before it runs; plan again where needed.
 
         The step is run again from its recording, with tensors of the larger shapes. Where that can't be done, the step
@@ -332,29 +324,25 @@ class Fitted:
         assert plan is not None
         if not steps:
             raise UsageError("the loop can't be planned as it is")
-        workload, budget = self._workload_of(steps), plan.budget_bytes
-        with _generators_kept(workload.tape):
-            predicted = predicted_under(plan, workload)
-            if predicted.peak_upper_bytes > budget:
-                try:
-                    plan = self._planned(workload, f"{budget}B")
-                except InfeasibleError:
-                    if is_last:
-                        raise
-                    return None
-                predicted, how = plan.predicted, "planned again"
-                self._on_plan(plan)
-                self._larger.forget()
-            else:
-                how = "the plan still fits"
+        workload = workload_of(steps, self._watcher)
+        try:
+            found, predicted = self._plans.again(workload, plan)
+        except InfeasibleError:
+            if is_last:
+                raise
+            return None
+        if found is not plan:
+            self._on_plan(found)
+            self._larger.forget()
         self._proving.close()
-        self.plan, self._under = plan, [(workload.model, plan)]
-        self._switch(workload.model, plan)
+        self.plan, self._under = found, [(workload.model, found)]
+        self._switch(workload.model, found)
         self._growth_anew()
-        took, of = format_bytes(predicted.peak_bytes), format_bytes(budget)
-        share = predicted.step_seconds / plan.plain.step_seconds - 1
-        slower = f", {share:.0%} slower than plain" if how == "planned again" else ""
-        return f"{how}, {took} of {of}{slower}"
+        took = f"{format_bytes(predicted.peak_bytes)} of {format_bytes(plan.budget_bytes)}"
+        if found is plan:
+            return f"the plan still fits, {took}"
+        share = predicted.step_seconds / found.plain.step_seconds - 1
+        return f"planned again, {took}, {share:.0%} slower than plain"
 
     def _passed(self) -> None:
         """See to the end of a backward pass: whether memfit can see where steps end."""
@@ -386,37 +374,25 @@ class Fitted:
             self._told.add(key)
             self._tell(text)
 
-    # The first step
-
     @uninterrupted
     def _begin_with(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Put a module under a plan for itself, before its first call."""
-        loss = functools.partial(_standing_in, ExecutionContext.now())
-        workload = _workload(module, [args, kwargs], loss, self._optimizers_of([module]), [module])
-        given = self._given
-        if given is not None and (given.fingerprint, given.device) == (fingerprint(workload), _device_of(module)):
-            self._put_under(module, given)
-            return
+        workload = module_workload(module, args, kwargs, self._optimizers_of([module]))
+        held = {id(p) for p in module.parameters()}
+        trained = (p for o in self._optimizers() for p in parameters_of(o))
+        is_alone = all(id(p) in held for p in trained) and not self._unsteady
         try:
-            try:
-                # Where others are trained too, they need a part of the budget, and nobody knows which.
-                held = {id(p) for p in module.parameters()}
-                trained = (p for o in self._optimizers() for p in parameters_of(o))
-                is_alone = all(id(p) in held for p in trained) and not self._unsteady
-                found = self._planned(workload, self._options["budget"] if is_alone else "1B", is_first=True)
-            except InfeasibleError as e:
-                found = self._planned(workload, f"{e.lowest_peak_bytes}B", is_first=True)
+            plan = self._plans.for_module(workload, is_alone=is_alone)
         except MemfitError as e:
             self._tell_once(
                 id(module), f"memfit: the first step runs unchanged: no plan was found for it ({first_line(e)})"
             )
             self._unplanned.append(module)
             return
-        self._put_under(module, found)
+        self._under.append((module, plan))
+        self._switch(module, plan)
 
-    # Those after it
-
-    def _fit(self, kind: _Kind) -> None:
+    def _fit(self, kind: StepKind) -> None:
         """Plan for a step that was seen, with those of other kinds, and put the loop's modules under the plan."""
         watcher = self._watcher
         self._levers.close()
@@ -424,18 +400,18 @@ class Fitted:
         kinds = [known for known in self._kinds if not known.is_gone(watcher) and not known.seen.is_in([kind.seen])]
         kinds = [*kinds, kind][-_MOST_KINDS:]
         try:
-            workload = self._workload_of([known.step for known in kinds if known.is_planned])
-            kind.saw = seen(kind.step.entries, watcher.roots, watcher.optimizers)
+            workload = workload_of([known.step for known in kinds if known.is_planned], watcher)
+            kind.saw = step_text(kind.step.entries, watcher.roots, watcher.optimizers)
             self.saw = kinds[0].saw if len(kinds) == 1 else "; ".join(f"({i}) {k.saw}" for i, k in enumerate(kinds, 1))
             self._note(f"memfit: saw a step{'' if len(kinds) == 1 else ' of another kind'}: {kind.saw}")
-            with _generators_kept(workload.tape):
-                self.plan = self._held_by_given(workload) or self._planned(workload, self._options["budget"])
+            with generators_kept(workload.tape):
+                self.plan = self._plans.for_steps(workload, self._note, is_later=bool(self._kinds))
             self._on_plan(self.plan)
-            is_kept = self._kept.is_taken
+            is_kept = self._plans.kept.is_taken
             self._tell_first(workload, self.plan)
             under = [(workload.model, self.plan)]
             self._tell_beside(workload, self.plan, [t for known in kinds for t in known.step.given])
-            self._advice = advice(self.plan, self._mixed(workload)) if is_slow(self.plan) else []
+            self._advice = advice(self.plan, self._plans.mixed(workload)) if is_slow(self.plan) else []
         except (InfeasibleError, PlanMismatchError):
             raise
         except MemfitError as e:
@@ -460,7 +436,7 @@ class Fitted:
         self._note("\n".join([str(self.plan), *self._advice]))
         if is_kept:
             self._note("memfit: an earlier start of this program made this plan; nothing was solved again")
-        for line in self._untrained():
+        for line in untrained_texts(self._optimizers(), watcher.optimizers):
             self._tell_once(line, line)
 
     def _tell_first(self, workload: LoopWorkload, plan: Plan) -> None:
@@ -470,21 +446,11 @@ class Fitted:
             return
         if plan.plain.peak_bytes <= plan.budget_bytes:
             return
-        with contextlib.suppress(MemfitError), _generators_kept(workload.tape):
-            first = self._under[0][1]
-            if first.levers == plan.levers:
-                return
-            plain = self._findings_of(workload.model).plain
-
-            def make() -> int:
-                regions = first.levers.regions
-                if plain is None or first.levers != Levers(microbatch_size=1, regions=regions):
-                    return predicted_under(first, workload).peak_bytes
-                costs = costs_of([plain], find_device(plan.device))
-                return simulate(plain, costs, regions).peak_bytes
-
-            with hurried():
-                took = self._kept.of(int, "first", workload, first.levers, make)
+        first = self._under[0][1]
+        if first.levers == plan.levers:
+            return
+        with contextlib.suppress(MemfitError), generators_kept(workload.tape):
+            took = self._plans.first_peak_bytes(first, workload)
             if took > plan.budget_bytes:
                 self._tell(
                     f"memfit: the first step needed about {format_bytes(took)}, over the budget of"
@@ -500,74 +466,6 @@ class Fitted:
         held = held_beside([*known, *workload.batch], given, plan.device)
         if sum(each.nbytes for each in held) > _NOTED_SHARE * plan.budget_bytes:
             self._tell(f"memfit: {beside_text(held, plan.predicted.peak_bytes, plan.budget_bytes)}")
-
-    def _workload_of(self, steps: Sequence[RecordedStep]) -> LoopWorkload:
-        """Return steps that were seen as a workload; refuse what can't be run again."""
-        watcher = self._watcher
-        if watcher.fault:
-            raise UsageError(
-                f"the step can't be planned where it runs, since {watcher.fault}: write it as a memfit.Workload"
-            )
-        numbers = sorted({number for step in steps for number in step.roots})
-        roots = {number: watcher.roots[number] for number in numbers}
-        names = {number: f"{i}_{type(root).__name__}" for i, (number, root) in enumerate(roots.items())}
-        model: nn.Module = _Roots({names[number]: root for number, root in roots.items()})
-        if len(roots) == 1:
-            model, names = roots[numbers[0]], {numbers[0]: ""}
-        stepped = sorted({number for step in steps for number in step.optimizers})
-        optimizers = [o for number in stepped if (o := watcher.optimizers[number]) is not None]
-        step = in_turn(steps)
-        tape = Tape(
-            tuple(replace(e, what=stepped.index(e.what)) if e.kind == "update" else e for e in step.entries),
-            tuple(names.get(n, names[numbers[0]]) for n in range(len(watcher.roots))),
-            step.passes,
-        )
-        return _workload(model, step.given, _not_called, optimizers, list(roots.values()), tape)
-
-    def _held_by_given(self, workload: LoopWorkload) -> Plan | None:
-        """Return the plan that was given, as predicted for the loop's step; None where it does not hold that step.
-
-        Raises:
-            PlanMismatchError: It was made for another model, optimizer or device.
-        """
-        given = self._given
-        if given is None or (given.fingerprint != fingerprint(workload) and self._is_part_of(given, workload)):
-            return None
-        device = _device_of(workload.model)
-        if given.fingerprint != fingerprint(workload) or given.device != device:
-            raise PlanMismatchError(
-                f"plan= was made for {given.workload} on {given.device}, with the fingerprint {given.fingerprint}. The"
-                f" loop trains {workload.name} on {device}, with {fingerprint(workload)}: another model, optimizer or"
-                " device. Leave out plan= and give budget= to make a plan for this loop"
-            )
-        check_plan(given, workload)
-        predicted = predicted_under(given, workload)
-        if predicted.peak_upper_bytes <= given.budget_bytes:
-            return with_fields(given, predicted=predicted)
-        self._note(
-            f"memfit: under the given plan the step needs {format_bytes(predicted.peak_upper_bytes)} of"
-            f" {format_bytes(given.budget_bytes)}: memfit plans it again"
-        )
-        return None
-
-    def _is_part_of(self, given: Plan, workload: LoopWorkload) -> bool:
-        """Tell whether a plan is for more modules than have trained so far, or was in force for those before."""
-        return bool(self._kinds) or set(workload.name.split(_AND)) < set(given.workload.split(_AND))
-
-    def _untrained(self) -> list[str]:
-        """Return what is known of parameters that an optimizer holds and that no step trained."""
-        stepped = {id(o) for o in self._watcher.optimizers}
-        lines = []
-        for optimizer in self._optimizers():
-            waiting = [p for p in parameters_of(optimizer) if id(optimizer) not in stepped or not p.requires_grad]
-            if waiting:
-                nbytes = format_bytes(sum(p.nbytes for p in waiting))
-                lines.append(
-                    f"memfit: {len(waiting)} parameters{_owner_of(waiting)} ({nbytes}) in optimizer"
-                    f" {type(optimizer).__name__} have not trained yet. The plan does not cover steps that"
-                    " train them; memfit plans such a step when it runs"
-                )
-        return lines
 
     def _growth_anew(self) -> None:
         """Watch the memory that is held between steps, from the next one on."""
@@ -595,61 +493,11 @@ class Fitted:
         elif counted is optimizer:
             self._growth.stepped()
 
-    def _mixed(self, workload: LoopWorkload) -> Mixed:
-        """Predict the step that was seen with autocast around its forward passes, and no levers."""
-        if any(entry.context.autocast for entry in workload.tape.entries):
-            return "in use"
-        try:
-            with _generators_kept(workload.tape), outside_autocast(), hurried():
-                device = _device_of(workload.model)
-                return self._kept.of(
-                    Prediction,
-                    "mixed",
-                    workload,
-                    None,
-                    lambda: estimate(workload, device=device, precision="bf16-mixed"),
-                )
-        except MemfitError:  # autocast refuses some losses
-            return None
-
-    def _put_under(self, module: nn.Module, plan: Plan) -> None:
-        """Put a module under a plan for itself."""
-        self._under.append((module, plan))
-        self._switch(module, plan)
-
     def _switch(self, model: nn.Module, plan: Plan) -> None:
         """Switch a plan on. Its first steps hold what is recomputed against what was computed."""
         self._levers.enter_context(switched(model, plan.levers))
         if not plan.is_proven:
             self._proving.enter_context(checking())
-
-    def _planned(self, workload: LoopWorkload, budget: int | float | str, *, is_first: bool = False) -> Plan:
-        """Return a plan for steps, or, in a hurry, for the first one, which is the only one that runs under it."""
-        options = {"device": _device_of(workload.model)} | self._options | {"budget": budget}
-        if is_first:
-            asked = options.get("time_limit_seconds", _FIRST_SECONDS)
-            options["time_limit_seconds"] = min(_FIRST_SECONDS, asked)
-
-        def make() -> Plan:
-            asked = PlanOptions(
-                **options,
-                precisions=("32-true",),
-                optimizers=(),
-                world_size=1,
-                points=1 if is_first else _POINTS,
-                measure=False,  # the loop's steps are its own
-            )
-            with self._stages() as progress:
-                return make_plan(workload, asked, progress=progress, findings=self._findings_of(workload.model))
-
-        with outside_autocast(), hurried():  # autocast is where the module is called; the step enters its own
-            return self._kept.of(Plan, "plan", workload, options, make)
-
-    def _findings_of(self, model: nn.Module) -> Findings:
-        """Return what the plans so far have found out about a model."""
-        if self._findings[0] is not model:
-            self._findings = model, Findings()
-        return self._findings[1]
 
     def _optimizers_of(self, modules: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:
         return _updating(self._optimizers(), (p for module in modules for p in self._watcher.held_by(module)))
@@ -712,8 +560,8 @@ def fit(
             f" {type(given[0]).__name__}(model.parameters())"
         )
     write = tell or functools.partial(print, file=sys.stderr, flush=True)
-    fitted = Fitted(lambda: given, write, lambda: contextlib.nullcontext(progress), options, begins, log=log)
-    return _Fitting(fitted, given)
+    listener = Listener(write, stages=lambda: contextlib.nullcontext(progress), log=log)
+    return _Fitting(Fitted(lambda: given, options, listener, begins), given)
 
 
 class _Fitting(contextlib.AbstractContextManager["Fitted", None]):
@@ -755,11 +603,7 @@ def fit_whatever_trains(
     plan: Plan | None = None,
     numerics: Numerics = "exact",
     host_budget: int | str | None = None,
-    tell: Callable[[str], None],
-    note: Callable[[str], None] | None = None,
-    on_plan: Callable[[Plan], None] = lambda plan: None,
-    stages: Stages = lambda: contextlib.nullcontext(silent),
-    log: LogFunction | None = None,
+    listener: Listener,
 ) -> Iterator[Fitted]:
     """Fit the loop that runs in this context into a budget, with the optimizers that it makes; see `fit`, `Fitted`."""
     given, options = _settled(budget, plan, numerics, host_budget)
@@ -770,7 +614,7 @@ def fit_whatever_trains(
         made.add(optimizer)
         initialise(optimizer, *args, **kwargs)
 
-    fitted = Fitted(lambda: list(made), tell, stages, options, given, note, on_plan, log)
+    fitted = Fitted(lambda: list(made), options, listener, given)
     with replaced(torch.optim.Optimizer, "__init__", initialise_and_note), LOOP.spoken(), fitted.watching():
         yield fitted
 
@@ -787,7 +631,7 @@ def _settled(
     """Return the plan to begin with, if there is one, and the options of `memfit.plan`, both checked."""
     if (budget is None) == (plan is None):
         raise UsageError("give one of budget= and plan=")
-    given = Plan.load(plan) if isinstance(plan, str | Path) else plan
+    given = plan_given(plan)
     if given is not None:
         budget, numerics, host_budget = f"{given.budget_bytes}B", given.allowed, given.host_budget_bytes or None
     assert budget is not None
@@ -795,209 +639,3 @@ def _settled(
     if numerics not in ("exact", "reordered"):
         raise UsageError(f"numerics={numerics!r} can't be used for an unchanged loop: use 'exact' or 'reordered'")
     return given, {"budget": budget, "numerics": numerics, "host_budget": host_budget}
-
-
-def seen(
-    entries: Sequence[Entry], roots: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer | None]
-) -> str:
-    """Return what a step does, in words."""
-    calls = Counter(type(roots[e.what]).__name__ for e in entries if e.kind == "module" and e.context.grad)
-    updates = Counter(type(optimizers[e.what]).__name__ for e in entries if e.kind == "update")
-    words = [f"{_counted(n, 'call')} of {name}" for name, n in calls.items()]
-    words.append(_counted(sum(e.kind == "backward" for e in entries), "backward pass", "es"))
-    words += [f"{_counted(n, 'update')} by {name}" for name, n in updates.items()]
-    words.append("gradients clipped" if _clips(entries) else "gradients not clipped")
-    return ", ".join(words)
-
-
-def _clips(entries: Sequence[Entry]) -> bool:
-    """Tell whether a step changes gradients between its backward passes and its update."""
-    taken: set[int] = set()
-    for entry in entries:
-        name = getattr(entry.what, "__name__", "")
-        if name == "__get__" and any(isinstance(r, ModuleTensor) for r in entry.arguments.references):
-            taken |= set(entry.made)
-        numbers = {getattr(r, "number", None) for r in entry.arguments.references}
-        if name.rstrip("_") != name and "mul" in name and numbers & taken:
-            return True
-    return False
-
-
-def _counted(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{plural * (number != 1)}"
-
-
-def is_slow(plan: Plan) -> bool:
-    """Tell whether a plan makes a step so much slower that the loop itself could do better."""
-    return plan.predicted.step_seconds > 1.1 * plan.plain.step_seconds
-
-
-def advice(plan: Plan, mixed: Mixed) -> list[str]:
-    """Return what the loop itself could do for a faster step or a lower peak, with the lines that do it."""
-    lines = ["", "Changes to your loop that would make it faster or smaller:"]
-    if isinstance(mixed, Prediction) and _helps(mixed, plan):
-        peak, seconds = format_bytes(mixed.peak_bytes), format_seconds(mixed.step_seconds)
-        change = mixed.step_seconds / plan.plain.step_seconds - 1
-        than_plain = f"{abs(change):.0%} {'slower' if change > 0 else 'faster'} than plain"
-        lines += [
-            "  mixed precision:  with torch.autocast(device.type, dtype=torch.bfloat16):",
-            "                        loss = ...  # the forward pass, and not the backward pass",
-            f"                    predicted, with that alone: {peak}, {seconds}, {than_plain}",
-        ]
-    return [
-        *lines,
-        "  microbatches:     for part in batch.split(size // 2):",
-        "                        (loss_of(part) / 2).backward()  # then one optimizer.step()",
-        "                    not predicted: memfit cannot tell which dimension is the batch",
-        "memfit.plan predicts and applies both, for a step written as a memfit.Workload.",
-    ]
-
-
-def _helps(mixed: Prediction, plan: Plan) -> bool:
-    """Tell whether mixed precision is predicted to hold less than the plain step, in less time than the plan."""
-    return mixed.peak_bytes < plan.plain.peak_bytes and mixed.step_seconds < plan.predicted.step_seconds
-
-
-def _device_of(model: nn.Module) -> str:
-    return next((p.device.type for p in model.parameters()), "cpu")
-
-
-@contextlib.contextmanager
-def _generators_kept(tape: Tape) -> Iterator[None]:
-    """Set the generators that a step draws from back on leaving: they are the loop's own, not copies."""
-    held = [leaf for entry in tape.entries for leaf in tree_leaves(entry.arguments.template)]
-    generators = {id(leaf): leaf for leaf in held if isinstance(leaf, torch.Generator)}.values()
-    states = [generator.get_state() for generator in generators]
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-
-
-class LargerBatches:
-    """The calls of modules that a loop's plan holds, by their arguments' extents."""
-
-    def __init__(self) -> None:
-        self._promised: dict[CallNumber, list[Extent]] = {}
-        self._grown = 0
-
-    def forget(self) -> None:
-        """Note that another plan is in force."""
-        self._promised.clear()
-
-    def promise(self, steps: Sequence[RecordedStep], also: Mapping[CallNumber, Extent] | None = None) -> None:
-        """Note that a plan holds steps."""
-        for number, extent in [call for step in steps for call in step.calls.items()] + list((also or {}).items()):
-            if not self.holds(number, extent):
-                known = self._promised.setdefault(number, [])
-                known[:] = [other for other in known if not covers(extent, other)] + [extent]
-        self._grown += also is not None
-
-    def holds(self, number: CallNumber, extent: Extent) -> bool:
-        """Tell whether the plan holds a call."""
-        return any(covers(known, extent) for known in self._promised.get(number, ()))
-
-    def difference(self, number: CallNumber, extent: Extent) -> str:
-        """Return how a call exceeds those that the plan holds, in words."""
-        return difference_text(extent, self._largest(number))
-
-    def targets(self, number: CallNumber, extent: Extent) -> list[Extent]:
-        """Return the extents to plan for: where batches grow again and again, a larger one first."""
-        ahead = looked_ahead(self._largest(number), extent)
-        return [ahead, extent] if self._grown and ahead != extent else [extent]
-
-    def resized(self, step: RecordedStep, number: CallNumber, target: Extent) -> RecordedStep:
-        """Return a step as it would be with a larger call."""
-        before = step.calls.get(number, {})
-        pairs = [(column.shape, target[path].shape) for path, column in before.items() if path in target]
-        return step.resized(sizes_changed(pairs))
-
-    def _largest(self, number: CallNumber) -> Extent:
-        known = self._promised.get(number)
-        return known[-1] if known else {}
-
-
-def predicted_under(plan: Plan, workload: LoopWorkload) -> Prediction:
-    """Predict steps of a loop under a plan that was made for others."""
-    device = find_device(plan.device)
-    with outside_autocast(), hurried():
-        trace = capture_levers(workload, plan.levers, device)
-        return predict(trace, costs_of([trace], device), device)[0]
-
-
-class _Hook:
-    """A hook after the updates of all optimizers, until it is closed."""
-
-    def __init__(self, hook: Callable[..., None]) -> None:
-        self.close = register_optimizer_step_post_hook(hook).remove
-
-
-@dataclass
-class _Kind:
-    """A kind of step that the loop made."""
-
-    seen: Seen
-    step: RecordedStep
-    saw: str = ""
-    is_planned: bool = True
-
-    def is_gone(self, watcher: Watcher) -> bool:
-        """Tell whether an optimizer of the step is gone, and so is its training."""
-        return any(watcher.optimizers[number] is None for number in self.step.optimizers)
-
-
-def _owner_of(parameters: Sequence[torch.Tensor]) -> str:
-    """Return the class of the smallest module that holds parameters, as " of CLASS"; "" without one."""
-    wanted = set(map(id, parameters))
-    modules = [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]
-    held = {id(module): {id(p) for p in module.parameters()} for module in modules}
-    owners = [module for module in modules if wanted <= held[id(module)]]
-    return f" of {type(min(owners, key=lambda m: len(held[id(m)]))).__name__}" if owners else ""
-
-
-def _roots_of(model: nn.Module) -> list[nn.Module]:
-    return list(model.children()) if isinstance(model, _Roots) else [model]
-
-
-class _Roots(nn.Module):
-    """The modules that a loop calls, as the children of one."""
-
-    def __init__(self, roots: dict[str, nn.Module]) -> None:
-        super().__init__()
-        for name, root in roots.items():
-            self.add_module(name, root)
-
-
-def _workload(
-    model: nn.Module,
-    batch: Any,
-    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
-    optimizers: Sequence[torch.optim.Optimizer],
-    roots: Sequence[nn.Module],
-    tape: Tape | None = None,
-) -> LoopWorkload:
-    """Return a step of the loop as a workload, named by the classes of the modules that it calls."""
-    optimizer: Any = optimizers[0] if len(optimizers) == 1 else CombinedOptimizers(optimizers)
-    return LoopWorkload(
-        model=model,
-        batch=batch,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        name=_AND.join(dict.fromkeys(type(root).__name__ for root in roots)),
-        batch_size=1,
-        tape=tape or Tape(),
-    )
-
-
-def _standing_in(context: ExecutionContext, model: nn.Module, batch: Any) -> torch.Tensor:
-    """Return a loss in the place of the loop's own: what the model returns as one, or what takes as much as most."""
-    args, kwargs = batch
-    with context.entered():
-        found = [t for t in leaves_of(model(*args, **kwargs)) if t.is_floating_point() and t.requires_grad]
-        scalars = [t for t in found if t.dim() == 0]
-        return sum(scalars or [t.float().log_softmax(-1).exp().square().mean() for t in found], torch.zeros(()))
-
-
-def _not_called(model: nn.Module, batch: Any) -> torch.Tensor:
-    raise AssertionError("the step of a taped workload is its tape")

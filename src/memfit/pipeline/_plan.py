@@ -23,10 +23,8 @@ from memfit.levers.compilation import COMPILATION
 from memfit.levers.microbatches import microbatch_sizes
 from memfit.levers.shared_by_ranks import SHARDING
 from memfit.levers.stack import check_as_given, check_plan, check_workload
-from memfit.pipeline.first_arguments import checked
-from memfit.pipeline.joining import ranks_here
-from memfit.pipeline.placement import device_named
-from memfit.pipeline.verbs import verb
+from memfit.pipeline.placement import device_named, ranks_here
+from memfit.pipeline.verbs import checked, verb
 from memfit.planner import gpu_process
 from memfit.planner.assembly import assemble
 from memfit.planner.captured_steps import Findings, Request

@@ -21,10 +21,8 @@ from memfit.ir.simulate import simulate
 from memfit.levers.stack import check_plan, host_bytes_of
 from memfit.pipeline._apply import apply
 from memfit.pipeline.comparison import compare
-from memfit.pipeline.first_arguments import checked
-from memfit.pipeline.joining import ranks_of
-from memfit.pipeline.placement import check_runs_here, placed
-from memfit.pipeline.verbs import uninterrupted, verb
+from memfit.pipeline.placement import check_runs_here, placed, ranks_of
+from memfit.pipeline.verbs import checked, uninterrupted, verb
 from memfit.planner.captures import capture_each
 from memfit.planner.prediction import costs_of
 from memfit.ranks.environment import launched_rank

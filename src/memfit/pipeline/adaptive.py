@@ -35,16 +35,16 @@ from memfit.units import format_bytes
 from memfit.workload import Workload, tensors_of
 
 ANCHORS = (0.0, 0.2, 0.45, 0.7, 1.0)
-"""Where on the way from the smallest shapes to the largest the step is captured; in between is interpolated."""
+"""Places between the smallest shapes (0) and the largest (1) at which the step is captured; others are interpolated."""
 BUCKETS = 8
-"""Parts of that way for which times are learned apart."""
+"""Equal parts of these places, for which times are learned apart."""
 _SMALLEST = 16  # of the largest size: the smallest that is captured
 
 Shapes = tuple[tuple[int, ...], ...]
 
 
-class Way:
-    """The straight way from small shapes to the largest, on which batches are placed.
+class ShapeInterpolation:
+    """A linear interpolation between small shapes and the largest, on which batches are placed.
 
     Args:
         largest: Shapes of the tensors of the largest batch.
@@ -63,11 +63,11 @@ class Way:
         self.ends = {at: (round(large + least * (large - small)), large) for at, (small, large) in spans.items()}
 
     def covers(self, shapes: Shapes) -> bool:
-        """Tell whether only dimensions vary that vary on the way."""
+        """Tell whether only dimensions vary that are interpolated."""
         return all(at in self.ends for at in varying(self.largest, shapes))
 
     def place(self, shapes: Shapes) -> float:
-        """Return where on the way every dimension is at least as large, from 0 to 1."""
+        """Return the least place at which every dimension is at least as large, from 0 to 1."""
         places = [(shapes[i][d] - low) / (high - low) for (i, d), (low, high) in self.ends.items() if high > low]
         return min(1.0, max(0.0, *places))
 
@@ -109,7 +109,7 @@ class Adaptive(Recovery):
         self._workload, self._device = workload, find_device(plan.device)
         self._place_of_step = device_of(switch.step)
         self._largest = shapes_of(self._workload.batch)
-        self._way: Way | None = None
+        self._between: ShapeInterpolation | None = None
         self._at: list[list[Expected]] = []
         self._peak_error = plan.predicted.peak_upper_bytes / plan.predicted.peak_bytes - 1
         self.controller = Controller(plan.budget_bytes, self._peak_error)
@@ -147,7 +147,7 @@ class Adaptive(Recovery):
         What a storage takes grows with the product of some dimensions, and a peak is the largest of sums of storages:
         convex, so that the straight line between two captured peaks is above those in between.
         """
-        if self._way is None or place == 1.0:
+        if self._between is None or place == 1.0:
             return self._at_largest
         high = next(i for i, anchor in enumerate(ANCHORS) if place <= anchor) or 1
         start, stop = ANCHORS[high - 1], ANCHORS[high]
@@ -167,12 +167,12 @@ class Adaptive(Recovery):
         if shapes == self._largest:
             return 1.0
         _check_smaller(shapes, self._largest)
-        if self._way is None or not self._way.covers(shapes):
+        if self._between is None or not self._between.covers(shapes):
             largest = self._at_largest
-            self._way = Way(self._largest, shapes)
-            smaller = [self._way.batch_at(self._workload.batch, place) for place in ANCHORS[:-1]]
+            self._between = ShapeInterpolation(self._largest, shapes)
+            smaller = [self._between.batch_at(self._workload.batch, place) for place in ANCHORS[:-1]]
             self._at = [*map(self._anchor, smaller), largest]
-        return self._way.place(shapes)
+        return self._between.place(shapes)
 
     def _anchor(self, batch: Any) -> list[Expected]:
         """Predict every plan for a batch, from a capture for each choice of its levers but regions."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -19,14 +20,14 @@ from memfit.ir.plan import Levers, Plan
 from memfit.ir.run_record import Comparison
 from memfit.ir.sharding import Sharding
 from memfit.levers.stack import applied
-from memfit.pipeline._verify_ranks import rank_peak_bytes
-from memfit.pipeline.joining import ranks_of
-from memfit.pipeline.placement import check_runs_here, place_of, rank_place
+from memfit.pipeline.placement import check_runs_here, place_of, rank_place, ranks_of
 from memfit.ranks.one_process import SingleProcess
 from memfit.rng import rng_preserved
 from memfit.training.step import Step
 from memfit.units import format_bytes
 from memfit.workload import Workload, tensors_of
+
+_MEASUREMENTS = 3  # of which the least counts: gloo's threads may hold what was sent for a moment longer
 
 
 class PlainStepTooLargeError(UsageError):
@@ -110,6 +111,15 @@ def _check_plain_fits(plan: Plan, ranks: SingleProcess) -> None:
             f" {format_bytes(least)}: memfit can't run it to compare the plan with it. Compare on a smaller"
             " batch or model"
         )
+
+
+def rank_peak_bytes(step: Step, batch: Any) -> int:
+    """Return the peak of a rank's step, after one that made the optimizer's state. All ranks call this."""
+    if place_of(step.workload).type != "cpu":
+        return measure_peak_bytes(step, batch)
+    step(batch)  # DistributedDataParallel fills its buckets in another order from here on
+    gc.collect()
+    return min(measure_peak_bytes(step, batch) for _ in range(_MEASUREMENTS))
 
 
 def first_batches(workload: Workload, count: int) -> list[Any]:

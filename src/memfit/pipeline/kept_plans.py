@@ -12,7 +12,7 @@ import hashlib
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from memfit.cost.calibrate import cache_folder
 from memfit.errors import OutputError
 from memfit.hardware.host import find_device, host_name
 from memfit.ir import codec
+from memfit.pipeline.placement import device_kind
 from memfit.tape import Entry, ExecutionContext, Geometry, LoopWorkload
 from memfit.units import read_budget
 from memfit.version import __version__
@@ -112,8 +113,10 @@ def _program() -> str | None:
     if script is None:
         return None
     loaded = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    own = {script, *(path for path in loaded if isinstance(path, str) and not _is_installed(path))}
-    texts = [f"{path}:{hashlib.sha256(Path(path).read_bytes()).hexdigest()}" for path in sorted(own) if _is_file(path)]
+    installed = (*_INSTALLED, str(_OWN))  # Python, packages and memfit
+    own = {script, *(p for p in loaded if isinstance(p, str) and not str(Path(p).resolve()).startswith(installed))}
+    sources = [path for path in sorted(own) if path.endswith(".py") and Path(path).is_file()]
+    texts = [f"{path}:{hashlib.sha256(Path(path).read_bytes()).hexdigest()}" for path in sources]
     memfit = max(path.stat().st_mtime_ns for path in _OWN.rglob("*.py"))
     environment = [
         f"{name}={value}" for name, value in sorted(os.environ.items()) if not name.startswith(_OF_TERMINALS)
@@ -123,20 +126,11 @@ def _program() -> str | None:
     )
 
 
-def _is_installed(path: str) -> bool:
-    """Tell whether a file belongs to Python, to an installed package, or to memfit."""
-    return str(Path(path).resolve()).startswith((*_INSTALLED, str(_OWN)))
-
-
-def _is_file(path: str) -> bool:
-    return path.endswith(".py") and Path(path).is_file()
-
-
 def _parts(name: str, workload: LoopWorkload, options: object) -> Iterator[str]:
     yield name
     yield fingerprint(workload)
     yield str(getattr(workload.loss_fn, "args", ()))  # the modes in which a stand-in for the loop's loss runs
-    device = next((p.device.type for p in workload.model.parameters()), "cpu")
+    device = device_kind(workload.model)
     yield from _told(options, _DEEP)
     budget = options.get("budget") if isinstance(options, dict) else None
     if budget is not None and read_budget(budget).of == "device":
@@ -218,15 +212,11 @@ def _told(value: Any, depth: int) -> Iterator[str]:
             yield from _told(each, depth - 1)
     elif isinstance(value, (list, tuple)):
         yield f"{type(value).__qualname__} {len(value)}"
-        yield from _each(value[:_LONG], depth)
+        for each in value[:_LONG]:
+            yield from _told(each, depth - 1)
     elif isinstance(value, (set, frozenset)):
         yield from sorted(text for each in value for text in _told(each, depth - 1))
     else:
         yield type(value).__qualname__
         plain = {key: each for key, each in getattr(value, "__dict__", {}).items() if not key.startswith("_")}
         yield from _told(plain, depth - 1)
-
-
-def _each(values: Iterable[Any], depth: int) -> Iterator[str]:
-    for value in values:
-        yield from _told(value, depth - 1)

@@ -1,4 +1,4 @@
-"""The device that a plan runs on, and a workload's move to it."""
+"""Where a plan runs: its device, a workload's move to it, and the ranks that this process has joined or joins."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import distributed
 
 from memfit.capture.external_state import external_tensors
 from memfit.errors import PlanError, UsageError, WorkloadError
 from memfit.hardware.catalogue import match
 from memfit.hardware.host import KINDS, devices, find_device
+from memfit.ir import codec
 from memfit.ir.device import Device
 from memfit.ir.plan import Plan
 from memfit.levers.stack import check_plan, check_workload
+from memfit.ranks.environment import check_shared, launched_size
 from memfit.ranks.meta_models import Initialisation, is_on_meta
+from memfit.ranks.one_process import SingleProcess
+from memfit.ranks.together import check_same
 from memfit.training.prefetch import on_device
 from memfit.workload import Workload, described, tensors_of
 
@@ -52,6 +57,11 @@ def on_this_machine(named: Device) -> Device | None:
         return named
     here = (device for device in devices() if device.kind == named.kind != "cpu")
     return next((device for device in here if match(device.description, device.memory_bytes, [named])), None)
+
+
+def device_kind(model: torch.nn.Module) -> str:
+    """Return the kind of the device that a model is on."""
+    return next((p.device.type for p in model.parameters()), "cpu")
 
 
 def kind_of(plan: Plan) -> str:
@@ -168,3 +178,60 @@ def _check_place(workload: Workload, device: Device, plan: Plan) -> None:
         f"Workload.model is on {place}, and the plan was made for device={device.name!r}: move it with {way} before its"
         f" optimizer is made, or make a plan with device={str(place)!r}"
     )
+
+
+# Ranks
+
+
+def ranks_here() -> SingleProcess:
+    """Return the ranks of the process group that this process has joined; a single process where it has joined none."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return SingleProcess()
+    from memfit.ranks.group import Group  # distributed packages take a second to import
+
+    return Group("cpu")  # what it sends are objects, which go where the backend asks for
+
+
+def check_launched(plan: Plan) -> None:
+    """Check that a launcher has not started several processes for a plan of one.
+
+    Raises:
+        UsageError: It has.
+    """
+    if plan.levers.sharding is None:
+        remedy = f"start one process, without torchrun, or make a plan with world_size={launched_size()}"
+        check_shared(1, "the plan", remedy)
+
+
+@contextlib.contextmanager
+def ranks_of(plan: Plan) -> Iterator[SingleProcess]:
+    """Be one of the ranks that a plan is for, until the context is left.
+
+    Raises:
+        UsageError: There are more or fewer ranks.
+        PlanMismatchError: The ranks have different plans.
+    """
+    check_launched(plan)
+    if plan.levers.sharding is None:
+        yield SingleProcess()
+        return
+    from memfit.ranks.launch import joined  # distributed packages take a second to import
+    from memfit.ranks.mesh import check_size
+
+    with joined(kind_of(plan)) as ranks:
+        check_size(plan.levers.sharding, ranks.size)
+        check_same(ranks, "plans", codec.encode(plan))
+        yield ranks
+
+
+@contextlib.contextmanager
+def joined_by(workload: Workload) -> Iterator[None]:
+    """Be one of the ranks that a launcher has started, if it has started several, until the context is left."""
+    if launched_size() == 1:
+        yield
+        return
+    from memfit.ranks.launch import joined  # distributed packages take a second to import
+
+    kind = place_of(workload).type
+    with joined("cpu" if kind == "meta" else kind):
+        yield

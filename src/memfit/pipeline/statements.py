@@ -32,10 +32,10 @@ COMPILED_TOLERANCE = 0.25
 """The same where compiled code takes less: it fuses more than a plan counts on, across modules in the forward pass. The
 models of the tests, which are small, took up to a sixth less; a byte-level GPT took what was predicted."""
 
-Gradients = dict[str, torch.Tensor]
+Tensors = dict[str, torch.Tensor]
 
 
-def differences_of(planned: Gradients, plain: Gradients) -> tuple[list[GradientDifference], float]:
+def differences_of(planned: Tensors, plain: Tensors) -> tuple[list[GradientDifference], float]:
     """Return the difference of each gradient, the largest first, and of all of them together."""
     pairs = {name: (planned[name], gradient) for name, gradient in plain.items() if name in planned}
     each = [
@@ -47,7 +47,7 @@ def differences_of(planned: Gradients, plain: Gradients) -> tuple[list[GradientD
     return sorted(each, key=lambda difference: -difference.relative), relative(list(pairs.values()))
 
 
-def compared(plan: Plan, loss: float, gradients: Gradients, plain_loss: float, plain: Gradients) -> Verification:
+def compared(plan: Plan, loss: float, gradients: Tensors, plain_loss: float, plain: Tensors) -> Verification:
     """Return how the planned step's loss and gradients differ from the plain one's; its peak is not measured yet."""
     each, total = differences_of(gradients, plain)
     return Verification(

@@ -1,19 +1,48 @@
-"""What all verbs share: they run one at a time, leave generators to other threads, and end at safe points alone."""
+"""What all verbs share: their first arguments are checked, they run one at a time, and they end at safe points."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
+import torch
+from torch import nn
+
+from memfit.errors import UsageError
 from memfit.interrupts import held_back
+from memfit.ir.plan import Plan
 from memfit.own_generators import generators_of_turn
+from memfit.tracebacks import public
 from memfit.training.step import Step
 from memfit.turns import turn
+from memfit.workload import Workload, described
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _S = TypeVar("_S", bound=Step)
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "workload": lambda value: isinstance(value, Workload),
+    "plan": lambda value: isinstance(value, Plan),
+    "run": lambda value: isinstance(value, str | os.PathLike),
+    "model": lambda value: _are(nn.Module, value),
+    "optimizer": lambda value: _are(torch.optim.Optimizer, value),
+}
+"""The arguments that are checked, by name, wherever they are first ones."""
+_NOUNS = {
+    "workload": "a memfit.Workload",
+    "plan": "a memfit.Plan",
+    "run": "the folder of a run",
+    "model": "a torch.nn.Module",
+    "optimizer": "a torch.optim.Optimizer",
+}
+_LIKELY = {"budget": 'budget="90%"', "out": 'out="run"', "steps": "steps=10_000", "run": '"run"'}
+_TOOLS = ("ladder", "probe_range")
+"""The functions that are below `memfit.tools`."""
+_WORKLOAD = "memfit.Workload(model, batch, loss_fn, optimizer)"
 
 
 def verb(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -61,3 +90,90 @@ def uninterrupted(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
 
     return run
+
+
+def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Make a function `public`, with its arguments checked: their number, their names, and the kinds of the first."""
+    signature = inspect.signature(function)
+    name = function.__name__
+    verb = f"tools.{name}" if name in _TOOLS else name
+    return public(function, functools.partial(_check, verb, signature))
+
+
+def plan_given(plan: Plan | Path | str | None) -> Plan | None:
+    """Return a plan that an argument holds, or names the file of."""
+    return Plan.load(plan) if isinstance(plan, str | Path) else plan
+
+
+def _check(verb: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    parameters = list(signature.parameters.values())
+    first = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    needed = [each.name for each in parameters if each.name not in first and _is_needed(each)]
+    given = dict(zip(first, args, strict=False)) | {name: kwargs[name] for name in first if name in kwargs}
+    wrong = {name: value for name, value in given.items() if name in _KINDS and not _KINDS[name](value)}
+
+    def call(**instead: str) -> str:
+        parts = [instead.get(name, _LIKELY.get(name, name)) for name in first if name in (*given, *_KINDS)]
+        return f"memfit.{verb}({', '.join([*parts, *(_LIKELY.get(name, f'{name}=...') for name in needed)])})"
+
+    for name, value in wrong.items():
+        for other in wrong:
+            if other != name and _KINDS[other](value):
+                raise UsageError(
+                    f"{name} is {described(value)}, and {other} is {described(given[other])}: write {call()} in this"
+                    " order"
+                )
+        raise UsageError(f"{name} is {described(value)}, not {_NOUNS[name]}: {_remedy(name, value, call)}")
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as e:
+        raise UsageError(f"memfit.{verb}: {e}. Write {call()}") from None
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    """Tell whether a call names a parameter that is no first one; a budget is named where another may stand for it."""
+    return parameter.default is inspect.Parameter.empty or (parameter.name == "budget" and parameter.default is None)
+
+
+def _remedy(name: str, value: Any, call: Callable[..., str]) -> str:
+    """Return what to type in the place of a wrong first argument, as the end of a sentence."""
+    if value is None:
+        return f"write {call()}. If a function made it, end that function with `return {name}`"
+    return f"write {call(**{name: _INSTEAD[name](value)})}"
+
+
+def _workload_instead(value: Any) -> str:
+    if isinstance(value, str) and ":" in value:
+        return f"memfit.load_workload({value!r})"
+    return f"{value.__name__}()" if inspect.isfunction(value) and value.__name__ != "<lambda>" else _WORKLOAD
+
+
+def _plan_instead(value: Any) -> str:
+    if isinstance(value, str | os.PathLike):
+        return f"memfit.Plan.load({os.fspath(value)!r})"
+    if isinstance(value, Mapping):
+        return "memfit.Plan.load(path)"
+    return 'memfit.plan(workload, budget="90%")'
+
+
+def _optimizer_instead(value: Any) -> str:
+    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+        return "scheduler.optimizer"
+    name = value.__name__ if isinstance(value, type) else "torch.optim.AdamW"
+    return f"{name}(model.parameters())"
+
+
+_INSTEAD: dict[str, Callable[[Any], str]] = {
+    "workload": _workload_instead,
+    "plan": _plan_instead,
+    "run": lambda value: '"run"',
+    "model": lambda value: "workload.model" if isinstance(value, Workload) else "model",
+    "optimizer": _optimizer_instead,
+}
+
+
+def _are(kind: type, value: Any) -> bool:
+    """Tell whether a value is of a kind, or a sequence of such."""
+    if isinstance(value, kind):
+        return True
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(v, kind) for v in value)

@@ -10,8 +10,7 @@ from memfit.ir.codec import write_atomic
 from memfit.ir.plan import Plan
 from memfit.ir.run_record import Comparison, ModuleRow, RunRecord, Views
 from memfit.report.axes import MAX_POINTS, draws_budget, second_axis
-from memfit.report.bars import Bar, bars_html
-from memfit.report.charts import Chart
+from memfit.report.charts import Bar, Chart, bars_html
 from memfit.report.figures import curve_chart, frontier_chart, shown_categories, timeline_chart
 from memfit.report.next_steps import Report, next_steps
 from memfit.report.pages import markup, render_page

@@ -41,9 +41,8 @@ from memfit.levers import registry
 from memfit.levers.lever import LeversOn, NotOffered
 from memfit.levers.lever import Rung as Offer
 from memfit.levers.stack import applied, check_workload
-from memfit.pipeline.first_arguments import checked
 from memfit.pipeline.placement import device_named
-from memfit.pipeline.verbs import verb
+from memfit.pipeline.verbs import checked, verb
 from memfit.planner.batch_coupling import coupling
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import Progress, costs_of, predict, silent

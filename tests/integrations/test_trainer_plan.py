@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from memfit.integrations.fitted import Fitted
+from memfit.integrations.trainer_plan import TrainerPlan
 from memfit.workload import Workload
 
 
@@ -28,7 +28,7 @@ def given(samples: int, length: int) -> dict[str, torch.Tensor]:
 def test_a_larger_batch_is_told_once_and_smaller_ones_are_not(caplog: pytest.LogCaptureFixture) -> None:
     model = Reader()
     workload = Workload(model, given(8, 16), lambda m, b: m(**b), torch.optim.SGD(model.parameters(), 0.1))
-    fitted = Fitted(
+    fitted = TrainerPlan(
         workload, budget="1GiB", precisions=["32-true"], numerics="exact", points=1, advice="give batch= the largest"
     )
     model(**given(64, 64))  # before it trains
@@ -57,7 +57,7 @@ def test_a_larger_batch_is_told_once_and_smaller_ones_are_not(caplog: pytest.Log
 def test_a_trainer_tells_its_plan_as_every_other_answer(capsys: pytest.CaptureFixture[str]) -> None:
     model = Reader()
     workload = Workload(model, given(8, 16), lambda m, b: m(**b), torch.optim.SGD(model.parameters(), 0.1))
-    fitted = Fitted(workload, budget="1GiB", precisions=["32-true"], numerics="exact", points=1)
+    fitted = TrainerPlan(workload, budget="1GiB", precisions=["32-true"], numerics="exact", points=1)
     lines = capsys.readouterr().err.splitlines()
     said = [line for line in lines if line.startswith("memfit: ")]
     assert len(said) == 1 and said[0].startswith("memfit: Fits as it is: ") and "of 1 GiB." in said[0]

@@ -15,7 +15,8 @@ from memfit.ir.plan import Levers
 from memfit.ir.ranges import RangeReport, range_report
 from memfit.levers.stack import applied, check_workload
 from memfit.pipeline.comparison import first_batches
-from memfit.pipeline.first_arguments import checked
+from memfit.pipeline.placement import device_kind
+from memfit.pipeline.verbs import checked
 from memfit.planner.prediction import Progress, silent
 from memfit.workload import Loss, Workload, samples_of
 
@@ -41,7 +42,7 @@ def probe_range(
     """
     if batches < 1:
         raise UsageError(f"batches={batches} is not above 0: give the number of batches to check")
-    kind = next((p.device.type for p in workload.model.parameters()), "cpu")
+    kind = device_kind(workload.model)
     check_workload(workload, find_device(kind))
     levers = Levers(precision="bf16-mixed", microbatch_size=microbatch_size or samples_of(workload))
     copied = real_copy(workload)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from memfit import tools
-from memfit._ladder import PAYS, _Climb, pays
 from memfit.errors import BudgetError, UsageError, WorkloadError
 from memfit.hardware.host import find_device
 from memfit.ir import codec
@@ -21,6 +20,7 @@ from memfit.ir.plan import Levers
 from memfit.levers import registry
 from memfit.levers.lever import NotOffered
 from memfit.report.ladders import ladder_page, ladder_text
+from memfit.tools._ladder import PAYS, _Climb, pays
 from memfit.workload import Workload
 from tests.measuring import step_peak_bytes
 from tests.models import convnet

@@ -8,7 +8,6 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from memfit.levers.shared_by_ranks import described
 from memfit.levers.stack import check_plan
 from memfit.levers.switch import switched
 from memfit.pipeline import plan
+from memfit.pipeline.placement import device_kind
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import costs_of, predict
 from memfit.ranks.one_process import SingleProcess
@@ -55,7 +55,7 @@ _OWN = {
 """Options of `memfit.plan` that a trainer answers itself, and why."""
 
 
-class Fitted:
+class TrainerPlan:
     """A plan's settings for a trainer, and the checkpointing that memfit applies to the model itself.
 
     Args:
@@ -90,7 +90,7 @@ class Fitted:
     ) -> None:
         for name in sorted(_OWN.keys() & options.keys()):
             raise UsageError(f"{name}={options[name]!r} is not for a trainer: {_OWN[name]}. Leave it out")
-        self._device = {"device": device_of(workload.model)} | options
+        self._device = {"device": device_kind(workload.model)} | options
         self._engine, self._ranks, self._advice = engine, ranks or SingleProcess(), advice
 
         def planned() -> bytes:
@@ -194,7 +194,7 @@ class Fitted:
         if torch.is_grad_enabled() and model.training:
             self.look((args, kwargs))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Fitted:
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainerPlan:
         return self  # a copy of a model that was left under a plan has its hook
 
     def close(self) -> None:
@@ -247,13 +247,3 @@ def check_budget(budget: object, given: object) -> None:
     """
     if (budget is None) == (given is None):
         raise UsageError(f"budget={budget!r} and plan={'None' if given is None else '...'}: give one of the two")
-
-
-def read_plan(given: Plan | Path | str | None) -> Plan | None:
-    """Return a plan that an argument holds, or names the file of."""
-    return Plan.load(given) if isinstance(given, (str, Path)) else given
-
-
-def device_of(model: nn.Module) -> str:
-    """Return the kind of device that a model is on."""
-    return next((p.device.type for p in model.parameters()), "cpu")

@@ -13,7 +13,7 @@ from memfit.errors import UsageError
 from memfit.ir.plan import Levers
 from memfit.ir.ranges import ValueStatistics, range_report
 from memfit.levers.stack import applied
-from memfit.pipeline import probe_range
+from memfit.tools import probe_range
 from memfit.workload import LossScaling, Workload
 from tests.models import BUILDERS
 
