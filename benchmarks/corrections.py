@@ -65,8 +65,8 @@ class Compared:
 
 def compared(call: Call, device: Device) -> Compared:
     """Return a call beside the roofline's figures for a device."""
-    given = (call.name, call.signature, call.work, device)
-    return Compared(call.kind, call.seconds, call.times, kernel_seconds(*given), floor_seconds(*given))
+    operator = replace(call.operator, device=device)
+    return Compared(call.kind, call.seconds, call.times, kernel_seconds(operator), floor_seconds(operator))
 
 
 def factors_of(rows: Iterable[Compared]) -> dict[tuple[str, str], float]:

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from memfit.cost import accelerator_costs
 from memfit.cost.accelerator_costs import Measured, cache_path, measured_costs, read_cache
+from memfit.cost.operator_call import OperatorCall
 from memfit.cost.roofline import floor_seconds
 from memfit.errors import CaptureError
 from memfit.hardware.host import find_device
@@ -87,7 +88,7 @@ def test_no_operator_is_quicker_than_one_can_be_dispatched(device: Device, trace
     measured = replace(device, launch_seconds=known.launch_seconds)
     for op in trace.ops:
         text = trace.signatures[op.signature]
-        floor = floor_seconds(op.name, text, trace.works[op.signature], measured)
+        floor = floor_seconds(OperatorCall(op.name, text, trace.works[op.signature], measured))
         assert costs.of(text).seconds >= floor > 0
 
 

@@ -24,6 +24,7 @@ from msgspec.structs import replace
 
 from memfit.cost.calibrate import cache_folder, storages_of
 from memfit.cost.card_measurements import measured_like
+from memfit.cost.operator_call import OperatorCall
 from memfit.cost.roofline import PEAK_ERROR, PEAK_ERROR_CONVOLUTIONS, check_figures, floor_seconds, roofline
 from memfit.cost.workspaces import resident_bytes
 from memfit.errors import CaptureError, OutputError, PlanError, UsageError
@@ -109,7 +110,7 @@ def _table(traces: list[Trace], device: Device, known: Measured, matmul: Matmul)
                 ops[text] = OpCost(_copy_seconds(text, known.link_bytes_per_second), 0, True)
             elif text in known.ops:
                 seconds, nbytes = known.ops[text]
-                floor = floor_seconds(op.name, text, trace.works[op.signature], device)
+                floor = floor_seconds(OperatorCall(op.name, text, trace.works[op.signature], device))
                 ops[text] = OpCost(max(seconds, floor), nbytes, True)
             else:
                 ops[text] = modelled.get(text, OpCost(known.launch_seconds, 0, False))
