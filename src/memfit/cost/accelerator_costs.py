@@ -37,6 +37,7 @@ from memfit.ir.offload import COPY_IN, COPY_OUT
 from memfit.ir.operator_classes import CONVOLUTIONS, operator_class
 from memfit.ir.operator_costs import CostTable, OpCost
 from memfit.ir.trace import Trace
+from memfit.progress import StageProgress
 from memfit.signature import rebuild
 
 STEP_ERROR = 0.2
@@ -45,8 +46,6 @@ _BLOCK_BYTES = 512  # to which allocators round
 _SECONDS, _BATCHES, _MOST_CALLS = 0.005, 3, 100
 _TINY_STEPS = 20
 _DRIVER = Path("/proc/driver/nvidia/version")
-
-Progress = Callable[[int, int], None]
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,7 +67,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def measured_costs(
-    traces: Iterable[Trace], device: Device, progress: Progress | None = None, *, matmul: Matmul = "highest"
+    traces: Iterable[Trace], device: Device, progress: StageProgress | None = None, *, matmul: Matmul = "highest"
 ) -> CostTable:
     """Return the costs of the operators of some traces on an accelerator of this machine.
 
@@ -193,7 +192,7 @@ def read_cache(path: Path) -> Measured:
 
 
 def _measure(
-    signatures: list[str], device: Device, matmul: Matmul, progress: Progress | None, *, ops_only: bool = False
+    signatures: list[str], device: Device, matmul: Matmul, progress: StageProgress | None, *, ops_only: bool = False
 ) -> Measured:
     if device.kind != "cuda":
         return measure(signatures, torch.device(device.name), matmul, progress, ops_only=ops_only)
@@ -224,7 +223,7 @@ def measure(
     signatures: list[str],
     device: torch.device,
     matmul: Matmul,
-    progress: Progress | None,
+    progress: StageProgress | None,
     *,
     ops_only: bool = False,
 ) -> Measured:

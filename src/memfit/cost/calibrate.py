@@ -44,6 +44,7 @@ from memfit.ir.collectives import is_unmeasurable, share_on_paper
 from memfit.ir.operator_costs import CostTable, OpCost
 from memfit.ir.simulate import simulate
 from memfit.ir.trace import Trace
+from memfit.progress import StageProgress
 from memfit.signature import rebuild
 from memfit.sparse import parts
 
@@ -71,8 +72,6 @@ _MEASURING = 6  # version of the measurement, in the cache's name
 _is_hurried = False  # within `hurried`
 
 Clock = Callable[[], float]
-Progress = Callable[[int, int], None]
-"""Called with the number of runs done, and of all runs."""
 
 
 @contextlib.contextmanager
@@ -89,7 +88,7 @@ def hurried() -> Iterator[None]:
         _is_hurried = before
 
 
-def calibrate(traces: Iterable[Trace], progress: Progress | None = None) -> CostTable:
+def calibrate(traces: Iterable[Trace], progress: StageProgress | None = None) -> CostTable:
     """Return the costs of the operators of some traces on this machine's CPU.
 
     Distinct calls that the cache lacks are measured, and all of them where the machine has drifted from what is kept.
@@ -292,7 +291,7 @@ def _with_overheads(table: CostTable, again: bool = False) -> CostTable:
 
 def measure(
     signatures: list[str],
-    progress: Progress | None = None,
+    progress: StageProgress | None = None,
     uses: Mapping[str, int] | None = None,
     known: Mapping[str, float] | None = None,
 ) -> dict[str, OpCost]:
@@ -329,7 +328,7 @@ def _precise_seconds(
     coarse: Mapping[str, float],
     times: Mapping[str, int],
     share: float,
-    progress: Progress | None,
+    progress: StageProgress | None,
     count: int,
     known: Mapping[str, float],
 ) -> dict[str, float]:
@@ -431,7 +430,7 @@ def with_workspaces(table: CostTable, traces: Iterable[Trace]) -> CostTable:
     return msgspec.structs.replace(table, ops={**table.ops, **workspaces})
 
 
-def _first_runs(signatures: list[str], progress: Progress | None = None) -> dict[str, _FirstRun]:
+def _first_runs(signatures: list[str], progress: StageProgress | None = None) -> dict[str, _FirstRun]:
     """Run calls once; return the time and workspace of each. Calls that can't be run are left out."""
     if profiler_enabled():  # the user's: PyTorch has one profiler at a time
         return _first_runs_in_process(signatures)

@@ -10,17 +10,17 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from memfit.errors import CaptureError
 from memfit.fake_gpu import shim
 from memfit.interrupts import Unwinding, safe_point
+from memfit.progress import Progress
 
 _LAUNCHERS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _POLL_SECONDS = 0.1  # from one look for signals to the next
-Progress = Callable[[str, int, int], None]
 
 
 def run(call: bytes, progress: Progress, *, fakes_cuda: bool = True, over: threading.Event | None = None) -> Any:

@@ -46,8 +46,9 @@ from memfit.pipeline.kept_plans import Kept
 from memfit.pipeline.verbs import uninterrupted
 from memfit.planner.captured_steps import Findings
 from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import Progress, costs_of, predict, silent
+from memfit.planner.prediction import costs_of, predict
 from memfit.planner.trials import first_line
+from memfit.progress import Progress, silent
 from memfit.recomputation.probe import checking
 from memfit.tape import (
     CallNumber,

@@ -23,7 +23,7 @@ from memfit.levers.stack import check_as_given, check_workload
 from memfit.pipeline.first_arguments import checked
 from memfit.pipeline.verbs import verb
 from memfit.planner import gpu_process, worlds
-from memfit.planner.prediction import Progress, silent
+from memfit.progress import Progress, silent
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.report.verdict import of_text
 from memfit.sharding.proposals import SEARCHED

@@ -16,7 +16,7 @@ from memfit.ir.ranges import RangeReport, range_report
 from memfit.levers.stack import applied, check_workload
 from memfit.pipeline.comparison import first_batches
 from memfit.pipeline.first_arguments import checked
-from memfit.planner.prediction import Progress, silent
+from memfit.progress import Progress, silent
 from memfit.workload import Loss, Workload, samples_of
 
 

@@ -32,8 +32,8 @@ from memfit.pipeline.statements import (
     prediction_failures,
 )
 from memfit.pipeline.verbs import verb
-from memfit.planner.prediction import Progress, silent
 from memfit.planner.proof import probe_regions
+from memfit.progress import Progress, silent
 from memfit.recomputation.generators import foreign_generators, preserved
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.rng import rng_preserved

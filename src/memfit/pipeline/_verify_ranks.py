@@ -33,7 +33,7 @@ from memfit.pipeline.statements import (
     prediction_failures,
 )
 from memfit.planner import gpu_process
-from memfit.planner.prediction import Progress
+from memfit.progress import Progress
 from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import each, once
 from memfit.recomputation.generators import foreign_generators, preserved

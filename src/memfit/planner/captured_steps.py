@@ -31,8 +31,9 @@ from memfit.levers.conflicts import met
 from memfit.levers.lever import Fallback, NotOffered
 from memfit.levers.parameter_updates import state_bytes
 from memfit.planner.contenders import Measure
-from memfit.planner.prediction import Progress, costs_of, predict
+from memfit.planner.prediction import costs_of, predict
 from memfit.planner.trials import Trials
+from memfit.progress import Progress
 from memfit.sharding.groups import around, repeated_blocks
 from memfit.sharding.one_rank import of_engine
 from memfit.sharding.proposals import proposals

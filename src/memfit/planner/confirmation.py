@@ -16,9 +16,9 @@ from memfit.ir.sharding import Sharding
 from memfit.ir.trace import Trace
 from memfit.levers import registry
 from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import Progress
 from memfit.planner.proof import differences, why_not_here
 from memfit.planner.trials import Trials, failing, fails, first_line
+from memfit.progress import Progress
 from memfit.recomputation.probe import Differences, probing
 from memfit.sharding.one_rank import of_engine
 from memfit.workload import Workload

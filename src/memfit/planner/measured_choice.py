@@ -25,9 +25,9 @@ from memfit.planner.measured_steps import (
     timed_in_turns,
     why_no_room,
 )
-from memfit.planner.prediction import Progress
 from memfit.planner.search import Confirmed
 from memfit.planner.trials import first_line
+from memfit.progress import Progress
 from memfit.units import format_seconds
 from memfit.workload import Workload
 

@@ -40,9 +40,10 @@ from memfit.ir.trace import Trace
 from memfit.levers import registry
 from memfit.planner.batch_coupling import coupling
 from memfit.planner.menus import menu, valid
-from memfit.planner.prediction import Progress, check_precision, costs_of
+from memfit.planner.prediction import check_precision, costs_of
 from memfit.planner.rank_steps import Paper, Program, Regionals
 from memfit.planner.search import is_faster
+from memfit.progress import Progress
 from memfit.sharding.groups import repeated_blocks
 from memfit.sharding.proposals import proposals
 from memfit.units import Budget
