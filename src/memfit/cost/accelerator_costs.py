@@ -22,13 +22,14 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from memfit.cost.calibrate import cache_folder, storages_of
+from memfit.cost.calibrate import storages_of
 from memfit.cost.card_measurements import measured_like
 from memfit.cost.operator_call import OperatorCall
 from memfit.cost.roofline import PEAK_ERROR, PEAK_ERROR_CONVOLUTIONS, check_figures, floor_seconds, roofline
 from memfit.cost.workspaces import resident_bytes
 from memfit.errors import CaptureError, OutputError, PlanError, UsageError
 from memfit.hardware.accelerators import allocated_bytes, peaks, reset_peaks, stopwatch, synchronize
+from memfit.hardware.host import cache_folder
 from memfit.hardware.measurement import link_rate
 from memfit.ir import codec
 from memfit.ir.device import Device
