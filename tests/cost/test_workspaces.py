@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from memfit.cost.operator_call import OperatorCall
-from memfit.cost.workspaces import _RULES, layout_bytes, resident_bytes, workspace_bytes
+from memfit.cost.workspaces import (
+    _RULES,
+    CUDNN_KERNELS_BYTES,
+    KERNELS_BYTES,
+    kernels_bytes,
+    layout_bytes,
+    resident_bytes,
+    workspace_bytes,
+)
 from memfit.ir.trace import Op, Trace, Work
 from tests.gpus import AMPERE
 from tests.ir.test_flops import call, tensor
@@ -236,3 +244,15 @@ def test_each_thread_that_multiplies_has_a_cublas_workspace() -> None:
     assert resident_bytes(with_products(trace, ["forward", "optimizer"]), AMPERE) == one
     assert resident_bytes(with_products(trace, ["backward", "recompute"]), AMPERE) == one
     assert resident_bytes(with_products(trace, ["forward", "recompute"]), AMPERE) == 2 * one
+
+
+def trace_of(*names: str) -> Trace:
+    ops = [Op(name, -1, "forward", 0, 0, (), False) for name in names]
+    return replace(plain_trace("transformer"), ops=ops)
+
+
+@pytest.mark.parametrize("name", ["aten.convolution.default", "aten.cudnn_convolution.default"])
+def test_only_steps_that_convolve_need_the_kernels_of_cudnn(name: str) -> None:
+    assert kernels_bytes(trace_of("aten.mm.default", "aten.add.Tensor")) == KERNELS_BYTES
+    assert kernels_bytes(trace_of("aten.mm.default", name)) == KERNELS_BYTES + CUDNN_KERNELS_BYTES
+    assert kernels_bytes(trace_of(name.replace("convolution", "convolution_backward"))) > KERNELS_BYTES

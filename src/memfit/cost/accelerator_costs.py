@@ -23,7 +23,7 @@ import torch
 from msgspec.structs import replace
 
 from memfit.cost.calibrate import storages_of
-from memfit.cost.card_measurements import measured_like
+from memfit.cost.error_bars import measured_like
 from memfit.cost.operator_call import OperatorCall
 from memfit.cost.roofline import PEAK_ERROR, PEAK_ERROR_CONVOLUTIONS, check_figures, floor_seconds, roofline
 from memfit.cost.workspaces import resident_bytes

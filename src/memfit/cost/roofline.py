@@ -3,7 +3,7 @@
 Williams, Waterman, Patterson (2009), *Roofline: An Insightful Visual Performance Model for Multicore Architectures*: a
 kernel's time is the larger of its arithmetic and its memory traffic, each at the rate that its class of operator
 attains (`efficiency.toml`, with sources), and times what was measured on a device like it
-(`memfit.cost.card_measurements`). `benchmarks/roofline.py` fits the form to this CPU.
+(`memfit.cost.error_bars`). `benchmarks/roofline.py` fits the form to this CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from memfit.cost.card_measurements import CardMeasurement, measured_like
+from memfit.cost.error_bars import CardMeasurement, measured_like
 from memfit.cost.operator_call import OperatorCall, repeated_bytes, traffic_bytes
 from memfit.cost.workspaces import layout_bytes, resident_bytes, workspace_bytes
 from memfit.errors import UsageError

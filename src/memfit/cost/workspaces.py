@@ -1,8 +1,15 @@
-"""Workspaces of CUDA operators, which fake tensors don't show: one function for each operator.
+"""Memory on a GPU that fake tensors don't show: operators' workspaces, one function for each, and the context's.
 
 Sources are files of PyTorch 2.13 (`aten/src/ATen/native/...`, shortened to their names). Sizes are as requested; the
 allocator rounds them. Sizes that no source fixes (cuDNN's choice of algorithm) are upper bounds or estimates, and named
 so. docs/results/published.md holds them against other people's measurements.
+
+[What a context holds] A process holds memory outside of the allocator: the driver's context and the kernels that are
+loaded. A card's `context_bytes` is of processes that load a kernel when it is first launched. That is how CUDA does it
+since 11.7 where `CUDA_MODULE_LOADING=LAZY` is set before the driver starts, and by default since 12.2 (NVIDIA, *CUDA
+Programming Guide*, "Lazy Loading"). PyTorch sets it since 1.13 when it starts CUDA, which is too late where a script
+has asked `torch.cuda.is_available()` before (pytorch/pytorch issue 113326): with drivers older than CUDA 12.2 such a
+process holds every kernel of its libraries. Neither is known of a step, so that `kernels_bytes` is the upper end.
 """
 
 from __future__ import annotations
@@ -17,6 +24,13 @@ from memfit.ir.flops import AttentionShape, attention_shape
 from memfit.ir.operator_classes import CONVOLUTIONS, MATRIX, operator_class
 from memfit.ir.trace import Trace
 
+KERNELS_BYTES = 1024 * 2**20
+"""Every kernel of PyTorch and cuBLAS: 921 MiB beyond the card's `context_bytes` on an A100 (GPUMemNet's smallest
+multilayer perceptrons: 1443 MiB, of which 22 MiB are reserved), 993 MiB on a V100 (transformers: 1343 MiB after a
+tensor of one element)."""
+CUDNN_KERNELS_BYTES = 283 * 2**20
+"""Those of cuDNN, on an A100: 13 of timm's models at batch 8 hold 1704 MiB (the median; 1569 to 1790) beyond their
+predicted reserved bytes, perceptrons on the same machine 1421 MiB (GPUMemNet, fake_tensor.xlsx, mlp_data_step1.csv)."""
 _FLOAT, _LONG = 4, 8
 Rule = Callable[[OperatorCall], int]
 
@@ -39,6 +53,15 @@ def resident_bytes(trace: Trace, device: Device) -> int:
     backward = ("backward", "recompute")
     threads = {op.phase in backward for op in trace.ops if operator_class(op.name) == MATRIX}
     return len(threads) * device.cublas_workspace_bytes
+
+
+def kernels_bytes(trace: Trace) -> int:
+    """Return the bytes of all kernels of the libraries that a step needs: Note [What a context holds].
+
+    It never launches most of them.
+    """
+    convolves = any(operator_class(op.name) == CONVOLUTIONS for op in trace.ops)
+    return KERNELS_BYTES + (CUDNN_KERNELS_BYTES if convolves else 0)
 
 
 def _rounded_up(value: int, multiple: int) -> int:

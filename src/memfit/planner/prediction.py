@@ -13,8 +13,8 @@ from memfit.cost.accelerator_costs import measured_costs
 from memfit.cost.calibrate import calibrate
 from memfit.cost.communication import with_collectives
 from memfit.cost.links import links_of
-from memfit.cost.outside import kernels_bytes
 from memfit.cost.roofline import roofline
+from memfit.cost.workspaces import kernels_bytes
 from memfit.errors import UsageError
 from memfit.fake_gpu import shim
 from memfit.hardware.advice import supports_bfloat16

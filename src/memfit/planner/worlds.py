@@ -30,7 +30,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from memfit.errors import UsageError
-from memfit.fake_gpu.kernel_registration import family, runs_alike
+from memfit.fake_gpu.fake_cuda import family, runs_alike
 from memfit.hardware.advice import precisions as precisions_of
 from memfit.ir.device import Device
 from memfit.ir.fleet import Misfit
