@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 from msgspec.structs import replace
+from torch.utils.checkpoint import checkpoint
 
-from memfit.cost.calibrate import storages_of
+from memfit.cost.calibrate import OperatorCount, storages_of
 from memfit.cost.error_bars import measured_like
 from memfit.cost.operator_call import OperatorCall
 from memfit.cost.roofline import PEAK_ERROR, PEAK_ERROR_CONVOLUTIONS, check_figures, floor_seconds, roofline
@@ -49,7 +50,7 @@ _TINY_STEPS = 20
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AcceleratorCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The figures of an accelerator's operators.
 
     Attributes:
@@ -97,7 +98,7 @@ def measured_costs(
     return _table(traces, replace(device, launch_seconds=known.launch_seconds), known, matmul)
 
 
-def _table(traces: list[Trace], device: Device, known: Measured, matmul: Matmul) -> CostTable:
+def _table(traces: list[Trace], device: Device, known: AcceleratorCosts, matmul: Matmul) -> CostTable:
     """Return measured costs, with modelled ones for calls that could not be run."""
     modelled = _modelled(traces, device, matmul)
     ops: dict[str, OpCost] = {}
@@ -185,16 +186,16 @@ def cache_path(device: Device, matmul: Matmul) -> Path:
     return cache_folder() / f"accelerator_costs{_MEASURING}-{re.sub(r'[^A-Za-z0-9.+]+', '-', name)}.json"
 
 
-def read_cache(path: Path) -> Measured:
+def read_cache(path: Path) -> AcceleratorCosts:
     """Return the figures in a file of the cache; none where it is missing or damaged."""
     with contextlib.suppress(PlanError):
-        return codec.read(path, Measured) if path.exists() else Measured()
-    return Measured()
+        return codec.read(path, AcceleratorCosts) if path.exists() else AcceleratorCosts()
+    return AcceleratorCosts()
 
 
 def _measure(
     signatures: list[str], device: Device, matmul: Matmul, progress: StageProgress | None, *, ops_only: bool = False
-) -> Measured:
+) -> AcceleratorCosts:
     if device.kind != "cuda":
         return measure(signatures, torch.device(device.name), matmul, progress, ops_only=ops_only)
     asked = json.dumps({"signatures": signatures, "device": device.name, "matmul": matmul, "ops_only": ops_only})
@@ -209,7 +210,7 @@ def _measure(
         )
     if progress is not None:
         progress(len(signatures), len(signatures))
-    return msgspec.json.decode(done.stdout, type=Measured)
+    return msgspec.json.decode(done.stdout, type=AcceleratorCosts)
 
 
 def _measure_from_stdin() -> None:
@@ -227,7 +228,7 @@ def measure(
     progress: StageProgress | None,
     *,
     ops_only: bool = False,
-) -> Measured:
+) -> AcceleratorCosts:
     """Return the figures of calls on an accelerator, measured here; with `ops_only` not those of the device itself."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(matmul)
@@ -242,7 +243,7 @@ def measure(
             launch_seconds, checkpoint_seconds = (0.0, 0.0) if ops_only else _overheads(device)
     finally:
         torch.set_float32_matmul_precision(before)
-    return Measured(
+    return AcceleratorCosts(
         ops=ops,
         launch_seconds=launch_seconds,
         checkpoint_seconds=checkpoint_seconds,
@@ -285,10 +286,6 @@ def _least_seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 def _overheads(device: torch.device) -> tuple[float, float]:
     """Return the time from one operator to the next in a step of tiny modules, and of a checkpointed call."""
-    from torch.utils.checkpoint import checkpoint
-
-    from memfit.cost.calibrate import Count
-
     layers = [torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(8)]
     model = torch.nn.Sequential(*layers).to(device)
     x = torch.ones(4, 8, device=device)
@@ -302,9 +299,9 @@ def _overheads(device: torch.device) -> tuple[float, float]:
             value = checkpoint(layer, value, use_reentrant=False)
         value.sum().backward()
 
-    with Count() as plain:  # type: ignore[no-untyped-call]
+    with OperatorCount() as plain:  # type: ignore[no-untyped-call]
         step()
-    with Count() as recomputed:  # type: ignore[no-untyped-call]
+    with OperatorCount() as recomputed:  # type: ignore[no-untyped-call]
         again()
     timed = stopwatch(device)
     plain_seconds, again_seconds = (min(timed(run, 1) for _ in range(_TINY_STEPS)) for run in (step, again))

@@ -586,7 +586,7 @@ def _thread_clock_is_fine() -> bool:
     return now - started < _FINE_SECONDS
 
 
-class Count(EagerMode):
+class OperatorCount(EagerMode):
     """A dispatch mode that counts operators."""
 
     operators = 0
@@ -601,7 +601,7 @@ def _dispatch_seconds() -> float:
     layers = [torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(8)]
     model = torch.nn.Sequential(*layers)
     x = torch.ones(4, 8)
-    with Count() as count:  # type: ignore[no-untyped-call]
+    with OperatorCount() as count:  # type: ignore[no-untyped-call]
         model(x).sum().backward()
     step = _backward_seconds(lambda: model(x)) / count.operators
     bare = measure([json.dumps({"op": "aten.add.Tensor", "args": [{"t": ["float32", [4, 8], [8, 1]]}] * 2})])

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from memfit.cost.error_bars import CardMeasurement, measured_like
+from memfit.cost.error_bars import measured_like
 from memfit.cost.operator_call import OperatorCall, repeated_bytes, traffic_bytes
 from memfit.cost.workspaces import layout_bytes, resident_bytes, workspace_bytes
 from memfit.errors import UsageError
@@ -73,8 +73,15 @@ def roofline(traces: Iterable[Trace], device: Device, *, matmul: Matmul = "highe
     for trace in traces:
         for op in trace.ops:
             text = trace.signatures[op.signature]
-            if text not in ops:
-                ops[text] = _op_cost(OperatorCall(op.name, text, trace.works[op.signature], device, matmul), like)
+            if text in ops:
+                continue
+            call = OperatorCall(op.name, text, trace.works[op.signature], device, matmul)
+            if call.name in (COPY_OUT, COPY_IN):
+                ops[text] = OpCost(_copy_seconds(call), 0, False)
+                continue
+            factor = like.time_factor(call.kind, call.work.dtype) if like is not None else 1.0
+            seconds = max(kernel_seconds(call) * factor, floor_seconds(call))
+            ops[text] = OpCost(seconds, workspace_bytes(call), False)
     convolves = any(operator_class(op.name) == CONVOLUTIONS for trace in traces for op in trace.ops)
     return CostTable(
         device=device.name,
@@ -111,20 +118,6 @@ def check_figures(device: Device) -> None:
         )
 
 
-def _op_cost(call: OperatorCall, like: CardMeasurement | None) -> OpCost:
-    """Return an operator's cost.
-
-    Args:
-        like: The measurements of a device like this one.
-    """
-    if call.name in (COPY_OUT, COPY_IN):
-        return OpCost(_copy_seconds(call), 0, False)
-    seconds = kernel_seconds(call)
-    if like is not None:
-        seconds *= like.time_factor(call.kind, call.work.dtype)
-    return OpCost(max(seconds, floor_seconds(call)), workspace_bytes(call), False)
-
-
 def _copy_seconds(call: OperatorCall) -> float:
     """Return the time of a copy between host and device.
 
@@ -144,17 +137,13 @@ def floor_seconds(call: OperatorCall) -> float:
         return float(figures()["device"]["view_share"] * launch_seconds)
     if call.kind != RECURRENT:
         return launch_seconds
-    step = float(figures()["device"]["recurrent_step_seconds"])
-    return max(launch_seconds, step * _time_steps(call) * (2 if call.is_backward else 1))
-
-
-def _time_steps(call: OperatorCall) -> int:
-    """Return the number of a recurrent layer's time steps that wait for one another."""
-    first = call.given.get(0, "input")
-    if not isinstance(first, Tensor) or len(first.shape) < 3:
-        return 1
-    layers = call.given.get(9, "num_layers") if "_cudnn_rnn" in call.signature else 1
-    return first.shape[0] * (layers if isinstance(layers, int) else 1)
+    # A layer's time steps wait for one another.
+    first, steps = call.given.get(0, "input"), 1
+    if isinstance(first, Tensor) and len(first.shape) > 2:
+        layers = call.given.get(9, "num_layers") if "_cudnn_rnn" in call.signature else 1
+        steps = first.shape[0] * (layers if isinstance(layers, int) else 1)
+    step_seconds = float(figures()["device"]["recurrent_step_seconds"])
+    return max(launch_seconds, step_seconds * steps * (2 if call.is_backward else 1))
 
 
 def kernel_seconds(call: OperatorCall) -> float:

@@ -32,7 +32,7 @@ CUDNN_KERNELS_BYTES = 283 * 2**20
 """Those of cuDNN, on an A100: 13 of timm's models at batch 8 hold 1704 MiB (the median; 1569 to 1790) beyond their
 predicted reserved bytes, perceptrons on the same machine 1421 MiB (GPUMemNet, fake_tensor.xlsx, mlp_data_step1.csv)."""
 _FLOAT, _LONG = 4, 8
-Rule = Callable[[OperatorCall], int]
+_Rule = Callable[[OperatorCall], int]
 
 
 def workspace_bytes(call: OperatorCall) -> int:
@@ -296,7 +296,7 @@ def layout_bytes(call: OperatorCall) -> int:
     return _layout_copies(call) * (2 if call.is_backward else 1)
 
 
-_RULES: dict[str, Rule] = {
+_RULES: dict[str, _Rule] = {
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_cudnn_attention_backward": _cudnn_attention_backward,

@@ -26,7 +26,7 @@ _aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """The properties of a call of `scaled_dot_product_attention` that the choice of its kernel depends on.
 
     Attributes:
@@ -51,7 +51,7 @@ class Call:
     needs_gradient: bool = True
 
 
-def choose(call: Call, device: Device) -> tuple[Kernel, dict[Kernel, str]]:
+def choose(call: AttentionCall, device: Device) -> tuple[Kernel, dict[Kernel, str]]:
     """Return the kernel that runs, and the reasons why kernels of a higher priority do not.
 
     Raises:
@@ -81,7 +81,7 @@ def takes_cudnn_first(device: Device) -> bool:
     return device.capability in ((9, 0), (10, 0), (10, 3)) and not cudnn_is_last
 
 
-def _common(call: Call) -> Iterator[str]:
+def _common(call: AttentionCall) -> Iterator[str]:
     shapes = (call.query, call.key, call.value)
     if any(len(shape) != 4 for shape in shapes):
         yield f"it needs four dimensions, not {'/'.join(str(len(shape)) for shape in shapes)}"
@@ -94,7 +94,7 @@ def _common(call: Call) -> Iterator[str]:
         yield "it needs as many samples of keys as of queries"
 
 
-def _heads(call: Call, grouped: bool, same: bool = True) -> Iterator[str]:
+def _heads(call: AttentionCall, grouped: bool, same: bool = True) -> Iterator[str]:
     """Yield the reasons in the numbers of heads; with `same`, grouped queries need equal heads of keys and values."""
     queries, keys, values = call.query[1], call.key[1], call.value[1]
     if grouped and call.enable_gqa:
@@ -104,7 +104,7 @@ def _heads(call: Call, grouped: bool, same: bool = True) -> Iterator[str]:
         yield f"it needs as many heads of keys ({keys}) as of queries ({queries})"
 
 
-def _flash(call: Call, device: Device) -> Iterator[str]:
+def _flash(call: AttentionCall, device: Device) -> Iterator[str]:
     yield from _common(call)
     if device.vendor == "nvidia" and not _is_between(device, (8, 0), (12, 1)):
         yield "it needs an Ampere GPU (sm_80) or newer"
@@ -122,14 +122,14 @@ def _flash(call: Call, device: Device) -> Iterator[str]:
     yield from _heads(call, grouped=True)
 
 
-def _one_head_size(call: Call, device: Device) -> Iterator[str]:
+def _one_head_size(call: AttentionCall, device: Device) -> Iterator[str]:
     sizes = {call.query[-1], call.key[-1], call.value[-1]}
     limit = 512 if device.vendor == "amd" else 256
     if len(sizes) > 1 or max(sizes) > limit:
         yield f"it needs one head size of at most {limit}, not {sorted(sizes)}"
 
 
-def _efficient(call: Call, device: Device) -> Iterator[str]:
+def _efficient(call: AttentionCall, device: Device) -> Iterator[str]:
     yield from _common(call)
     if device.vendor == "amd":  # the same library as flash
         yield from _one_head_size(call, device)
@@ -142,7 +142,7 @@ def _efficient(call: Call, device: Device) -> Iterator[str]:
     yield from _heads(call, grouped=False)
 
 
-def _aligned_head_sizes(call: Call, device: Device) -> Iterator[str]:
+def _aligned_head_sizes(call: AttentionCall, device: Device) -> Iterator[str]:
     """Yield the reasons in the alignment of head sizes: `minimum_gemm_alignment`, 16 bytes for tensor cores."""
     half = call.dtype in _HALF
     alignment = (8 if half else 4) if _is_between(device, (8, 0), (99, 0)) else 8 if half else 1
@@ -150,7 +150,7 @@ def _aligned_head_sizes(call: Call, device: Device) -> Iterator[str]:
         yield f"it needs head sizes that are multiples of {alignment}, not {call.query[-1]} and {call.value[-1]}"
 
 
-def _cudnn(call: Call, device: Device) -> Iterator[str]:
+def _cudnn(call: AttentionCall, device: Device) -> Iterator[str]:
     if device.vendor != "nvidia" or not _is_between(device, (8, 0), (12, 1)):
         yield "it needs an NVIDIA GPU of sm_80 or newer"
     yield from _common(call)
@@ -166,7 +166,7 @@ def _cudnn(call: Call, device: Device) -> Iterator[str]:
     yield from _cudnn_sizes(call, device)
 
 
-def _fits(call: Call) -> bool:
+def _fits(call: AttentionCall) -> bool:
     """Tell whether a mask has two or four dimensions that broadcast to the scores (`check_attn_mask_shape`)."""
     if call.mask is None:
         return True
@@ -175,7 +175,7 @@ def _fits(call: Call) -> bool:
     return len(call.mask) in (2, 4) and not call.mask_needs_gradient and all(m in (1, n) for m, n in places)
 
 
-def _cudnn_sizes(call: Call, device: Device) -> Iterator[str]:
+def _cudnn_sizes(call: AttentionCall, device: Device) -> Iterator[str]:
     if max(call.query[:2]) > _DIMENSION:
         yield f"it accepts at most {_DIMENSION} samples and heads"
     deepseek = (
@@ -189,7 +189,7 @@ def _cudnn_sizes(call: Call, device: Device) -> Iterator[str]:
         yield "it accepts no sequence of length 1"
 
 
-_Check = Callable[[Call, Device], Iterator[str]]
+_Check = Callable[[AttentionCall, Device], Iterator[str]]
 _CHECKS: dict[Kernel, tuple[Callable[[], bool], _Check]] = {
     "cudnn": (torch.backends.cuda.cudnn_sdp_enabled, _cudnn),
     "flash": (torch.backends.cuda.flash_sdp_enabled, _flash),
@@ -216,7 +216,7 @@ class Attention:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.chosen: Counter[tuple[Kernel, str]] = Counter()
-        self.calls: set[Call] = set()
+        self.calls: set[AttentionCall] = set()
 
     def runs_alike(self, device: Device) -> bool:
         """Tell whether every call so far takes the same kernel on another device."""
@@ -250,7 +250,7 @@ class Attention:
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         tensors = (query, key, value)
-        call = Call(
+        call = AttentionCall(
             query=tuple(query.shape),
             key=tuple(key.shape),
             value=tuple(value.shape),

@@ -44,7 +44,7 @@ _VECTOR_KIB = (64, 128, 512, 4096)
 _CHAIN = 8
 _DISPATCHES = 500
 
-_Measured = tuple[str, str, Callable[[], float]]
+_Measurement = tuple[str, str, Callable[[], float]]
 
 
 def probe_all(progress: Progress = silent) -> list[Device]:
@@ -76,15 +76,15 @@ def probe(device: Device, progress: Progress = silent) -> Device:
     return _entry(device, figures)
 
 
-def _steps(at: torch.device, device: Device, figures: dict[str, Any]) -> list[_Measured]:
+def _steps(at: torch.device, device: Device, figures: dict[str, Any]) -> list[_Measurement]:
     """Return the measurements by attribute, and by dtype where the attribute has a figure for each."""
     cache_bytes = figures.get("cache_bytes", device.cache_bytes)
 
-    def each(attribute: str, measure: Callable[..., float]) -> list[_Measured]:
+    def each(attribute: str, measure: Callable[..., float]) -> list[_Measurement]:
         return [(attribute, name, functools.partial(measure, at, dtype)) for name, dtype in _DTYPES.items()]
 
     bandwidth = functools.partial(_bandwidth, at, cache_bytes, device.usable_bytes)
-    steps: list[_Measured] = [("bandwidth_bytes_per_second", "", bandwidth), *each("matrix_flops", _matrix_flops)]
+    steps: list[_Measurement] = [("bandwidth_bytes_per_second", "", bandwidth), *each("matrix_flops", _matrix_flops)]
     if at.type == "cpu":
         return [*steps, *each("vector_flops", _vector_flops)]
     if device.vendor == "nvidia" and device.capability is not None and device.capability >= (8, 0):
