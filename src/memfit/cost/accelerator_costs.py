@@ -31,7 +31,7 @@ from memfit.cost.workspaces import resident_bytes
 from memfit.errors import CaptureError, OutputError, PlanError, UsageError
 from memfit.hardware.accelerators import allocated_bytes, peaks, reset_peaks, stopwatch, synchronize
 from memfit.hardware.host import cache_folder
-from memfit.hardware.measurement import link_rate
+from memfit.hardware.measurement import float32_precision, link_rate
 from memfit.ir import codec
 from memfit.ir.device import Device
 from memfit.ir.flops import Matmul
@@ -230,19 +230,14 @@ def measure(
     ops_only: bool = False,
 ) -> AcceleratorCosts:
     """Return the figures of calls on an accelerator, measured here; with `ops_only` not those of the device itself."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(matmul)
     ops = {}
-    try:
-        with torch.random.fork_rng([device.index or 0], device_type=device.type):
-            for index, text in enumerate(signatures):
-                if (cost := _cost(text, device)) is not None:
-                    ops[text] = cost
-                if progress is not None:
-                    progress(index + 1, len(signatures))
-            launch_seconds, checkpoint_seconds = (0.0, 0.0) if ops_only else _overheads(device)
-    finally:
-        torch.set_float32_matmul_precision(before)
+    with float32_precision(matmul), torch.random.fork_rng([device.index or 0], device_type=device.type):
+        for index, text in enumerate(signatures):
+            if (cost := _cost(text, device)) is not None:
+                ops[text] = cost
+            if progress is not None:
+                progress(index + 1, len(signatures))
+        launch_seconds, checkpoint_seconds = (0.0, 0.0) if ops_only else _overheads(device)
     return AcceleratorCosts(
         ops=ops,
         launch_seconds=launch_seconds,

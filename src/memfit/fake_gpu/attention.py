@@ -58,7 +58,10 @@ def choose(call: AttentionCall, device: Device) -> tuple[Kernel, dict[Kernel, st
         RuntimeError: No kernel can run, since the math kernel is switched off.
     """
     reasons: dict[Kernel, str] = {}
-    for kernel in _order(device):
+    # cuDNN (above 9.15) is first on Hopper and data-centre Blackwell, else last.
+    order: list[Kernel] = ["flash", "efficient", "math"]
+    order.insert(0 if takes_cudnn_first(device) else len(order), "cudnn")
+    for kernel in order:
         is_on, check = _CHECKS[kernel]
         why = next(check(call, device), None) if is_on() else "it is switched off"
         if why is None:
@@ -66,13 +69,6 @@ def choose(call: AttentionCall, device: Device) -> tuple[Kernel, dict[Kernel, st
         reasons[kernel] = why
     listed = "; ".join(f"{_NAMES[kernel]}: {why}" for kernel, why in reasons.items())
     raise RuntimeError(f"no attention kernel of {device.name} accepts this call ({listed})")
-
-
-def _order(device: Device) -> tuple[Kernel, ...]:
-    """Return the kernels by priority: cuDNN (above 9.15) is first on Hopper and data-centre Blackwell, else last."""
-    if takes_cudnn_first(device):
-        return ("cudnn", "flash", "efficient", "math")
-    return ("flash", "efficient", "math", "cudnn")
 
 
 def takes_cudnn_first(device: Device) -> bool:
@@ -133,21 +129,16 @@ def _efficient(call: AttentionCall, device: Device) -> Iterator[str]:
     yield from _common(call)
     if device.vendor == "amd":  # the same library as flash
         yield from _one_head_size(call, device)
-    else:
-        yield from _aligned_head_sizes(call, device)
+    else:  # `minimum_gemm_alignment`: 16 bytes for tensor cores
+        half = call.dtype in _HALF
+        alignment = (8 if half else 4) if _is_between(device, (8, 0), (99, 0)) else 8 if half else 1
+        if call.query[-1] != call.key[-1] or call.query[-1] % alignment or call.value[-1] % alignment:
+            yield f"it needs head sizes that are multiples of {alignment}, not {call.query[-1]} and {call.value[-1]}"
     newer = device.vendor == "amd" or _is_between(device, (8, 0), (99, 0))
     allowed = (torch.float16, torch.float32, torch.bfloat16) if newer else (torch.float16, torch.float32)
     if call.dtype not in allowed or not call.same_dtypes:
         yield f"it accepts no {str(call.dtype)[6:]} on this GPU"
     yield from _heads(call, grouped=False)
-
-
-def _aligned_head_sizes(call: AttentionCall, device: Device) -> Iterator[str]:
-    """Yield the reasons in the alignment of head sizes: `minimum_gemm_alignment`, 16 bytes for tensor cores."""
-    half = call.dtype in _HALF
-    alignment = (8 if half else 4) if _is_between(device, (8, 0), (99, 0)) else 8 if half else 1
-    if call.query[-1] != call.key[-1] or call.query[-1] % alignment or call.value[-1] % alignment:
-        yield f"it needs head sizes that are multiples of {alignment}, not {call.query[-1]} and {call.value[-1]}"
 
 
 def _cudnn(call: AttentionCall, device: Device) -> Iterator[str]:
@@ -163,19 +154,6 @@ def _cudnn(call: AttentionCall, device: Device) -> Iterator[str]:
     if _VERSION >= (2, 12) and (call.dropout * 16) % 1:
         yield f"it needs a dropout that is a multiple of 1/16, not {call.dropout:g}"
     yield from _heads(call, grouped=True, same=False)
-    yield from _cudnn_sizes(call, device)
-
-
-def _fits(call: AttentionCall) -> bool:
-    """Tell whether a mask has two or four dimensions that broadcast to the scores (`check_attn_mask_shape`)."""
-    if call.mask is None:
-        return True
-    scores = (*call.query[:3], call.key[2])
-    places = zip(reversed(call.mask), reversed(scores), strict=False)
-    return len(call.mask) in (2, 4) and not call.mask_needs_gradient and all(m in (1, n) for m, n in places)
-
-
-def _cudnn_sizes(call: AttentionCall, device: Device) -> Iterator[str]:
     if max(call.query[:2]) > _DIMENSION:
         yield f"it accepts at most {_DIMENSION} samples and heads"
     deepseek = (
@@ -187,6 +165,15 @@ def _cudnn_sizes(call: AttentionCall, device: Device) -> Iterator[str]:
         yield f"it needs head sizes that are multiples of 8 up to {limit}, not {sorted(sizes)}"
     if call.key[2] == 1 or (call.query[2] == 1 and call.dropout > 0):
         yield "it accepts no sequence of length 1"
+
+
+def _fits(call: AttentionCall) -> bool:
+    """Tell whether a mask has two or four dimensions that broadcast to the scores (`check_attn_mask_shape`)."""
+    if call.mask is None:
+        return True
+    scores = (*call.query[:3], call.key[2])
+    places = zip(reversed(call.mask), reversed(scores), strict=False)
+    return len(call.mask) in (2, 4) and not call.mask_needs_gradient and all(m in (1, n) for m, n in places)
 
 
 _Check = Callable[[AttentionCall, Device], Iterator[str]]
