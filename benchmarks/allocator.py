@@ -26,8 +26,7 @@ import torch
 
 from benchmarks.common import Case, main
 from memfit import MemfitError
-from memfit.allocator.blocks import Block, Pool
-from memfit.allocator.caching_allocator import AllocatorSettings, CachingAllocator
+from memfit.allocator.caching_allocator import AllocatorSettings, Block, CachingAllocator, Pool
 from memfit.errors import SimulatedOutOfMemoryError
 
 WHEELS = {

@@ -16,8 +16,7 @@ from typing import Any
 
 from benchmarks.common import Case
 from benchmarks.tables import ROOT, newest
-from memfit.cost.card_measurements import CardMeasurement, CardMeasurements
-from memfit.cost.error_bars import Calibration
+from memfit.cost.error_bars import Calibration, CardMeasurement, CardMeasurements
 from memfit.errors import UsageError
 from memfit.ir.codec import encode, read, write_atomic
 

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from benchmarks.common import Case, main
 from benchmarks.roofline import PRECISIONS, WORKLOADS, Call, calls_of
 from memfit.cost.accelerator_costs import cache_path, read_cache
-from memfit.cost.card_measurements import key_of
+from memfit.cost.error_bars import key_of
 from memfit.cost.roofline import check_figures, floor_seconds, kernel_seconds
 from memfit.errors import UsageError
 from memfit.hardware.host import find_device
@@ -65,8 +65,8 @@ class Compared:
 
 def compared(call: Call, device: Device) -> Compared:
     """Return a call beside the roofline's figures for a device."""
-    given = (call.name, call.signature, call.work, device)
-    return Compared(call.kind, call.seconds, call.times, kernel_seconds(*given), floor_seconds(*given))
+    operator = replace(call.operator, device=device)
+    return Compared(call.kind, call.seconds, call.times, kernel_seconds(operator), floor_seconds(operator))
 
 
 def factors_of(rows: Iterable[Compared]) -> dict[tuple[str, str], float]:

@@ -24,14 +24,11 @@ from scipy.optimize import differential_evolution
 from benchmarks.common import Case, main
 from examples import brain, byte_lm, digits_resnet, gpt2
 from memfit import Workload
-from memfit.cost.roofline import AttainedRates, narrowest_dimension, runs_kernel
-from memfit.cost.traffic import traffic_bytes
+from memfit.cost.operator_call import OperatorCall, traffic_bytes
+from memfit.cost.roofline import AttainedRates, narrowest_dimension
 from memfit.hardware.host import find_device
 from memfit.ir.device import Device
-from memfit.ir.flops import call_flops
-from memfit.ir.operator_classes import operator_class
 from memfit.ir.plan import Levers, Precision
-from memfit.ir.trace import Work
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import costs_of
 from memfit.workload import batch_size_of
@@ -118,16 +115,14 @@ class Call:
         times: How often the step makes it.
     """
 
-    name: str
-    signature: str
-    work: Work
+    operator: OperatorCall
     seconds: float
     times: int
 
     @property
     def kind(self) -> tuple[str, str]:
         """Its class and dtype."""
-        return operator_class(self.name), self.work.dtype
+        return self.operator.kind, self.operator.work.dtype
 
 
 def calls_of(make: Callable[[], Workload], precision: Precision, device: Device) -> Iterator[Call]:
@@ -139,19 +134,18 @@ def calls_of(make: Callable[[], Workload], precision: Precision, device: Device)
     times = Counter(op.signature for op in trace.ops)
     for op in {op.signature: op for op in trace.ops}.values():
         text, work = trace.signatures[op.signature], trace.works[op.signature]
-        cost = table.of(text)
-        if cost.measured and cost.seconds > 0 and runs_kernel(op.name, work):
-            yield Call(op.name, text, work, cost.seconds, times[op.signature])
+        cost, operator = table.of(text), OperatorCall(op.name, text, work, device)
+        if cost.measured and cost.seconds > 0 and operator.runs_kernel:
+            yield Call(operator, cost.seconds, times[op.signature])
 
 
 def measured(make: Callable[[], Workload], precision: Precision) -> list[Measured]:
     """Return the operators of a workload's step that run a kernel, with their times on this CPU."""
     found = []
     for call in calls_of(make, precision, find_device("cpu")):
-        flops = call_flops(call.name, call.signature, call.work).hardware
-        nbytes = traffic_bytes(call.name, call.signature, call.work)
-        width = narrowest_dimension(call.name, call.signature)
-        found.append(Measured(call.kind, flops, nbytes, width, call.seconds, call.times))
+        operator = call.operator
+        nbytes, width = traffic_bytes(operator), narrowest_dimension(operator)
+        found.append(Measured(call.kind, operator.flops, nbytes, width, call.seconds, call.times))
     return found
 
 

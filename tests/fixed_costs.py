@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
-from unittest import mock
 
 import msgspec
 
-from memfit.cost import calibrate, links
 from memfit.cost.communication import Link, Links
+from memfit.cost.cost_source import CostSource, costs_from
 from memfit.ir.arguments import arguments
 from memfit.ir.operator_classes import ATTENTION, CONVOLUTIONS, MATRIX, RECURRENT, VIEWS, operator_class
 
@@ -45,37 +43,16 @@ def seconds_of(signature: str) -> float:
     return max(flops / FLOPS_PER_SECOND, 1.5 * nbytes / BYTES_PER_SECOND) + CALL_SECONDS
 
 
-def _coarse_seconds(text: str, _: float) -> float:
-    return seconds_of(text)
+SOURCE = CostSource(
+    name="fixed",
+    seconds=seconds_of,
+    dispatch_seconds=DISPATCH_SECONDS,
+    checkpoint_seconds=CHECKPOINT_SECONDS,
+    selective_op_seconds=SELECTIVE_OP_SECONDS,
+    links=LINKS,
+)
 
 
-def _precise_seconds(
-    coarse: Mapping[str, float],
-    times: Mapping[str, int],
-    share: float,
-    progress: Callable[[int, int], None] | None,
-    count: int,
-    known: Mapping[str, float],
-) -> dict[str, float]:
-    if progress is not None:
-        progress(2 * count, 2 * count)
-    return dict(coarse)
-
-
-@contextlib.contextmanager
-def fixed_costs() -> Iterator[None]:
+def fixed_costs() -> contextlib.AbstractContextManager[None]:
     """Take these costs in the place of those that are timed, of operators and of links between processes."""
-    with (
-        mock.patch.multiple(
-            calibrate,
-            _coarse_seconds=_coarse_seconds,
-            _precise_seconds=_precise_seconds,
-            _has_drifted=lambda *_: False,
-            reference_call=lambda: None,
-            _MEASURING="-fixed",  # in a file of their own: processes with a clock write to the other one
-            _dispatch_seconds=lambda: DISPATCH_SECONDS,
-            _checkpoint_overheads=lambda: (CHECKPOINT_SECONDS, SELECTIVE_OP_SECONDS),
-        ),
-        mock.patch.object(links, "_measured", lambda ranks: LINKS),
-    ):
-        yield
+    return costs_from(SOURCE)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+from msgspec.structs import replace
 
-from memfit.cost.calibrate import measure
+from memfit.cost.calibrate import cache_path, measure
+from memfit.cost.cost_source import costs_from
 from memfit.signature import signature
-from tests.fixed_costs import CALL_SECONDS, VIEW_SECONDS, seconds_of
+from tests.fixed_costs import CALL_SECONDS, SOURCE, VIEW_SECONDS, seconds_of
 
 aten = torch.ops.aten
 
@@ -19,6 +21,13 @@ def test_every_test_has_them() -> None:
     text = product(64)
     first, second = (measure([text])[text] for _ in range(2))
     assert first == second and first.measured and first.seconds == seconds_of(text)
+
+
+def test_costs_of_another_source_are_kept_apart() -> None:
+    text, before = product(64), cache_path()
+    with costs_from(replace(SOURCE, name="other", seconds=lambda text: 7.0)):
+        assert measure([text])[text].seconds == 7.0 and cache_path() != before
+    assert measure([text])[text].seconds == seconds_of(text) and cache_path() == before
 
 
 def test_more_work_takes_longer_and_a_view_no_time_to_speak_of() -> None:

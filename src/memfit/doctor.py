@@ -36,7 +36,7 @@ import subprocess
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -44,6 +44,7 @@ from types import ModuleType
 import platformdirs
 
 from memfit.errors import MissingExtraError, UsageError
+from memfit.progress import Progress
 
 EXTRA = "jittor"
 VERSION = "1.3.11.0"
@@ -54,9 +55,6 @@ _LONGEST_NAME = 20
 _IMPORT = "from memfit.doctor import _import_jittor; _import_jittor(silent=False)"
 _ONEDNN_FOLDER = "dnnl_lnx_2.2.0_cpu_gomp"
 _EXACT_DIVISION = " -fno-reciprocal-math -mno-recip "  # Note [What Jittor's import trips over], 7
-
-Progress = Callable[[str, int, int | None], None]
-"""Called with the stage of compilation, and the number of files done and in all."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ import torch
 from msgspec.structs import replace
 
 from memfit.cost import accelerator_costs
-from memfit.cost.accelerator_costs import Measured, cache_path, measured_costs, read_cache
+from memfit.cost.accelerator_costs import AcceleratorCosts, cache_path, measured_costs, read_cache
+from memfit.cost.operator_call import OperatorCall
 from memfit.cost.roofline import floor_seconds
 from memfit.errors import CaptureError
 from memfit.hardware.host import find_device
@@ -82,12 +83,12 @@ def test_a_link_that_had_no_room_is_measured_for_the_next_step_that_copies(
 
 def test_no_operator_is_quicker_than_one_can_be_dispatched(device: Device, trace: Trace) -> None:
     costs = measured_costs([trace], device)
-    known = msgspec.json.decode(cache_path(device, "highest").read_bytes(), type=Measured)
+    known = msgspec.json.decode(cache_path(device, "highest").read_bytes(), type=AcceleratorCosts)
     assert known.launch_seconds > 1e-7 and known.link_bytes_per_second > 1e6
     measured = replace(device, launch_seconds=known.launch_seconds)
     for op in trace.ops:
         text = trace.signatures[op.signature]
-        floor = floor_seconds(op.name, text, trace.works[op.signature], measured)
+        floor = floor_seconds(OperatorCall(op.name, text, trace.works[op.signature], measured))
         assert costs.of(text).seconds >= floor > 0
 
 
@@ -109,7 +110,7 @@ def test_a_process_of_its_own_measures_the_same_calls(kind: str, place: torch.de
     code = f"{load}from memfit.cost import accelerator_costs; accelerator_costs._measure_from_stdin()"
     asked = json.dumps({"signatures": [SUM, IMPOSSIBLE], "device": str(place), "matmul": "high", "ops_only": False})
     done = subprocess.run([sys.executable, "-c", code], input=asked, capture_output=True, text=True, check=True)
-    found = msgspec.json.decode(done.stdout, type=Measured)
+    found = msgspec.json.decode(done.stdout, type=AcceleratorCosts)
     assert list(found.ops) == [SUM] and found.ops[SUM][0] > 0
 
 

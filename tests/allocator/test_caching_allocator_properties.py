@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.allocator.blocks import Pool
-from memfit.allocator.caching_allocator import AllocatorSettings, Block, CachingAllocator
+from memfit.allocator.caching_allocator import AllocatorSettings, Block, CachingAllocator, Pool
 from memfit.errors import SimulatedOutOfMemoryError
 from tests.ir.naive_allocator import MIB, NaiveAllocator, check
 

@@ -15,7 +15,7 @@ import pytest
 from benchmarks import gpu
 from benchmarks.common import slug
 from benchmarks.gpu import GO_ON, MEASURED, Command, commands, put_together
-from memfit.cost.card_measurements import CardMeasurements
+from memfit.cost.error_bars import CardMeasurements
 from memfit.errors import UsageError
 from memfit.hardware.host import find_device
 from memfit.ir import codec

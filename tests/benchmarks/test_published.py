@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from benchmarks.published import building, case, detection, figures, page
 from benchmarks.published.rows import Row, every_row, sources
 from benchmarks.tables import results
-from memfit.cost.outside import KERNELS_BYTES
 from memfit.cost.roofline import roofline
+from memfit.cost.workspaces import KERNELS_BYTES
 from memfit.hardware.catalogue import catalogue
 from memfit.planner.prediction import predict
 from tests.gpus import AMPERE

@@ -6,8 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.calibration import measured_card
-from memfit.cost import accelerator_costs, card_measurements
-from memfit.cost.card_measurements import CardMeasurement, CardMeasurements, key_of, measured_like
+from memfit.cost import accelerator_costs, error_bars
+from memfit.cost.error_bars import CardMeasurement, CardMeasurements, key_of, measured_like
 from memfit.cost.roofline import STEP_ERROR, roofline
 from memfit.hardware.catalogue import catalogue
 from memfit.ir.device import Device
@@ -24,12 +24,12 @@ H100 = next(device for device in catalogue().values() if device.capability == (9
 def known(monkeypatch: pytest.MonkeyPatch) -> dict[str, CardMeasurement]:
     """The package's measurements, which a test adds to."""
     cards: dict[str, CardMeasurement] = {}
-    monkeypatch.setattr(card_measurements, "card_measurements", lambda: CardMeasurements(cards=cards))
+    monkeypatch.setattr(error_bars, "card_measurements", lambda: CardMeasurements(cards=cards))
     return cards
 
 
 def test_the_package_has_a_file_of_them() -> None:
-    for key, card in card_measurements.card_measurements().cards.items():
+    for key, card in error_bars.card_measurements().cards.items():
         assert key and card.sources and card.cases
 
 

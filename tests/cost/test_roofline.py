@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from memfit.cost.operator_call import OperatorCall
 from memfit.cost.roofline import (
     STEP_ERROR,
     attained_rates,
@@ -20,11 +21,9 @@ from memfit.cost.roofline import (
     kernel_seconds,
     narrowest_dimension,
     roofline,
-    runs_kernel,
 )
 from memfit.errors import UsageError
 from memfit.hardware.catalogue import catalogue
-from memfit.ir.flops import call_flops
 from memfit.ir.operator_classes import _NAMES
 from memfit.ir.simulate import simulate
 from memfit.ir.throughput import throughput
@@ -47,7 +46,11 @@ def add(nbytes: int) -> Work:
 
 
 def seconds(name: str, work: Work, device: Any = AMPERE, **options: Any) -> float:
-    return kernel_seconds(name, NOTHING, work, device, **options)
+    return kernel_seconds(OperatorCall(name, NOTHING, work, device, **options))
+
+
+def given_seconds(name: str, args: list[Any], work: Work) -> float:
+    return kernel_seconds(OperatorCall(name, json.dumps({"op": name, "args": args}), work, AMPERE))
 
 
 def test_a_huge_product_reaches_the_stated_share_of_its_peak() -> None:
@@ -93,7 +96,7 @@ def test_causal_attention_takes_about_half_the_time(name: str, backward: bool) -
     whole = f"aten._scaled_dot_product_{name}{'_backward' if backward else ''}.default"
     first = [tensor(4, 16, 8192, 64)] * (4 if backward else 3)
     work = Work(0, 4 * 2**26, 2**26, "bfloat16", True)
-    times = [kernel_seconds(whole, call(whole, first, causal), work, AMPERE) for causal in (False, True)]
+    times = [kernel_seconds(OperatorCall(whole, call(whole, first, causal), work, AMPERE)) for causal in (False, True)]
     assert times[1] / times[0] == pytest.approx(0.5, abs=0.02)
 
 
@@ -102,9 +105,8 @@ def test_flash_reaches_less_of_hopper_and_backward_less_than_forward() -> None:
     forward = "aten._scaled_dot_product_flash_attention.default"
     text = call(forward, [tensor(4, 16, 8192, 64)] * 3, False)
     work = Work(0, 1, 1, "bfloat16", True)
-    times = [kernel_seconds(forward, text, work, device) for device in (AMPERE, hopper)]
-    flops = call_flops(forward, text, work).hardware
-    assert [flops / t / 300e12 for t in times] == pytest.approx([0.60, 0.35], rel=0.01)
+    calls = [OperatorCall(forward, text, work, device) for device in (AMPERE, hopper)]
+    assert [each.flops / kernel_seconds(each) / 300e12 for each in calls] == pytest.approx([0.60, 0.35], rel=0.01)
 
 
 def test_depthwise_convolutions_use_no_matrix_units() -> None:
@@ -114,7 +116,7 @@ def test_depthwise_convolutions_use_no_matrix_units() -> None:
     times = []
     for channels, groups in ((64, 1), (1, 64)):
         args = [tensor(8, 64, 32, 32), tensor(64, channels, 3, 3), None, *spatial, groups]
-        times.append(kernel_seconds(name, json.dumps({"op": name, "args": args}), work, AMPERE))
+        times.append(given_seconds(name, args, work))
     assert times[1] > 5 * times[0]
 
 
@@ -125,14 +127,16 @@ def test_narrow_products_reach_less() -> None:
         text = json.dumps({"op": MM, "args": [tensor(m, k), tensor(k, n)]})
         work = Work(2 * m * n * k, 2 * (m * k + k * n), 2 * m * n, "bfloat16", True)
         device = replace(AMPERE, bandwidth_bytes_per_second=1e15)  # so that traffic plays no part
-        return 2 * m * n * k / kernel_seconds(MM, text, work, device)
+        return 2 * m * n * k / kernel_seconds(OperatorCall(MM, text, work, device))
+
+    def narrowest(name: str, *args: Any) -> float:
+        return narrowest_dimension(OperatorCall(name, json.dumps({"op": name, "args": args}), product(1), AMPERE))
 
     assert rate(2**19, 16, 2**16) / rate(2**13, 2**13, 2**13) == pytest.approx(0.5, rel=0.05)
-    assert [narrowest_dimension(MM, json.dumps({"op": MM, "args": [tensor(7, 9), tensor(9, 8)]}))] == [7]
-    assert narrowest_dimension(ADD, json.dumps({"op": ADD, "args": [tensor(7, 9), tensor(7, 9)]})) == float("inf")
-    backward = "aten.convolution_backward.default"
+    assert narrowest(MM, tensor(7, 9), tensor(9, 8)) == 7
+    assert narrowest(ADD, tensor(7, 9), tensor(7, 9)) == float("inf")
     args = [tensor(1, 8, 9, 9), tensor(1, 3, 9, 9), tensor(8, 3, 3, 3)]
-    assert narrowest_dimension(backward, json.dumps({"op": backward, "args": args})) == 3
+    assert narrowest("aten.convolution_backward.default", *args) == 3
 
 
 HALVED = replace(AMPERE, float32_accumulation_share=0.5)
@@ -156,15 +160,15 @@ def test_kernels_reach_as_much_of_the_full_rate_where_a_card_halves_it(
     dtype = args[0]["t"][0]
     work, text = Work(10**12, 2**20, 2**20, dtype, True), json.dumps({"op": name, "args": args})
     peak = AMPERE.matrix_flops["tf32" if dtype == "float32" else dtype]
-    assert attained_rates(name, text, work, HALVED).flops_per_second == pytest.approx(reached * peak)
-    assert attained_rates(name, text, work, AMPERE).flops_per_second < reached * peak
+    halved, whole = (attained_rates(OperatorCall(name, text, work, card)).flops_per_second for card in (HALVED, AMPERE))
+    assert halved == pytest.approx(reached * peak) and whole < reached * peak
 
 
 @pytest.mark.parametrize("left", [0.3, 0.5, 0.9, 1.0])
 def test_a_halved_rate_is_never_a_reason_to_reach_less_of_it(left: float) -> None:
     work, text = Work(10**12, 2**20, 2**20, "bfloat16", True), json.dumps({"op": MM, "args": [tensor(512, 512)] * 2})
     device = replace(AMPERE, float32_accumulation_share=left)
-    plain, found = (attained_rates(MM, text, work, card).flops_per_second for card in (AMPERE, device))
+    plain, found = (attained_rates(OperatorCall(MM, text, work, card)).flops_per_second for card in (AMPERE, device))
     assert plain <= found <= AMPERE.matrix_flops["bfloat16"]
 
 
@@ -172,10 +176,7 @@ def test_convolutions_that_are_not_channels_last_are_copied_first() -> None:
     name, work = "aten.convolution.default", Work(10**9, 2**26, 2**26, "bfloat16", True)
     x, last = tensor(64, 64, 64, 64), tensor(64, 64, 64, 64)
     last["t"][2] = [64 * 64 * 64, 1, 64 * 64, 64]
-    times = [
-        kernel_seconds(name, json.dumps({"op": name, "args": [t, tensor(64, 64, 3, 3)]}), work, AMPERE)
-        for t in (last, x)
-    ]
+    times = [given_seconds(name, [t, tensor(64, 64, 3, 3)], work) for t in (last, x)]
     nbytes = 2 * (64 * 64 * 64 * 64 * 2 + 64 * 64 * 9 * 2 + 2**26)
     assert times[1] - times[0] == pytest.approx(nbytes / (0.85 * AMPERE.bandwidth_bytes_per_second))
 
@@ -221,8 +222,8 @@ def test_tiny_operators_cost_the_launch_floor_and_views_less() -> None:
     table = roofline([trace], AMPERE)
     for op in trace.ops:
         cost = table.of(trace.signatures[op.signature])
-        kernel = runs_kernel(op.name, trace.works[op.signature])
-        floor = AMPERE.launch_seconds * (1 if kernel else figures()["device"]["view_share"])
+        runs_kernel = OperatorCall(op.name, "", trace.works[op.signature], AMPERE).runs_kernel
+        floor = AMPERE.launch_seconds * (1 if runs_kernel else figures()["device"]["view_share"])
         assert cost.seconds >= floor and not cost.measured
     tiny = [trace.signatures[o.signature] for o in trace.ops if o.name == ADD]
     assert tiny and all(table.seconds_of(s) == AMPERE.launch_seconds for s in tiny)
@@ -256,10 +257,10 @@ def test_adding_up_costs_at_least_what_the_stream_takes() -> None:
     """For a small step, bound by the host, both agree; nothing that adds can be less by more than one launch."""
     trace = plain_trace("transformer")
     table = roofline([trace], AMPERE)
-    texts = [(o.name, trace.signatures[o.signature], trace.works[o.signature]) for o in trace.ops]
-    kernels = [kernel_seconds(*text, AMPERE) for text in texts if runs_kernel(text[0], text[2])]
-    stream = stream_seconds(kernels, AMPERE.launch_seconds)
-    added = sum(table.seconds_of(text) for name, text, work in texts if runs_kernel(name, work))
+    calls = [OperatorCall(o.name, trace.signatures[o.signature], trace.works[o.signature], AMPERE) for o in trace.ops]
+    kernels = [each for each in calls if each.runs_kernel]
+    stream = stream_seconds(list(map(kernel_seconds, kernels)), AMPERE.launch_seconds)
+    added = sum(table.seconds_of(each.signature) for each in kernels)
     assert stream - AMPERE.launch_seconds <= added == pytest.approx(stream, rel=0.05)
 
 
@@ -317,8 +318,8 @@ def test_it_needs_no_torch() -> None:
 def softmax_seconds(length: int) -> float:
     rows = 2**28 // length
     name = "aten._log_softmax.default"
-    text = json.dumps({"op": name, "args": [tensor(rows, length, dtype="float32"), -1, False]})
-    return kernel_seconds(name, text, Work(0, 2**30, 2**30, "float32", True), AMPERE)
+    args = [tensor(rows, length, dtype="float32"), -1, False]
+    return given_seconds(name, args, Work(0, 2**30, 2**30, "float32", True))
 
 
 def test_softmax_reads_long_rows_three_times_once_the_cache_does_not_hold_them() -> None:
@@ -332,7 +333,7 @@ def test_one_block_of_32_threads_reduces_the_loss_of_all_targets() -> None:
     seconds = []
     for reduction in (1, 0):
         args = [tensor(16384, 4096, dtype="float32"), tensor(16384, dtype="int64"), None, reduction, -100]
-        seconds.append(kernel_seconds(name, json.dumps({"op": name, "args": args}), work, AMPERE))
+        seconds.append(given_seconds(name, args, work))
     assert seconds[0] - seconds[1] == pytest.approx(512 * 7e-7)
 
 
@@ -340,7 +341,7 @@ def test_products_of_rows_that_begin_anywhere_are_slower() -> None:
     """A vocabulary of 50,257 beside one of 50,304."""
 
     def seconds(n: int) -> float:
-        text = json.dumps({"op": MM, "args": [tensor(8192, 768), tensor(768, n)]})
-        return kernel_seconds(MM, text, Work(2 * 8192 * 768 * n, 2**24, 2**20, "bfloat16", True), AMPERE)
+        args = [tensor(8192, 768), tensor(768, n)]
+        return given_seconds(MM, args, Work(2 * 8192 * 768 * n, 2**24, 2**20, "bfloat16", True))
 
     assert 1.5 < seconds(50257) / seconds(50304) < 2.5

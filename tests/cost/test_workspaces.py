@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from memfit.cost.workspaces import _RULES, layout_bytes, resident_bytes, workspace_bytes
+from memfit.cost.operator_call import OperatorCall
+from memfit.cost.workspaces import (
+    _RULES,
+    CUDNN_KERNELS_BYTES,
+    KERNELS_BYTES,
+    kernels_bytes,
+    layout_bytes,
+    resident_bytes,
+    workspace_bytes,
+)
 from memfit.ir.trace import Op, Trace, Work
 from tests.gpus import AMPERE
 from tests.ir.test_flops import call, tensor
@@ -22,13 +31,13 @@ AMD = replace(AMPERE, vendor="amd", capability=None)
 
 def hidden(name: str, args: list[Any], work: Work | None = None, device: Any = AMPERE) -> int:
     text = json.dumps({"op": name, "args": args})
-    return workspace_bytes(name, text, work or Work(0, 1, 1, "bfloat16", True), device)
+    return workspace_bytes(OperatorCall(name, text, work or Work(0, 1, 1, "bfloat16", True), device))
 
 
 def attention(kind: str, q: Any, k: Any, device: Any = AMPERE, forward: bool = False) -> int:
     name = f"aten._scaled_dot_product_{kind}_attention{'' if forward else '_backward'}.default"
     text = call(name, [q, k, k] if forward else [q, q, k, k], True)
-    return workspace_bytes(name, text, Work(0, 1, 1, "bfloat16", True), device)
+    return workspace_bytes(OperatorCall(name, text, Work(0, 1, 1, "bfloat16", True), device))
 
 
 def test_flash_backward_accumulates_in_float32() -> None:
@@ -185,13 +194,10 @@ def test_the_time_of_copying_is_that_of_one_copy() -> None:
     x, weight = tensor(8, 64, 32, 32, dtype="float32"), tensor(64, 64, 3, 3, dtype="float32")
     work = Work(10**9, 1, 8 * 64 * 32 * 32 * 4, "float32", True)
     text = json.dumps({"op": "aten.convolution.default", "args": [x, weight]})
-    assert 3 * layout_bytes("aten.convolution.default", text, work, AMPERE) == convolution_bytes(text, work)
-    assert layout_bytes("aten.convolution.default", text, work, replace(AMPERE, kind="cpu")) == 0
-    assert layout_bytes("aten.mm.default", text, work, AMPERE) == 0
-
-
-def convolution_bytes(text: str, work: Work) -> int:
-    return workspace_bytes("aten.convolution.default", text, work, AMPERE)
+    found = OperatorCall("aten.convolution.default", text, work, AMPERE)
+    assert 3 * layout_bytes(found) == workspace_bytes(found)
+    assert layout_bytes(replace(found, device=replace(AMPERE, kind="cpu"))) == 0
+    assert layout_bytes(replace(found, name="aten.mm.default")) == 0
 
 
 def test_convolution_backward_copies_the_gradient_and_keeps_a_float32_sum() -> None:
@@ -238,3 +244,15 @@ def test_each_thread_that_multiplies_has_a_cublas_workspace() -> None:
     assert resident_bytes(with_products(trace, ["forward", "optimizer"]), AMPERE) == one
     assert resident_bytes(with_products(trace, ["backward", "recompute"]), AMPERE) == one
     assert resident_bytes(with_products(trace, ["forward", "recompute"]), AMPERE) == 2 * one
+
+
+def trace_of(*names: str) -> Trace:
+    ops = [Op(name, -1, "forward", 0, 0, (), False) for name in names]
+    return replace(plain_trace("transformer"), ops=ops)
+
+
+@pytest.mark.parametrize("name", ["aten.convolution.default", "aten.cudnn_convolution.default"])
+def test_only_steps_that_convolve_need_the_kernels_of_cudnn(name: str) -> None:
+    assert kernels_bytes(trace_of("aten.mm.default", "aten.add.Tensor")) == KERNELS_BYTES
+    assert kernels_bytes(trace_of("aten.mm.default", name)) == KERNELS_BYTES + CUDNN_KERNELS_BYTES
+    assert kernels_bytes(trace_of(name.replace("convolution", "convolution_backward"))) > KERNELS_BYTES

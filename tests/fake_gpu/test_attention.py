@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from memfit.fake_gpu.attention import _VERSION, Call, choose
+from memfit.fake_gpu.attention import _VERSION, AttentionCall, choose
 from memfit.hardware.catalogue import catalogue
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -17,10 +17,12 @@ TURING, AMPERE, CONSUMER, ADA, HOPPER, BLACKWELL, AMD = (
 )  # fmt: skip
 
 
-def call(dtype: torch.dtype = BRAIN, size: int = 64, *, keys: int = 128, key_heads: int = 8, **more: Any) -> Call:
+def call(
+    dtype: torch.dtype = BRAIN, size: int = 64, *, keys: int = 128, key_heads: int = 8, **more: Any
+) -> AttentionCall:
     """A call of 2 samples, 8 heads and 128 queries."""
     shape = (2, key_heads, keys, size)
-    return Call(**{"query": (2, 8, 128, size), "key": shape, "value": shape, "dtype": dtype} | more)
+    return AttentionCall(**{"query": (2, 8, 128, size), "key": shape, "value": shape, "dtype": dtype} | more)
 
 
 MASK = {"mask": (2, 1, 128, 128)}
@@ -101,7 +103,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("device", "given", "kernel"), CASES)
-def test_the_kernel_that_runs(device: str, given: Call, kernel: str) -> None:
+def test_the_kernel_that_runs(device: str, given: AttentionCall, kernel: str) -> None:
     chosen, reasons = choose(given, catalogue()[device])
     assert chosen == kernel
     assert kernel not in reasons and all(reasons.values())

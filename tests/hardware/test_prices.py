@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from memfit.errors import UsageError
-from memfit.hardware.prices import read_prices
+from memfit.hardware.catalogue import read_prices
 
 GOOD = '[prices]\na100-80gb = {per_hour = 1.5, currency = "USD", date = 2026-11-01}\n'
 

@@ -35,7 +35,7 @@ from memfit.recipes.byte_lm import SeededBatches
 from memfit.training.guards import rollback
 from memfit.training.guards.recovery import Recovery
 from memfit.training.runs.checkpoint_folders import latest
-from memfit.training.runs.log import Progress
+from memfit.training.runs.log import StepRecord
 from memfit.training.runs.state import collect
 from memfit.training.trainer import Trainer
 from memfit.workload import Workload
@@ -314,7 +314,7 @@ def test_a_training_run_logs_what_ran_out_and_goes_on_with_the_lower_plan(tmp_pa
         with Bomb(*(bombs.pop() for _ in bombs[:1])):
             return original(model, batch)
 
-    def arm(progress: Progress) -> None:
+    def arm(progress: StepRecord) -> None:
         bombs.extend([40] if progress.step == 1 else [])
 
     object.__setattr__(workload, "loss_fn", loss_fn)
@@ -449,7 +449,7 @@ def test_a_run_that_no_plan_saves_stops_with_a_checkpoint_that_is_gone_on_from(
         with memfit.apply(plan, workload, recover=True) as step:
             handle = None
 
-            def arm(progress: Progress) -> None:
+            def arm(progress: StepRecord) -> None:
                 nonlocal handle
                 if broken and progress.step == at - 1:
                     handle = workload.model.register_forward_hook(lambda *_: raises(MemoryError()))

@@ -6,7 +6,7 @@ import pytest
 
 import memfit
 from memfit.fake_gpu import shim
-from memfit.fake_gpu.kernel_registration import family
+from memfit.fake_gpu.fake_cuda import family
 from memfit.hardware.catalogue import catalogue
 from memfit.ir.fleet import FleetRow
 from memfit.planner import fleet_search, gpu_process

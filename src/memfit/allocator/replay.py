@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from memfit.allocator.blocks import Block
-from memfit.allocator.caching_allocator import AllocatorSettings, CachingAllocator
+from memfit.allocator.caching_allocator import AllocatorSettings, Block, CachingAllocator
 from memfit.errors import SimulatedOutOfMemoryError
 
 

@@ -47,7 +47,7 @@ from memfit.capture.user_state import UserState
 from memfit.capture.value_reads import Replay
 from memfit.errors import CaptureError
 from memfit.fake_gpu.attention import Attention
-from memfit.fake_gpu.kernel_registration import fake_gpu
+from memfit.fake_gpu.fake_cuda import fake_gpu
 from memfit.ir.device import Device
 from memfit.ir.trace import Phase, Trace
 from memfit.units import format_bytes

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from memfit.errors import UsageError
-from memfit.hardware.catalogue import catalogue
+from memfit.hardware.catalogue import catalogue, read_prices
 from memfit.hardware.host import find_device
-from memfit.hardware.prices import read_prices
 from memfit.units import parse_hours
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")

@@ -13,7 +13,7 @@ from memfit.ir.plan import Plan
 from memfit.ir.run_record import RunRecord
 from memfit.ranks.environment import launched_size
 from memfit.training.runs.folder import PLAN
-from memfit.training.runs.log import Progress
+from memfit.training.runs.log import StepRecord
 from memfit.units import format_bytes, format_seconds, parse_budget
 from memfit.workload import Workload
 
@@ -31,7 +31,7 @@ def train_with_bar(plan: Plan, workload: Workload, *, steps: int | None, **argum
             if done == of:
                 report(prepare, 0, 1)
 
-        def on_step(progress: Progress) -> None:
+        def on_step(progress: StepRecord) -> None:
             nonlocal peak, is_prepared
             if not is_prepared:
                 is_prepared = True

@@ -21,14 +21,17 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 from msgspec.structs import replace
+from torch.utils.checkpoint import checkpoint
 
-from memfit.cost.calibrate import cache_folder, storages_of
-from memfit.cost.card_measurements import measured_like
+from memfit.cost.calibrate import OperatorCount, storages_of
+from memfit.cost.error_bars import measured_like
+from memfit.cost.operator_call import OperatorCall
 from memfit.cost.roofline import PEAK_ERROR, PEAK_ERROR_CONVOLUTIONS, check_figures, floor_seconds, roofline
 from memfit.cost.workspaces import resident_bytes
 from memfit.errors import CaptureError, OutputError, PlanError, UsageError
 from memfit.hardware.accelerators import allocated_bytes, peaks, reset_peaks, stopwatch, synchronize
-from memfit.hardware.measurement import link_rate
+from memfit.hardware.host import cache_folder
+from memfit.hardware.measurement import float32_precision, link_rate
 from memfit.ir import codec
 from memfit.ir.device import Device
 from memfit.ir.flops import Matmul
@@ -36,6 +39,7 @@ from memfit.ir.offload import COPY_IN, COPY_OUT
 from memfit.ir.operator_classes import CONVOLUTIONS, operator_class
 from memfit.ir.operator_costs import CostTable, OpCost
 from memfit.ir.trace import Trace
+from memfit.progress import StageProgress
 from memfit.signature import rebuild
 
 STEP_ERROR = 0.2
@@ -45,10 +49,8 @@ _SECONDS, _BATCHES, _MOST_CALLS = 0.005, 3, 100
 _TINY_STEPS = 20
 _DRIVER = Path("/proc/driver/nvidia/version")
 
-Progress = Callable[[int, int], None]
 
-
-class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AcceleratorCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The figures of an accelerator's operators.
 
     Attributes:
@@ -67,7 +69,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def measured_costs(
-    traces: Iterable[Trace], device: Device, progress: Progress | None = None, *, matmul: Matmul = "highest"
+    traces: Iterable[Trace], device: Device, progress: StageProgress | None = None, *, matmul: Matmul = "highest"
 ) -> CostTable:
     """Return the costs of the operators of some traces on an accelerator of this machine.
 
@@ -96,7 +98,7 @@ def measured_costs(
     return _table(traces, replace(device, launch_seconds=known.launch_seconds), known, matmul)
 
 
-def _table(traces: list[Trace], device: Device, known: Measured, matmul: Matmul) -> CostTable:
+def _table(traces: list[Trace], device: Device, known: AcceleratorCosts, matmul: Matmul) -> CostTable:
     """Return measured costs, with modelled ones for calls that could not be run."""
     modelled = _modelled(traces, device, matmul)
     ops: dict[str, OpCost] = {}
@@ -109,7 +111,7 @@ def _table(traces: list[Trace], device: Device, known: Measured, matmul: Matmul)
                 ops[text] = OpCost(_copy_seconds(text, known.link_bytes_per_second), 0, True)
             elif text in known.ops:
                 seconds, nbytes = known.ops[text]
-                floor = floor_seconds(op.name, text, trace.works[op.signature], device)
+                floor = floor_seconds(OperatorCall(op.name, text, trace.works[op.signature], device))
                 ops[text] = OpCost(max(seconds, floor), nbytes, True)
             else:
                 ops[text] = modelled.get(text, OpCost(known.launch_seconds, 0, False))
@@ -184,16 +186,16 @@ def cache_path(device: Device, matmul: Matmul) -> Path:
     return cache_folder() / f"accelerator_costs{_MEASURING}-{re.sub(r'[^A-Za-z0-9.+]+', '-', name)}.json"
 
 
-def read_cache(path: Path) -> Measured:
+def read_cache(path: Path) -> AcceleratorCosts:
     """Return the figures in a file of the cache; none where it is missing or damaged."""
     with contextlib.suppress(PlanError):
-        return codec.read(path, Measured) if path.exists() else Measured()
-    return Measured()
+        return codec.read(path, AcceleratorCosts) if path.exists() else AcceleratorCosts()
+    return AcceleratorCosts()
 
 
 def _measure(
-    signatures: list[str], device: Device, matmul: Matmul, progress: Progress | None, *, ops_only: bool = False
-) -> Measured:
+    signatures: list[str], device: Device, matmul: Matmul, progress: StageProgress | None, *, ops_only: bool = False
+) -> AcceleratorCosts:
     if device.kind != "cuda":
         return measure(signatures, torch.device(device.name), matmul, progress, ops_only=ops_only)
     asked = json.dumps({"signatures": signatures, "device": device.name, "matmul": matmul, "ops_only": ops_only})
@@ -208,7 +210,7 @@ def _measure(
         )
     if progress is not None:
         progress(len(signatures), len(signatures))
-    return msgspec.json.decode(done.stdout, type=Measured)
+    return msgspec.json.decode(done.stdout, type=AcceleratorCosts)
 
 
 def _measure_from_stdin() -> None:
@@ -223,25 +225,20 @@ def measure(
     signatures: list[str],
     device: torch.device,
     matmul: Matmul,
-    progress: Progress | None,
+    progress: StageProgress | None,
     *,
     ops_only: bool = False,
-) -> Measured:
+) -> AcceleratorCosts:
     """Return the figures of calls on an accelerator, measured here; with `ops_only` not those of the device itself."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(matmul)
     ops = {}
-    try:
-        with torch.random.fork_rng([device.index or 0], device_type=device.type):
-            for index, text in enumerate(signatures):
-                if (cost := _cost(text, device)) is not None:
-                    ops[text] = cost
-                if progress is not None:
-                    progress(index + 1, len(signatures))
-            launch_seconds, checkpoint_seconds = (0.0, 0.0) if ops_only else _overheads(device)
-    finally:
-        torch.set_float32_matmul_precision(before)
-    return Measured(
+    with float32_precision(matmul), torch.random.fork_rng([device.index or 0], device_type=device.type):
+        for index, text in enumerate(signatures):
+            if (cost := _cost(text, device)) is not None:
+                ops[text] = cost
+            if progress is not None:
+                progress(index + 1, len(signatures))
+        launch_seconds, checkpoint_seconds = (0.0, 0.0) if ops_only else _overheads(device)
+    return AcceleratorCosts(
         ops=ops,
         launch_seconds=launch_seconds,
         checkpoint_seconds=checkpoint_seconds,
@@ -284,10 +281,6 @@ def _least_seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 def _overheads(device: torch.device) -> tuple[float, float]:
     """Return the time from one operator to the next in a step of tiny modules, and of a checkpointed call."""
-    from torch.utils.checkpoint import checkpoint
-
-    from memfit.cost.calibrate import Count
-
     layers = [torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(8)]
     model = torch.nn.Sequential(*layers).to(device)
     x = torch.ones(4, 8, device=device)
@@ -301,9 +294,9 @@ def _overheads(device: torch.device) -> tuple[float, float]:
             value = checkpoint(layer, value, use_reentrant=False)
         value.sum().backward()
 
-    with Count() as plain:  # type: ignore[no-untyped-call]
+    with OperatorCount() as plain:  # type: ignore[no-untyped-call]
         step()
-    with Count() as recomputed:  # type: ignore[no-untyped-call]
+    with OperatorCount() as recomputed:  # type: ignore[no-untyped-call]
         again()
     timed = stopwatch(device)
     plain_seconds, again_seconds = (min(timed(run, 1) for _ in range(_TINY_STEPS)) for run in (step, again))

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import platformdirs
 import psutil
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -33,17 +32,19 @@ from memfit._torch.autograd import profiler_enabled
 from memfit._torch.dispatch import EagerMode
 from memfit._torch.pytree import tree_leaves
 from memfit._torch.tensors import storage_key
+from memfit.cost.cost_source import fixed_source
 from memfit.cost.error_bars import calibration
 from memfit.errors import OutputError, PlanError
 from memfit.hardware import heap
 from memfit.hardware.cpu_allocations import allocated_by_name
-from memfit.hardware.host import host_name
+from memfit.hardware.host import cache_folder, host_name
 from memfit.interrupts import safe_point
 from memfit.ir import codec
 from memfit.ir.collectives import is_unmeasurable, share_on_paper
 from memfit.ir.operator_costs import CostTable, OpCost
 from memfit.ir.simulate import simulate
 from memfit.ir.trace import Trace
+from memfit.progress import StageProgress
 from memfit.signature import rebuild
 from memfit.sparse import parts
 
@@ -71,8 +72,6 @@ _MEASURING = 6  # version of the measurement, in the cache's name
 _is_hurried = False  # within `hurried`
 
 Clock = Callable[[], float]
-Progress = Callable[[int, int], None]
-"""Called with the number of runs done, and of all runs."""
 
 
 @contextlib.contextmanager
@@ -89,7 +88,7 @@ def hurried() -> Iterator[None]:
         _is_hurried = before
 
 
-def calibrate(traces: Iterable[Trace], progress: Progress | None = None) -> CostTable:
+def calibrate(traces: Iterable[Trace], progress: StageProgress | None = None) -> CostTable:
     """Return the costs of the operators of some traces on this machine's CPU.
 
     Distinct calls that the cache lacks are measured, and all of them where the machine has drifted from what is kept.
@@ -104,19 +103,17 @@ def calibrate(traces: Iterable[Trace], progress: Progress | None = None) -> Cost
     wanted = dict.fromkeys([*whole, *shares])
     uses = Counter(trace.signatures[op.signature] for trace in traces for op in trace.ops)
     missing = [s for s in wanted if s not in table.ops]
-    missing += [] if _is_hurried else _timed_too_coarsely(table, uses)
-    is_new = not table.ops
-    if not _is_hurried and _has_drifted(table, {s: times for s, times in uses.items() if s in wanted}, seen):
-        table, missing, is_new = _with_overheads(table), list(wanted), True
-    if not _is_hurried:
+    is_new, checks = not table.ops, not _is_hurried and fixed_source() is None
+    if checks:
+        missing += _timed_too_coarsely(table, uses)
+        if _has_drifted(table, {s: times for s, times in uses.items() if s in wanted}, seen):
+            table, missing, is_new = _with_overheads(table), list(wanted), True
         seen.update(wanted)
     if missing:
         new = set(missing)
-        others = {} if _is_hurried else _largest(table, {s: n for s, n in uses.items() if s not in new})
+        others = _largest(table, {s: n for s, n in uses.items() if s not in new}) if checks else {}
         table = msgspec.structs.replace(table, ops={**table.ops, **measure(missing, progress, uses, others)})
-        if (
-            is_new and not _is_hurried
-        ):  # a program that took a processor during the one measurement may have stopped before the other
+        if is_new and checks:  # a program that took a processor during the one measurement may have stopped by now
             table = _with_overheads(table, again=True)
         with contextlib.suppress(OutputError):  # without a cache, the next run measures again
             codec.write_atomic(path, codec.encode(table))
@@ -170,12 +167,8 @@ def cache_path() -> Path:
     machine = f"{host_name()}-torch{torch.__version__}-{torch.get_num_threads()}threads"
     if heap.is_kept():  # large outputs cost page faults where it is not
         machine += "-kept"
-    return cache_folder() / f"costs{_MEASURING}-{machine}.json"
-
-
-def cache_folder() -> Path:
-    """Return the folder of measured costs."""
-    return Path(os.environ.get("MEMFIT_CACHE_DIR") or platformdirs.user_cache_dir("memfit"))
+    source = fixed_source()  # in a file of its own: processes with a clock write to the other one
+    return cache_folder() / f"costs{_MEASURING if source is None else f'-{source.name}'}-{machine}.json"
 
 
 def _read(path: Path) -> CostTable | None:
@@ -278,6 +271,13 @@ def _with_overheads(table: CostTable, again: bool = False) -> CostTable:
     Args:
         again: Whether those that the table has are kept where they are less.
     """
+    if (source := fixed_source()) is not None:
+        return msgspec.structs.replace(
+            table,
+            dispatch_seconds=source.dispatch_seconds,
+            checkpoint_seconds=source.checkpoint_seconds,
+            selective_op_seconds=source.selective_op_seconds,
+        )
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         checkpoint_seconds, selective_op_seconds = _checkpoint_overheads()
         found = {
@@ -292,7 +292,7 @@ def _with_overheads(table: CostTable, again: bool = False) -> CostTable:
 
 def measure(
     signatures: list[str],
-    progress: Progress | None = None,
+    progress: StageProgress | None = None,
     uses: Mapping[str, int] | None = None,
     known: Mapping[str, float] | None = None,
 ) -> dict[str, OpCost]:
@@ -307,6 +307,11 @@ def measure(
     known = known or {}
     with torch.random.fork_rng(devices=[]):
         first = _first_runs(signatures, progress)
+        if (source := fixed_source()) is not None:
+            if progress is not None:
+                progress(2 * len(signatures), 2 * len(signatures))
+            fixed = {text: source.seconds(text) for text in first}
+            return {text: _cost(text, first, fixed, fixed, 1.0) for text in signatures}
         with torch.no_grad():
             coarse = {text: _coarse_seconds(text, run.seconds) for text, run in first.items()}
             times = {text: 1 if uses is None else uses.get(text, 1) for text in [*signatures, *known]}
@@ -329,7 +334,7 @@ def _precise_seconds(
     coarse: Mapping[str, float],
     times: Mapping[str, int],
     share: float,
-    progress: Progress | None,
+    progress: StageProgress | None,
     count: int,
     known: Mapping[str, float],
 ) -> dict[str, float]:
@@ -431,7 +436,7 @@ def with_workspaces(table: CostTable, traces: Iterable[Trace]) -> CostTable:
     return msgspec.structs.replace(table, ops={**table.ops, **workspaces})
 
 
-def _first_runs(signatures: list[str], progress: Progress | None = None) -> dict[str, _FirstRun]:
+def _first_runs(signatures: list[str], progress: StageProgress | None = None) -> dict[str, _FirstRun]:
     """Run calls once; return the time and workspace of each. Calls that can't be run are left out."""
     if profiler_enabled():  # the user's: PyTorch has one profiler at a time
         return _first_runs_in_process(signatures)
@@ -581,7 +586,7 @@ def _thread_clock_is_fine() -> bool:
     return now - started < _FINE_SECONDS
 
 
-class Count(EagerMode):
+class OperatorCount(EagerMode):
     """A dispatch mode that counts operators."""
 
     operators = 0
@@ -596,7 +601,7 @@ def _dispatch_seconds() -> float:
     layers = [torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(8)]
     model = torch.nn.Sequential(*layers)
     x = torch.ones(4, 8)
-    with Count() as count:  # type: ignore[no-untyped-call]
+    with OperatorCount() as count:  # type: ignore[no-untyped-call]
         model(x).sum().backward()
     step = _backward_seconds(lambda: model(x)) / count.operators
     bare = measure([json.dumps({"op": "aten.add.Tensor", "args": [{"t": ["float32", [4, 8], [8, 1]]}] * 2})])

@@ -3,7 +3,7 @@
 Williams, Waterman, Patterson (2009), *Roofline: An Insightful Visual Performance Model for Multicore Architectures*: a
 kernel's time is the larger of its arithmetic and its memory traffic, each at the rate that its class of operator
 attains (`efficiency.toml`, with sources), and times what was measured on a device like it
-(`memfit.cost.card_measurements`). `benchmarks/roofline.py` fits the form to this CPU.
+(`memfit.cost.error_bars`). `benchmarks/roofline.py` fits the form to this CPU.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 
 import msgspec
 
-from memfit.cost.card_measurements import CardMeasurement, measured_like
-from memfit.cost.traffic import repeated_bytes, traffic_bytes
+from memfit.cost.error_bars import measured_like
+from memfit.cost.operator_call import OperatorCall, repeated_bytes, traffic_bytes
 from memfit.cost.workspaces import layout_bytes, resident_bytes, workspace_bytes
 from memfit.errors import UsageError
-from memfit.ir.arguments import ITEM_BYTES, Arguments, Tensor, arguments
+from memfit.ir.arguments import ITEM_BYTES, Tensor
 from memfit.ir.device import Device
-from memfit.ir.flops import Matmul, base_name, call_flops, peak_flops
+from memfit.ir.flops import Matmul
 from memfit.ir.offload import COPY_IN, COPY_OUT
-from memfit.ir.operator_classes import ATTENTION, CONVOLUTIONS, COPIES, MATRIX, RECURRENT, VIEWS, operator_class
+from memfit.ir.operator_classes import ATTENTION, CONVOLUTIONS, COPIES, MATRIX, RECURRENT, operator_class
 from memfit.ir.operator_costs import CostTable, OpCost
-from memfit.ir.trace import Trace, Work
+from memfit.ir.trace import Trace
 
 STEP_ERROR = 0.30  # an estimate, not measured: see `CostTable.step_error`
 PEAK_ERROR = 0.05
@@ -73,8 +73,15 @@ def roofline(traces: Iterable[Trace], device: Device, *, matmul: Matmul = "highe
     for trace in traces:
         for op in trace.ops:
             text = trace.signatures[op.signature]
-            if text not in ops:
-                ops[text] = _op_cost(op.name, text, trace.works[op.signature], device, matmul, like)
+            if text in ops:
+                continue
+            call = OperatorCall(op.name, text, trace.works[op.signature], device, matmul)
+            if call.name in (COPY_OUT, COPY_IN):
+                ops[text] = OpCost(_copy_seconds(call), 0, False)
+                continue
+            factor = like.time_factor(call.kind, call.work.dtype) if like is not None else 1.0
+            seconds = max(kernel_seconds(call) * factor, floor_seconds(call))
+            ops[text] = OpCost(seconds, workspace_bytes(call), False)
     convolves = any(operator_class(op.name) == CONVOLUTIONS for trace in traces for op in trace.ops)
     return CostTable(
         device=device.name,
@@ -111,140 +118,110 @@ def check_figures(device: Device) -> None:
         )
 
 
-def _op_cost(
-    name: str, signature: str, work: Work, device: Device, matmul: Matmul, like: CardMeasurement | None
-) -> OpCost:
-    """Return an operator's cost.
-
-    Args:
-        like: The measurements of a device like this one.
-    """
-    if name in (COPY_OUT, COPY_IN):
-        return OpCost(_copy_seconds(signature, device), 0, False)
-    seconds = kernel_seconds(name, signature, work, device, matmul)
-    if like is not None:
-        seconds *= like.time_factor(operator_class(name), work.dtype)
-    seconds = max(seconds, floor_seconds(name, signature, work, device))
-    return OpCost(seconds, workspace_bytes(name, signature, work, device), False)
-
-
-def _copy_seconds(signature: str, device: Device) -> float:
+def _copy_seconds(call: OperatorCall) -> float:
     """Return the time of a copy between host and device.
 
     Raises:
         UsageError: Its rate is not known.
     """
+    device = call.device
     if not device.link_bytes_per_second:
         raise UsageError(f"device={device.name!r} has no link_bytes_per_second, the rate of copies to the host: add it")
-    nbytes = max((math.prod(t.shape) * ITEM_BYTES.get(t.dtype, 1) for t in arguments(signature).tensors), default=0)
-    return nbytes / device.link_bytes_per_second
+    return max((tensor.nbytes for tensor in call.given.tensors), default=0) / device.link_bytes_per_second
 
 
-def floor_seconds(name: str, signature: str, work: Work, device: Device) -> float:
+def floor_seconds(call: OperatorCall) -> float:
     """Return the least time from this operator to the next in eager mode, whatever its kernel's time."""
-    if not runs_kernel(name, work):
-        return float(figures()["device"]["view_share"] * device.launch_seconds)
-    if operator_class(name) != RECURRENT:
-        return device.launch_seconds
-    step = float(figures()["device"]["recurrent_step_seconds"])
-    return max(device.launch_seconds, step * _time_steps(signature) * (2 if "backward" in name else 1))
+    launch_seconds = call.device.launch_seconds
+    if not call.runs_kernel:
+        return float(figures()["device"]["view_share"] * launch_seconds)
+    if call.kind != RECURRENT:
+        return launch_seconds
+    # A layer's time steps wait for one another.
+    first, steps = call.given.get(0, "input"), 1
+    if isinstance(first, Tensor) and len(first.shape) > 2:
+        layers = call.given.get(9, "num_layers") if "_cudnn_rnn" in call.signature else 1
+        steps = first.shape[0] * (layers if isinstance(layers, int) else 1)
+    step_seconds = float(figures()["device"]["recurrent_step_seconds"])
+    return max(launch_seconds, step_seconds * steps * (2 if call.is_backward else 1))
 
 
-def _time_steps(signature: str) -> int:
-    """Return the number of a recurrent layer's time steps that wait for one another."""
-    given = arguments(signature)
-    first = given.get(0, "input")
-    if not isinstance(first, Tensor) or len(first.shape) < 3:
-        return 1
-    layers = given.get(9, "num_layers") if "_cudnn_rnn" in signature else 1
-    return first.shape[0] * (layers if isinstance(layers, int) else 1)
-
-
-def runs_kernel(name: str, work: Work) -> bool:
-    """Tell whether an operator runs a kernel on the device; allocations don't, though their outputs are new."""
-    return work.kernel and operator_class(name) != VIEWS
-
-
-def kernel_seconds(name: str, signature: str, work: Work, device: Device, matmul: Matmul = "highest") -> float:
+def kernel_seconds(call: OperatorCall) -> float:
     """Return the time of an operator's kernels, by the published and estimated efficiencies."""
-    if not runs_kernel(name, work):
+    if not call.runs_kernel:
         return 0.0
-    nbytes = traffic_bytes(name, signature, work) + repeated_bytes(name, signature, device)
-    flops = call_flops(name, signature, work).hardware
-    rates = attained_rates(name, signature, work, device, matmul)
-    if work.read_bytes + work.write_bytes <= device.cache_bytes:
+    device = call.device
+    nbytes: float = traffic_bytes(call) + repeated_bytes(call)
+    if call.work.read_bytes + call.work.write_bytes <= device.cache_bytes:
         nbytes = nbytes / figures()["device"]["cache_speedup"]
-    copied = 2 * layout_bytes(name, signature, work, device)  # read and written, by kernels of their own
+    copied = 2 * layout_bytes(call)  # read and written, by kernels of their own
     copies = copied / float(figures()[COPIES]["traffic"] * device.bandwidth_bytes_per_second)
-    return rates.seconds(flops, nbytes, narrowest_dimension(name, signature)) + copies + _chain_seconds(name, signature)
+    rates = attained_rates(call)
+    return rates.seconds(call.flops, nbytes, narrowest_dimension(call)) + copies + _chain_seconds(call)
 
 
-def _chain_seconds(name: str, signature: str) -> float:
+def _chain_seconds(call: OperatorCall) -> float:
     """Return the time of reads that wait for one another: the loss of each target, 32 at a time in one block.
 
     `NLLLoss.cu`, nll_loss_forward_reduce_cuda_kernel_2d and its backward kernel: a single block of 32 threads reduces
     all targets, each by its class, which is read first.
     """
-    given = arguments(signature)
-    if base_name(name) not in ("nll_loss_forward", "nll_loss_backward") or not given.tensors:
+    if call.base not in ("nll_loss_forward", "nll_loss_backward") or not call.given.tensors:
         return 0.0
-    backward = "backward" in name
-    target, reduction = given.get(2 if backward else 1, "target"), given.get(4 if backward else 3, "reduction", 1)
+    first = 2 if call.is_backward else 1
+    target, reduction = call.given.get(first, "target"), call.given.get(first + 2, "reduction", 1)
     if not isinstance(target, Tensor) or reduction == 0:
         return 0.0
     return float(figures()["device"]["chained_read_seconds"]) * math.ceil(target.elements / 32)
 
 
-def attained_rates(name: str, signature: str, work: Work, device: Device, matmul: Matmul = "highest") -> AttainedRates:
+def attained_rates(call: OperatorCall) -> AttainedRates:
     """Return the rates that a large call attains, and its fixed time."""
-    kind = operator_class(name)
+    kind, work, device = call.kind, call.work, call.device
     shared, own = figures()["device"], figures().get(kind, figures()["other"])
-    flops_per_second = _arithmetic_rate(name, signature, work, device, matmul)
+    flops_per_second = _arithmetic_rate(call)
     fixed = float(shared["kernel_seconds"])
-    flops = call_flops(name, signature, work).hardware
-    if kind in (MATRIX, CONVOLUTIONS) and flops:
-        depth = min(flops * _item_bytes(work) / (2 * max(1, work.write_bytes)), shared["block_depth"])
+    if kind in (MATRIX, CONVOLUTIONS) and call.flops:
+        item_bytes = ITEM_BYTES.get(work.dtype, 1)
+        depth = min(call.flops * item_bytes / (2 * max(1, work.write_bytes)), shared["block_depth"])
         # On average the last wave of thread blocks idles for half of a block's share of the product.
-        block = 2 * min(shared["block_elements"], work.write_bytes / _item_bytes(work)) * depth
+        block = 2 * min(shared["block_elements"], work.write_bytes / item_bytes) * depth
         fixed += 0.5 * block * device.cores / flops_per_second
     half_width = float(shared["half_width"]) if kind in (MATRIX, CONVOLUTIONS) else 0.0
     return AttainedRates(flops_per_second, own["traffic"] * device.bandwidth_bytes_per_second, fixed, half_width)
 
 
-def narrowest_dimension(name: str, signature: str) -> float:
+def narrowest_dimension(call: OperatorCall) -> float:
     """Return the narrowest dimension of a product, or the fewer channels of a convolution; infinite for others.
 
     It matters since kernels compute whole tiles, however little of them is used.
     """
-    kind, given = operator_class(name), arguments(signature)
-    if kind == CONVOLUTIONS:
-        weight = given.get(2 if "backward" in base_name(name) else 1, "weight")
-        if not isinstance(weight, Tensor) or _is_depthwise(name, signature):
+    if call.kind == CONVOLUTIONS:
+        weight = call.weight
+        if weight is None or _is_depthwise(call):
             return math.inf  # kernels of one channel compute no tiles
-        return max(1, min(weight.shape[0] // _groups(name, given), weight.shape[1]))
-    factors = [t.shape[-2:] for t in given.tensors[-2:] if len(t.shape) > 1]
-    return max(1, min(map(min, factors))) if kind == MATRIX and len(factors) == 2 else math.inf
+        return max(1, min(weight.shape[0] // call.groups, weight.shape[1]))
+    if call.kind != MATRIX:
+        return math.inf
+    factors = [t.shape[-2:] for t in call.given.tensors[-2:] if len(t.shape) > 1]
+    return max(1, min(map(min, factors))) if len(factors) == 2 else math.inf
 
 
-def _item_bytes(work: Work) -> int:
-    return ITEM_BYTES.get(work.dtype, 1)
-
-
-def _arithmetic_rate(name: str, signature: str, work: Work, device: Device, matmul: Matmul) -> float:
-    kind = operator_class(name)
+def _arithmetic_rate(call: OperatorCall) -> float:
+    kind, dtype, device = call.kind, call.work.dtype, call.device
     vector = device.vector_flops["float32"]
     if kind not in _ARITHMETIC:
         return vector
     own = figures()[kind]
-    if kind == CONVOLUTIONS and _is_depthwise(name, signature):
+    if kind == CONVOLUTIONS and _is_depthwise(call):
         return float(own["vector"] * vector)
-    peak = peak_flops(device, work.dtype, kind, matmul) or vector
-    if peak <= device.vector_flops.get(work.dtype, vector):
+    peak = call.peak_flops or vector
+    if peak <= device.vector_flops.get(dtype, vector):
         return float(own["vector"] * peak)
     if kind == ATTENTION:
-        return peak * _of_what_is_left(_attention_share(name, device), device)
-    share = own.get("tf32" if work.dtype == "float32" else "matrix", own["matrix"])
-    if kind == MATRIX and not _is_aligned(signature):
+        return peak * _of_what_is_left(_attention_share(call), device)
+    share = own.get("tf32" if dtype == "float32" else "matrix", own["matrix"])
+    if kind == MATRIX and not _is_aligned(call):
         share *= own["unaligned"]
     return float(peak * _of_what_is_left(share, device))
 
@@ -261,37 +238,30 @@ def _of_what_is_left(share: float, device: Device) -> float:
     return max(share, min(share / device.float32_accumulation_share, ceiling))
 
 
-def _is_aligned(signature: str) -> bool:
+def _is_aligned(call: OperatorCall) -> bool:
     """Tell whether the rows of a product's factors begin at multiples of 16 bytes, which wide loads need."""
-    for factor in arguments(signature).tensors[-2:]:
+    for factor in call.given.tensors[-2:]:
         steps = [step for step in factor.strides[-2:] if step > 1]
         if any(step * ITEM_BYTES.get(factor.dtype, 1) % _LOAD_BYTES for step in steps):
             return False
     return True
 
 
-def _attention_share(name: str, device: Device) -> float:
+def _attention_share(call: OperatorCall) -> float:
     """Return the share of the peak rate that a fused attention kernel attains on this generation of GPUs."""
-    own = figures()[ATTENTION]
-    kernel = next((k for k in ("flash", "efficient", "cudnn") if k in name), None)
+    own, device = figures()[ATTENTION], call.device
+    kernel = next((k for k in ("flash", "efficient", "cudnn") if k in call.name), None)
     if kernel is None:
         return float(own["matrix"])
     table = own[kernel]
     if device.vendor == "nvidia" and device.capability is not None:
         table = table.get(str(device.capability[0]), table)
-    return float(table["backward" if "backward" in name else "forward"])
+    return float(table["backward" if call.is_backward else "forward"])
 
 
-def _is_depthwise(name: str, signature: str) -> bool:
+def _is_depthwise(call: OperatorCall) -> bool:
     """Tell whether a convolution has one input channel for each group: such kernels use no matrix units."""
-    given = arguments(signature)
-    weight = given.get(2 if "backward" in base_name(name) else 1, "weight")
-    return isinstance(weight, Tensor) and _groups(name, given) > 1 and weight.shape[1] == 1
-
-
-def _groups(name: str, given: Arguments) -> int:
-    groups = given.get(9 if "backward" in base_name(name) else 8, "groups", 1)
-    return groups if isinstance(groups, int) else 1
+    return call.weight is not None and call.groups > 1 and call.weight.shape[1] == 1
 
 
 @functools.cache

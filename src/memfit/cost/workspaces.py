@@ -1,8 +1,15 @@
-"""Workspaces of CUDA operators, which fake tensors don't show: one function for each operator.
+"""Memory on a GPU that fake tensors don't show: operators' workspaces, one function for each, and the context's.
 
 Sources are files of PyTorch 2.13 (`aten/src/ATen/native/...`, shortened to their names). Sizes are as requested; the
 allocator rounds them. Sizes that no source fixes (cuDNN's choice of algorithm) are upper bounds or estimates, and named
 so. docs/results/published.md holds them against other people's measurements.
+
+[What a context holds] A process holds memory outside of the allocator: the driver's context and the kernels that are
+loaded. A card's `context_bytes` is of processes that load a kernel when it is first launched. That is how CUDA does it
+since 11.7 where `CUDA_MODULE_LOADING=LAZY` is set before the driver starts, and by default since 12.2 (NVIDIA, *CUDA
+Programming Guide*, "Lazy Loading"). PyTorch sets it since 1.13 when it starts CUDA, which is too late where a script
+has asked `torch.cuda.is_available()` before (pytorch/pytorch issue 113326): with drivers older than CUDA 12.2 such a
+process holds every kernel of its libraries. Neither is known of a step, so that `kernels_bytes` is the upper end.
 """
 
 from __future__ import annotations
@@ -10,26 +17,33 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from memfit.ir.arguments import ITEM_BYTES, Arguments, Tensor, arguments
+from memfit.cost.operator_call import OperatorCall
+from memfit.ir.arguments import ITEM_BYTES, Tensor
 from memfit.ir.device import Device
-from memfit.ir.flops import AttentionShape, attention_shape, base_name, peak_flops
+from memfit.ir.flops import AttentionShape, attention_shape
 from memfit.ir.operator_classes import CONVOLUTIONS, MATRIX, operator_class
-from memfit.ir.trace import Trace, Work
+from memfit.ir.trace import Trace
 
+KERNELS_BYTES = 1024 * 2**20
+"""Every kernel of PyTorch and cuBLAS: 921 MiB beyond the card's `context_bytes` on an A100 (GPUMemNet's smallest
+multilayer perceptrons: 1443 MiB, of which 22 MiB are reserved), 993 MiB on a V100 (transformers: 1343 MiB after a
+tensor of one element)."""
+CUDNN_KERNELS_BYTES = 283 * 2**20
+"""Those of cuDNN, on an A100: 13 of timm's models at batch 8 hold 1704 MiB (the median; 1569 to 1790) beyond their
+predicted reserved bytes, perceptrons on the same machine 1421 MiB (GPUMemNet, fake_tensor.xlsx, mlp_data_step1.csv)."""
 _FLOAT, _LONG = 4, 8
-Rule = Callable[[str, Arguments, Work, Device], int]
+_Rule = Callable[[OperatorCall], int]
 
 
-def workspace_bytes(name: str, signature: str, work: Work, device: Device) -> int:
+def workspace_bytes(call: OperatorCall) -> int:
     """Return a call's workspace: the peak of the bytes that it allocates beyond its outputs.
 
     It is 0 for CPUs, whose operators are measured.
     """
-    rule = _RULES.get(base_name(name))
-    if rule is None or device.kind != "cuda" or not work.kernel:
+    rule = _RULES.get(call.base)
+    if rule is None or call.device.kind != "cuda" or not call.work.kernel:
         return 0
-    given = arguments(signature)
-    return rule(name, given, work, device) if given.tensors else 0
+    return rule(call) if call.given.tensors else 0
 
 
 def resident_bytes(trace: Trace, device: Device) -> int:
@@ -41,20 +55,29 @@ def resident_bytes(trace: Trace, device: Device) -> int:
     return len(threads) * device.cublas_workspace_bytes
 
 
+def kernels_bytes(trace: Trace) -> int:
+    """Return the bytes of all kernels of the libraries that a step needs: Note [What a context holds].
+
+    It never launches most of them.
+    """
+    convolves = any(operator_class(op.name) == CONVOLUTIONS for op in trace.ops)
+    return KERNELS_BYTES + (CUDNN_KERNELS_BYTES if convolves else 0)
+
+
 def _rounded_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _flash_backward(name: str, given: Arguments, work: Work, device: Device) -> int:
+def _flash_backward(call: OperatorCall) -> int:
     """`flash_api.cpp`, mha_bwd: dq_accum, softmax_d, and dk and dv of every query head under grouped queries.
 
     On ROCm AOTriton keeps a float32 for each row (`attention_backward.cu`).
     """
-    shape = attention_shape(name, given)
+    shape = attention_shape(call.name, call.given)
     if shape is None:
         return 0
     rows = shape.batch * shape.heads * _rounded_up(shape.queries, 128)
-    if device.vendor == "amd":
+    if call.device.vendor == "amd":
         return _FLOAT * shape.batch * shape.heads * shape.queries
     head = _rounded_up(shape.dim, 32 if shape.dim <= 128 else 64)
     return _FLOAT * rows * head + _FLOAT * rows + _expanded_gradients(shape)
@@ -66,32 +89,32 @@ def _expanded_gradients(shape: AttentionShape) -> int:
     return 2 * shape.batch * shape.keys * shape.heads * shape.dim * ITEM_BYTES.get(shape.dtype, 1)
 
 
-def _cudnn_attention_backward(name: str, given: Arguments, work: Work, device: Device) -> int:
+def _cudnn_attention_backward(call: OperatorCall) -> int:
     """cudnn-frontend, scaled_dot_product_flash_attention.h: softmax_sum, dQ_accum, and dK and dV of every query head.
 
     A bound: from Hopper on it may take a smaller workspace instead.
     """
-    shape = attention_shape(name, given)
+    shape = attention_shape(call.name, call.given)
     if shape is None:
         return 0
     rows = shape.batch * shape.heads * shape.queries
     return _FLOAT * rows * (1 + shape.dim) + _expanded_gradients(shape)
 
 
-def _efficient_forward(name: str, given: Arguments, work: Work, device: Device) -> int:
+def _efficient_forward(call: OperatorCall) -> int:
     """`kernel_forward.h`: the output in float32 where heads are wider than a block of keys (128)."""
-    shape = attention_shape(name, given)
+    shape = attention_shape(call.name, call.given)
     if shape is None or shape.dtype == "float32" or shape.value_dim <= 128:
         return 0
     return _FLOAT * shape.batch * shape.heads * shape.queries * shape.value_dim
 
 
-def _efficient_backward(name: str, given: Arguments, work: Work, device: Device) -> int:
+def _efficient_backward(call: OperatorCall) -> int:
     """`kernel_backward.h`: delta and Params::workspace_size, with the tiles that `cutlassB.h` picks; keys aren't split.
 
     For float32, delta is made by operators: the product of grad_out and out lives with it before the kernel runs.
     """
-    shape = attention_shape(name, given)
+    shape = attention_shape(call.name, call.given)
     if shape is None:
         return 0
     heads, half = shape.batch * shape.heads, shape.dtype != "float32"
@@ -124,45 +147,45 @@ def _grad_key_tiles(shape: AttentionShape) -> int:
     return _FLOAT * splits * keys * (_rounded_up(shape.dim, queries) + _rounded_up(shape.value_dim, queries))
 
 
-def _softmax_backward(name: str, given: Arguments, work: Work, device: Device) -> int:
+def _softmax_backward(call: OperatorCall) -> int:
     """`SoftMax.cu`, softmax_backward_cuda_out: the product of gradient and output, in its own tensor."""
-    return max((tensor.nbytes for tensor in given.tensors), default=0)
+    return max((tensor.nbytes for tensor in call.given.tensors), default=0)
 
 
-def _layer_norm_backward(name: str, given: Arguments, work: Work, device: Device) -> int:
+def _layer_norm_backward(call: OperatorCall) -> int:
     """`layer_norm_kernel.cu`, GammaBetaBackward: partial sums of both gradients where rows are many and short."""
-    x = given.get(1, "input")
-    weight = given.get(5 if "layer" in name else 4, "weight")
+    x = call.given.get(1, "input")
+    weight = call.given.get(5 if "layer" in call.base else 4, "weight")
     if not isinstance(x, Tensor) or not isinstance(weight, Tensor):
         return 0
     columns = max(1, weight.elements)
     rows, blocks = x.elements // columns, -(-columns // 32)
-    if rows <= 64 * 1024 or columns // 32 >= device.cores // 2:
+    if rows <= 64 * 1024 or columns // 32 >= call.device.cores // 2:
         return 0
     partials = min(32 * 1024 // blocks, -(-rows // 32)) * weight.nbytes
-    return partials * (2 if "layer" in name else 1)
+    return partials * (2 if "layer" in call.base else 1)
 
 
-def _batch_norm(name: str, given: Arguments, work: Work, device: Device) -> int:
+def _batch_norm(call: OperatorCall) -> int:
     """`Normalization.cuh`: staging of channels-last statistics, for at most 128 blocks of rows (MAX_H_BLOCK)."""
-    x = given.get(0, "input")
+    x = call.given.get(0, "input")
     if not isinstance(x, Tensor) or not x.channels_last:
         return 0
-    return (2 if "backward" in name else 4) * x.shape[1] * 128 * _FLOAT
+    return (2 if call.is_backward else 4) * x.shape[1] * 128 * _FLOAT
 
 
-def _group_norm(name: str, given: Arguments, work: Work, device: Device) -> int:
+def _group_norm(call: OperatorCall) -> int:
     """`group_norm_kernel.cu`: per sample and channel a and b; in the backward pass ds, db, c1, and c2, c3 by group."""
-    backward = "backward" in name
-    samples, channels, _, groups = (given.get(i + (5 if backward else 3), "") for i in range(4))
+    backward, first = call.is_backward, 5 if call.is_backward else 3
+    samples, channels, _, groups = (call.given.get(first + i, "") for i in range(4))
     if not isinstance(samples, int) or not isinstance(channels, int) or not isinstance(groups, int):
         return 0
     return _FLOAT * samples * (3 * channels + 2 * groups if backward else 2 * channels)
 
 
-def _embedding_backward(name: str, given: Arguments, work: Work, device: Device) -> int:
+def _embedding_backward(call: OperatorCall) -> int:
     """`Embedding.cu` and `EmbeddingBackwardKernel.cu`: from 3073 indices on they are sorted and summed by segment."""
-    gradient, indices, rows = given.get(0, ""), given.get(1, ""), given.get(2, "")
+    gradient, indices, rows = call.given.get(0, ""), call.given.get(1, ""), call.given.get(2, "")
     if not isinstance(gradient, Tensor) or not isinstance(indices, Tensor) or not isinstance(rows, int):
         return 0
     count = indices.elements
@@ -179,39 +202,40 @@ def _sort_bytes(keys: Tensor) -> int:
     return keys.nbytes + 2 * keys.elements * _LONG
 
 
-def _index_put(name: str, given: Arguments, work: Work, device: Device) -> int:
+def _index_put(call: OperatorCall) -> int:
     """`Indexing.cu`, index_put_with_sort: linear and sorted indices, their order, and the sort."""
-    if not given.get(3, "accumulate", False):
+    if not call.given.get(3, "accumulate", False):
         return 0
-    values = given.get(2, "values")
-    indices = [t for t in given.tensors if t.dtype in ("int64", "int32")]
+    values = call.given.get(2, "values")
+    indices = [t for t in call.given.tensors if t.dtype in ("int64", "int32")]
     if not indices or not isinstance(values, Tensor):
         return 0
     linear = Tensor("int64", max((t.shape for t in indices), key=math.prod), ())
     return 3 * linear.nbytes + _sort_bytes(linear)
 
 
-def _sort(name: str, given: Arguments, work: Work, device: Device) -> int:
+def _sort(call: OperatorCall) -> int:
     """`Sort.cpp` and CUB: a second buffer of keys and of indices."""
-    return _sort_bytes(given.tensors[0])
+    return _sort_bytes(call.given.tensors[0])
 
 
-def _foreach_norm(name: str, given: Arguments, work: Work, device: Device) -> int:
+def _foreach_norm(call: OperatorCall) -> int:
     """`ForeachReduceOp.cu`: a partial norm for each chunk of 65,536 elements, as many for all as the largest has."""
-    chunks = [-(-t.elements // 65536) for t in given.tensors]
+    chunks = [-(-t.elements // 65536) for t in call.given.tensors]
     return _FLOAT * len(chunks) * max(chunks, default=0)
 
 
-def _reduction(name: str, given: Arguments, work: Work, device: Device) -> int:
+def _reduction(call: OperatorCall) -> int:
     """`Reduce.cuh`: staging where several blocks reduce one output: at most 128 partials for each of 4 a core."""
-    if not given.tensors or given.tensors[0].elements < 1 << 16 or work.write_bytes * 64 > work.read_bytes:
+    tensors, work = call.given.tensors, call.work
+    if not tensors or tensors[0].elements < 1 << 16 or work.write_bytes * 64 > work.read_bytes:
         return 0
-    return device.cores * 4 * 128 * _FLOAT
+    return call.device.cores * 4 * 128 * _FLOAT
 
 
-def _recurrent(name: str, given: Arguments, work: Work, device: Device) -> int:
+def _recurrent(call: OperatorCall) -> int:
     """An upper bound of cuDNN's cudnnGetRNNTempSpaceSizes: the gates of every time step of one layer."""
-    x, weights = given.get(0, "input"), given.get(1, "weight")
+    x, weights = call.given.get(0, "input"), call.given.get(1, "weight")
     matrices = [t for t in weights if isinstance(t, Tensor)] if isinstance(weights, list) else []
     if not isinstance(x, Tensor) or not matrices:
         return 0
@@ -219,17 +243,17 @@ def _recurrent(name: str, given: Arguments, work: Work, device: Device) -> int:
     return x.elements // max(1, x.shape[-1]) * gates * ITEM_BYTES.get(x.dtype, 1)
 
 
-def _convolution(name: str, given: Arguments, work: Work, device: Device) -> int:
+def _convolution(call: OperatorCall) -> int:
     """An estimate of cuDNN's workspace: copies of operands, or the float32 accumulator of the weight's gradient.
 
     cuDNN may request more: only `CUDNN_CONV_WSCAP_DBG` limits it.
     """
-    weight = given.get(2 if "backward" in name else 1, "weight")
-    if not isinstance(weight, Tensor) or not _uses_matrix_units(weight, work, device):
+    weight = call.weight
+    if weight is None or not _uses_matrix_units(call):
         return 0
-    if copies := _layout_copies(name, given, work):
-        return copies * (_TRANSFORMED_COPIES if work.dtype == "float32" else 1)
-    return _FLOAT * weight.elements if "backward" in name else 0
+    if copies := _layout_copies(call):
+        return copies * (_TRANSFORMED_COPIES if call.work.dtype == "float32" else 1)
+    return _FLOAT * weight.elements if call.is_backward else 0
 
 
 _TRANSFORMED_COPIES = 3
@@ -242,42 +266,37 @@ fake_tensor.xlsx), of which none is a row of docs/results/published.md. That pag
 """
 
 
-def _uses_matrix_units(weight: Tensor, work: Work, device: Device) -> bool:
+def _uses_matrix_units(call: OperatorCall) -> bool:
     """Tell whether cuDNN computes a convolution on matrix units. Depthwise kernels are PyTorch's own and don't."""
-    vector = device.vector_flops.get(work.dtype, device.vector_flops.get("float32", 0.0))
-    return weight.shape[1] != 1 and peak_flops(device, work.dtype, CONVOLUTIONS) > vector
+    rates = call.device.vector_flops
+    vector = rates.get(call.work.dtype, rates.get("float32", 0.0))
+    return call.weight is not None and call.weight.shape[1] != 1 and call.peak_flops > vector
 
 
-def _layout_copies(name: str, given: Arguments, work: Work) -> int:
+def _layout_copies(call: OperatorCall) -> int:
     """Copies of other layouts to channels-last, which matrix units need where a kernel has several pixels.
 
     Of the forward product and the gradients of input and weight, which run in turn, the one that copies most. Kernels
     of one pixel are products of matrices, which take either layout: MobileNets show no copies.
     """
-    backward = "backward" in name
-    first = 1 if backward else 0
-    x, weight = given.get(first, "input"), given.get(first + 1, "weight")
-    if not isinstance(x, Tensor) or not isinstance(weight, Tensor):
+    x, weight = call.given.get(1 if call.is_backward else 0, "input"), call.weight
+    if not isinstance(x, Tensor) or weight is None:
         return 0
     if x.channels_last or weight.channels_last or math.prod(weight.shape[2:]) == 1:
         return 0
-    gradient = given.get(0, "grad_output")
-    other = gradient.nbytes if backward and isinstance(gradient, Tensor) else work.write_bytes
+    gradient = call.given.get(0, "grad_output")
+    other = gradient.nbytes if call.is_backward and isinstance(gradient, Tensor) else call.work.write_bytes
     return x.nbytes + weight.nbytes + other
 
 
-def layout_bytes(name: str, signature: str, work: Work, device: Device) -> int:
+def layout_bytes(call: OperatorCall) -> int:
     """Return the bytes that a convolution copies to and from channels-last: for one product forward, two backward."""
-    if operator_class(name) != CONVOLUTIONS or device.kind != "cuda" or not work.kernel:
+    if call.kind != CONVOLUTIONS or call.device.kind != "cuda" or not call.work.kernel or not _uses_matrix_units(call):
         return 0
-    given = arguments(signature)
-    weight = given.get(2 if "backward" in name else 1, "weight")
-    if not isinstance(weight, Tensor) or not _uses_matrix_units(weight, work, device):
-        return 0
-    return _layout_copies(name, given, work) * (2 if "backward" in name else 1)
+    return _layout_copies(call) * (2 if call.is_backward else 1)
 
 
-_RULES: dict[str, Rule] = {
+_RULES: dict[str, _Rule] = {
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_cudnn_attention_backward": _cudnn_attention_backward,

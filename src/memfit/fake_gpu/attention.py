@@ -26,7 +26,7 @@ _aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """The properties of a call of `scaled_dot_product_attention` that the choice of its kernel depends on.
 
     Attributes:
@@ -51,14 +51,17 @@ class Call:
     needs_gradient: bool = True
 
 
-def choose(call: Call, device: Device) -> tuple[Kernel, dict[Kernel, str]]:
+def choose(call: AttentionCall, device: Device) -> tuple[Kernel, dict[Kernel, str]]:
     """Return the kernel that runs, and the reasons why kernels of a higher priority do not.
 
     Raises:
         RuntimeError: No kernel can run, since the math kernel is switched off.
     """
     reasons: dict[Kernel, str] = {}
-    for kernel in _order(device):
+    # cuDNN (above 9.15) is first on Hopper and data-centre Blackwell, else last.
+    order: list[Kernel] = ["flash", "efficient", "math"]
+    order.insert(0 if takes_cudnn_first(device) else len(order), "cudnn")
+    for kernel in order:
         is_on, check = _CHECKS[kernel]
         why = next(check(call, device), None) if is_on() else "it is switched off"
         if why is None:
@@ -68,20 +71,13 @@ def choose(call: Call, device: Device) -> tuple[Kernel, dict[Kernel, str]]:
     raise RuntimeError(f"no attention kernel of {device.name} accepts this call ({listed})")
 
 
-def _order(device: Device) -> tuple[Kernel, ...]:
-    """Return the kernels by priority: cuDNN (above 9.15) is first on Hopper and data-centre Blackwell, else last."""
-    if takes_cudnn_first(device):
-        return ("cudnn", "flash", "efficient", "math")
-    return ("flash", "efficient", "math", "cudnn")
-
-
 def takes_cudnn_first(device: Device) -> bool:
     """Tell whether a device's first choice for attention is cuDNN's kernel."""
     cudnn_is_last = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
     return device.capability in ((9, 0), (10, 0), (10, 3)) and not cudnn_is_last
 
 
-def _common(call: Call) -> Iterator[str]:
+def _common(call: AttentionCall) -> Iterator[str]:
     shapes = (call.query, call.key, call.value)
     if any(len(shape) != 4 for shape in shapes):
         yield f"it needs four dimensions, not {'/'.join(str(len(shape)) for shape in shapes)}"
@@ -94,7 +90,7 @@ def _common(call: Call) -> Iterator[str]:
         yield "it needs as many samples of keys as of queries"
 
 
-def _heads(call: Call, grouped: bool, same: bool = True) -> Iterator[str]:
+def _heads(call: AttentionCall, grouped: bool, same: bool = True) -> Iterator[str]:
     """Yield the reasons in the numbers of heads; with `same`, grouped queries need equal heads of keys and values."""
     queries, keys, values = call.query[1], call.key[1], call.value[1]
     if grouped and call.enable_gqa:
@@ -104,7 +100,7 @@ def _heads(call: Call, grouped: bool, same: bool = True) -> Iterator[str]:
         yield f"it needs as many heads of keys ({keys}) as of queries ({queries})"
 
 
-def _flash(call: Call, device: Device) -> Iterator[str]:
+def _flash(call: AttentionCall, device: Device) -> Iterator[str]:
     yield from _common(call)
     if device.vendor == "nvidia" and not _is_between(device, (8, 0), (12, 1)):
         yield "it needs an Ampere GPU (sm_80) or newer"
@@ -122,19 +118,22 @@ def _flash(call: Call, device: Device) -> Iterator[str]:
     yield from _heads(call, grouped=True)
 
 
-def _one_head_size(call: Call, device: Device) -> Iterator[str]:
+def _one_head_size(call: AttentionCall, device: Device) -> Iterator[str]:
     sizes = {call.query[-1], call.key[-1], call.value[-1]}
     limit = 512 if device.vendor == "amd" else 256
     if len(sizes) > 1 or max(sizes) > limit:
         yield f"it needs one head size of at most {limit}, not {sorted(sizes)}"
 
 
-def _efficient(call: Call, device: Device) -> Iterator[str]:
+def _efficient(call: AttentionCall, device: Device) -> Iterator[str]:
     yield from _common(call)
     if device.vendor == "amd":  # the same library as flash
         yield from _one_head_size(call, device)
-    else:
-        yield from _aligned_head_sizes(call, device)
+    else:  # `minimum_gemm_alignment`: 16 bytes for tensor cores
+        half = call.dtype in _HALF
+        alignment = (8 if half else 4) if _is_between(device, (8, 0), (99, 0)) else 8 if half else 1
+        if call.query[-1] != call.key[-1] or call.query[-1] % alignment or call.value[-1] % alignment:
+            yield f"it needs head sizes that are multiples of {alignment}, not {call.query[-1]} and {call.value[-1]}"
     newer = device.vendor == "amd" or _is_between(device, (8, 0), (99, 0))
     allowed = (torch.float16, torch.float32, torch.bfloat16) if newer else (torch.float16, torch.float32)
     if call.dtype not in allowed or not call.same_dtypes:
@@ -142,15 +141,7 @@ def _efficient(call: Call, device: Device) -> Iterator[str]:
     yield from _heads(call, grouped=False)
 
 
-def _aligned_head_sizes(call: Call, device: Device) -> Iterator[str]:
-    """Yield the reasons in the alignment of head sizes: `minimum_gemm_alignment`, 16 bytes for tensor cores."""
-    half = call.dtype in _HALF
-    alignment = (8 if half else 4) if _is_between(device, (8, 0), (99, 0)) else 8 if half else 1
-    if call.query[-1] != call.key[-1] or call.query[-1] % alignment or call.value[-1] % alignment:
-        yield f"it needs head sizes that are multiples of {alignment}, not {call.query[-1]} and {call.value[-1]}"
-
-
-def _cudnn(call: Call, device: Device) -> Iterator[str]:
+def _cudnn(call: AttentionCall, device: Device) -> Iterator[str]:
     if device.vendor != "nvidia" or not _is_between(device, (8, 0), (12, 1)):
         yield "it needs an NVIDIA GPU of sm_80 or newer"
     yield from _common(call)
@@ -163,19 +154,6 @@ def _cudnn(call: Call, device: Device) -> Iterator[str]:
     if _VERSION >= (2, 12) and (call.dropout * 16) % 1:
         yield f"it needs a dropout that is a multiple of 1/16, not {call.dropout:g}"
     yield from _heads(call, grouped=True, same=False)
-    yield from _cudnn_sizes(call, device)
-
-
-def _fits(call: Call) -> bool:
-    """Tell whether a mask has two or four dimensions that broadcast to the scores (`check_attn_mask_shape`)."""
-    if call.mask is None:
-        return True
-    scores = (*call.query[:3], call.key[2])
-    places = zip(reversed(call.mask), reversed(scores), strict=False)
-    return len(call.mask) in (2, 4) and not call.mask_needs_gradient and all(m in (1, n) for m, n in places)
-
-
-def _cudnn_sizes(call: Call, device: Device) -> Iterator[str]:
     if max(call.query[:2]) > _DIMENSION:
         yield f"it accepts at most {_DIMENSION} samples and heads"
     deepseek = (
@@ -189,7 +167,16 @@ def _cudnn_sizes(call: Call, device: Device) -> Iterator[str]:
         yield "it accepts no sequence of length 1"
 
 
-_Check = Callable[[Call, Device], Iterator[str]]
+def _fits(call: AttentionCall) -> bool:
+    """Tell whether a mask has two or four dimensions that broadcast to the scores (`check_attn_mask_shape`)."""
+    if call.mask is None:
+        return True
+    scores = (*call.query[:3], call.key[2])
+    places = zip(reversed(call.mask), reversed(scores), strict=False)
+    return len(call.mask) in (2, 4) and not call.mask_needs_gradient and all(m in (1, n) for m, n in places)
+
+
+_Check = Callable[[AttentionCall, Device], Iterator[str]]
 _CHECKS: dict[Kernel, tuple[Callable[[], bool], _Check]] = {
     "cudnn": (torch.backends.cuda.cudnn_sdp_enabled, _cudnn),
     "flash": (torch.backends.cuda.flash_sdp_enabled, _flash),
@@ -216,7 +203,7 @@ class Attention:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.chosen: Counter[tuple[Kernel, str]] = Counter()
-        self.calls: set[Call] = set()
+        self.calls: set[AttentionCall] = set()
 
     def runs_alike(self, device: Device) -> bool:
         """Tell whether every call so far takes the same kernel on another device."""
@@ -250,7 +237,7 @@ class Attention:
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         tensors = (query, key, value)
-        call = Call(
+        call = AttentionCall(
             query=tuple(query.shape),
             key=tuple(key.shape),
             value=tuple(value.shape),

@@ -10,17 +10,17 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from memfit.errors import CaptureError
 from memfit.fake_gpu import shim
 from memfit.interrupts import Unwinding, safe_point
+from memfit.progress import Progress
 
 _LAUNCHERS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _POLL_SECONDS = 0.1  # from one look for signals to the next
-Progress = Callable[[str, int, int], None]
 
 
 def run(call: bytes, progress: Progress, *, fakes_cuda: bool = True, over: threading.Event | None = None) -> Any:
@@ -44,7 +44,9 @@ def run(call: bytes, progress: Progress, *, fakes_cuda: bool = True, over: threa
         reading, writing = os.pipe()
         given = ("memfit.fake_gpu.worker", str(request), str(reply), str(writing))
         line = shim.command(*given) if fakes_cuda else command(*given)
-        environment = _without_launcher(os.environ)
+        # Variables by which a launcher such as torchrun numbers its ranks are left out.
+        numbered = {name for name in os.environ if name in _LAUNCHERS or name.startswith("TORCHELASTIC_")}
+        environment = {name: value for name, value in os.environ.items() if name not in numbered}
         if not fakes_cuda:  # it finds memfit by its name
             environment["PYTHONPATH"] = os.pathsep.join(sys.path)
         with subprocess.Popen(line, pass_fds=(writing,), stdout=2, env=environment) as process:
@@ -86,12 +88,3 @@ def _lines(descriptor: int, over: threading.Event) -> Iterator[bytes]:
 def command(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module without fake CUDA."""
     return [sys.executable, "-m", module, *arguments]
-
-
-def _without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables by which a launcher such as torchrun numbers its ranks."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name not in _LAUNCHERS and not name.startswith("TORCHELASTIC_")
-    }

@@ -1,4 +1,4 @@
-"""The catalogue of devices by name: memfit's own, and the user's file."""
+"""The catalogue of devices by name, memfit's own and the user's, and the user's prices: memfit has none of its own."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import platformdirs
 
 from memfit.errors import UsageError
 from memfit.ir.device import Device, Vendor
+from memfit.ir.fleet import Price
 
 DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8")
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
@@ -27,6 +28,7 @@ ELSEWHERE = ("cpu", "cuda")
 """Kinds of device that steps are predicted for without having one; entries of other kinds have rates for those here."""
 _VENDOR_WORDS = re.compile(r"^(nvidia|amd|geforce|tesla|instinct)+")
 _SUGGESTIONS = 4
+_EXAMPLE = 'a100-80gb = {per_hour = 1.23, currency = "USD", date = 2026-01-31}'  # of a price
 
 
 def user_file() -> Path:
@@ -204,3 +206,36 @@ def match(product: str, memory_bytes: int, known: Iterable[Device], kind: str = 
         if device.kind == kind and fits and _squash(product) in map(_squash, device.products):
             return device
     return None
+
+
+def read_prices(path: str | Path) -> dict[str, Price]:
+    """Return the prices in a TOML file, every entry with its date, by the card's name in the catalogue.
+
+    Raises:
+        UsageError: The file can't be read, or an entry has no card of the catalogue, no price above 0, no currency or
+            no date.
+    """
+    try:
+        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+        raise UsageError(f"can't read the prices in {path}: {e}") from e
+    entries = tables.get("prices")
+    if not isinstance(entries, dict) or set(tables) != {"prices"}:
+        raise UsageError(f"{path} needs one table, [prices], with an entry a card: {_EXAMPLE}")
+    found: dict[str, Price] = {}
+    for name, entry in entries.items():
+        found[look_up(name).name] = _price(name, entry, str(path))
+    return found
+
+
+def _price(name: str, entry: Any, source: str) -> Price:
+    try:
+        price = msgspec.convert(entry, Price)
+    except msgspec.ValidationError as e:
+        raise UsageError(f"{source}, price of {name}: {e}. An entry has per_hour, currency and date: {_EXAMPLE}") from e
+    if not (math.isfinite(price.per_hour) and price.per_hour > 0) or not price.currency.strip():
+        raise UsageError(
+            f"{source}, price of {name}: per_hour is {price.per_hour} and currency {price.currency!r}: give a price"
+            f" above 0 in a currency: {_EXAMPLE}"
+        )
+    return price

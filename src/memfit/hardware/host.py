@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 import psutil
 from msgspec.structs import replace
 
@@ -265,3 +266,8 @@ def host_name() -> str:
     """Return a short name for machines of this kind, fit for a file name."""
     slug = re.sub(r"[^a-z0-9]+", "-", cpu_model().lower()).strip("-")
     return f"{slug}-{os.cpu_count()}cores"
+
+
+def cache_folder() -> Path:
+    """Return the folder of what is measured or built on this machine: MEMFIT_CACHE_DIR, or one of the user's cache."""
+    return Path(os.environ.get("MEMFIT_CACHE_DIR") or platformdirs.user_cache_dir("memfit"))

@@ -27,6 +27,7 @@ from memfit.hardware.catalogue import parse, read_text, user_file
 from memfit.hardware.host import cpu_model, devices, host_name
 from memfit.ir import codec
 from memfit.ir.device import Device
+from memfit.progress import Progress, silent
 
 _SECONDS = 0.3  # duration of one measurement, unless one call takes longer
 _LONGEST_CALL_SECONDS = 0.5
@@ -43,16 +44,10 @@ _VECTOR_KIB = (64, 128, 512, 4096)
 _CHAIN = 8
 _DISPATCHES = 500
 
-Progress = Callable[[str, int, int], None]
-"""Called with the stage, and the measurements done and in all."""
-_Measured = tuple[str, str, Callable[[], float]]
+_Measurement = tuple[str, str, Callable[[], float]]
 
 
-def _silent(stage: str, done: int, total: int) -> None:
-    return None
-
-
-def probe_all(progress: Progress = _silent) -> list[Device]:
+def probe_all(progress: Progress = silent) -> list[Device]:
     """Measure this machine's CPU and accelerators, one of each product."""
     products: dict[tuple[str, str], Device] = {}
     for device in devices():
@@ -60,7 +55,7 @@ def probe_all(progress: Progress = _silent) -> list[Device]:
     return [probe(device, progress) for device in products.values()]
 
 
-def probe(device: Device, progress: Progress = _silent) -> Device:
+def probe(device: Device, progress: Progress = silent) -> Device:
     """Return a device of this machine with measured figures, under a name for the catalogue."""
     at = torch.device(device.name)
     figures: dict[str, Any] = {"launch_seconds": _rounded(_launch_seconds(at))}
@@ -81,15 +76,15 @@ def probe(device: Device, progress: Progress = _silent) -> Device:
     return _entry(device, figures)
 
 
-def _steps(at: torch.device, device: Device, figures: dict[str, Any]) -> list[_Measured]:
+def _steps(at: torch.device, device: Device, figures: dict[str, Any]) -> list[_Measurement]:
     """Return the measurements by attribute, and by dtype where the attribute has a figure for each."""
     cache_bytes = figures.get("cache_bytes", device.cache_bytes)
 
-    def each(attribute: str, measure: Callable[..., float]) -> list[_Measured]:
+    def each(attribute: str, measure: Callable[..., float]) -> list[_Measurement]:
         return [(attribute, name, functools.partial(measure, at, dtype)) for name, dtype in _DTYPES.items()]
 
     bandwidth = functools.partial(_bandwidth, at, cache_bytes, device.usable_bytes)
-    steps: list[_Measured] = [("bandwidth_bytes_per_second", "", bandwidth), *each("matrix_flops", _matrix_flops)]
+    steps: list[_Measurement] = [("bandwidth_bytes_per_second", "", bandwidth), *each("matrix_flops", _matrix_flops)]
     if at.type == "cpu":
         return [*steps, *each("vector_flops", _vector_flops)]
     if device.vendor == "nvidia" and device.capability is not None and device.capability >= (8, 0):

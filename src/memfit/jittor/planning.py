@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import jittor as jt
@@ -24,6 +24,7 @@ from memfit.levers import registry
 from memfit.levers.conflicts import JITTOR
 from memfit.levers.lever import LeversOn
 from memfit.levers.microbatches import microbatch_sizes
+from memfit.progress import Progress, silent
 from memfit.report.verdict import infeasible_verdict
 from memfit.solver.candidates import Option
 from memfit.solver.frontier import Combination, fastest, frontier
@@ -36,12 +37,6 @@ _LEAST_SHARE = 0.005
 _LONGEST_CHAIN = 24
 _PROFILED_SHARE = 4
 _GRAIN_BYTES = 2**20  # the least that a pool takes from the system: peaks of equal steps differ by as much
-
-Progress = Callable[[str, int, int | None], None]
-
-
-def silent(stage: str, done: int, total: int | None) -> None:
-    """Tell nobody."""
 
 
 def plan(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +20,8 @@ from memfit.keras.tensorflow import keras, tf
 from memfit.keras.workload import Workload, fingerprint
 from memfit.levers import registry
 from memfit.levers.lever import LeversOn
+from memfit.progress import Progress
+from memfit.progress import silent
 from memfit.report.verdict import infeasible_verdict
 from memfit.solver.frontier import Combination, frontier
 from memfit.units import format_bytes, format_seconds, read_budget
@@ -29,12 +30,6 @@ from memfit.version import __version__
 _OVERESTIMATE = 0.1  # share by which a predicted peak may be over the budget for its plan to be measured all the same
 _MEASURED_STEPS = 2
 _TRACES, _ALLOWANCE, _ALLOWANCE_OF_TRACES = 3, 0.03, 0.1  # see `Planner.allowance`
-
-Progress = Callable[[str, int, int | None], None]
-
-
-def silent(stage: str, done: int, total: int | None) -> None:
-    """Tell nobody."""
 
 
 def plan(

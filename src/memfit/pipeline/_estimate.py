@@ -28,7 +28,8 @@ from memfit.pipeline.placement import device_named
 from memfit.pipeline.verbs import checked, verb
 from memfit.planner import gpu_process
 from memfit.planner.captures import BENCHMARK_ERROR, capture_plain
-from memfit.planner.prediction import Progress, check_precision, costs_of, predict, silent
+from memfit.planner.prediction import check_precision, costs_of, predict
+from memfit.progress import Progress, silent
 from memfit.report.chrome_trace import write_chrome_trace
 from memfit.report.memory_snapshot import write_snapshot
 from memfit.report.notebook_progress import stages, with_bars

@@ -46,8 +46,8 @@ from memfit.pipeline.verbs import checked
 from memfit.pipeline.verbs import plan_given
 from memfit.pipeline.verbs import uninterrupted
 from memfit.planner.capture_failures import first_line
-from memfit.planner.prediction import Progress
-from memfit.planner.prediction import silent
+from memfit.progress import Progress
+from memfit.progress import silent
 from memfit.recomputation.probe import checking
 from memfit.tape import CallNumber, Geometry, LoopWorkload, RecordedStep
 from memfit.tracebacks import public

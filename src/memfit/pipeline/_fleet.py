@@ -12,9 +12,8 @@ import torch
 from memfit.capture.step_capture import without_collector
 from memfit.cost.roofline import STEP_ERROR
 from memfit.errors import InfeasibleError, UsageError
-from memfit.hardware.catalogue import catalogue
+from memfit.hardware.catalogue import catalogue, read_prices
 from memfit.hardware.host import find_device
-from memfit.hardware.prices import read_prices
 from memfit.ir.device import Device
 from memfit.ir.fleet import Fleet, FleetRow, Misfit, Price
 from memfit.ir.plan import NUMERICS, Numerics, Precision, allows
@@ -28,7 +27,8 @@ from memfit.planner.fleet_search import FleetOptions
 from memfit.planner.fleet_search import FleetSearch
 from memfit.planner.fleet_search import joined
 from memfit.planner.fleet_search import search
-from memfit.planner.prediction import Progress, silent
+from memfit.progress import Progress
+from memfit.progress import silent
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.report.verdict import of_text
 from memfit.sharding.proposals import SEARCHED
@@ -72,7 +72,7 @@ def fleet(
         numerics: How far the numbers may change: "reduced" has each card compared in the mixed precision that it is
             made for, with a note on what the fastest gives in fp32; "reordered" keeps fp32.
         precisions: Precisions to search; None for the mixed one that each card is made for, where `numerics` allows it.
-        prices: The user's prices by card, or a TOML file of them (`memfit.hardware.prices`); None for no costs.
+        prices: The user's prices by card, or a TOML file of them (`memfit.hardware.catalogue`); None for no costs.
         each: Whether to solve for numbers of ranks too that can't be faster than fewer are.
         progress: Called with (stage, done, total); by default bars in a notebook, and nothing elsewhere.
 

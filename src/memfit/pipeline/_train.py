@@ -33,7 +33,7 @@ from memfit.report.notebook_progress import Bars, with_bars
 from memfit.training.guards.host_memory import HostWatch, check_host, host_needs
 from memfit.training.runs.disk import check_disk
 from memfit.training.runs.folder import METRICS, PLAN, REPORT, RUN, VIEWS, held_by_ranks, holds_a_start, is_begun
-from memfit.training.runs.log import LogFunction, Progress, read_lines
+from memfit.training.runs.log import LogFunction, StepRecord, read_lines
 from memfit.training.trainer import Trainer
 from memfit.units import format_seconds, parse_budget
 from memfit.workload import Workload
@@ -55,7 +55,7 @@ def views(plan: Plan, workload: Workload, comparison: Comparison | None = None) 
 
 
 def _train_bars(bars: Bars, arguments: Mapping[str, Any]) -> dict[str, Callable[..., None]]:
-    def on_step(progress: Progress) -> None:
+    def on_step(progress: StepRecord) -> None:
         note = f"loss {progress.loss:.4g}, {format_seconds(progress.seconds)} a step"
         bars("train", progress.step, arguments.get("steps"), note)
 
@@ -87,7 +87,7 @@ def train(
     adaptive: bool = False,
     host_budget: int | float | str | None = None,
     progress: Callable[[int, int], None] | None = None,
-    on_step: Callable[[Progress], None] | None = None,
+    on_step: Callable[[StepRecord], None] | None = None,
     log: LogFunction | None = None,
 ) -> RunRecord:
     """Train a workload with a plan, and write metrics, checkpoints and plan to the run's folder.

@@ -43,7 +43,8 @@ from memfit.pipeline.verbs import checked
 from memfit.pipeline.verbs import verb
 from memfit.planner import gpu_process
 from memfit.planner.confirmation import probe_regions
-from memfit.planner.prediction import Progress, silent
+from memfit.progress import Progress
+from memfit.progress import silent
 from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import each
 from memfit.ranks.together import once

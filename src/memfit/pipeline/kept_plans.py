@@ -22,9 +22,8 @@ import torch
 from torch import nn
 
 from memfit._torch.modules import own_buffers, own_modules, own_parameters
-from memfit.cost.calibrate import cache_folder
 from memfit.errors import OutputError
-from memfit.hardware.host import find_device, host_name
+from memfit.hardware.host import cache_folder, find_device, host_name
 from memfit.ir import codec
 from memfit.pipeline.placement import device_kind
 from memfit.tape import Entry, ExecutionContext, Geometry, LoopWorkload

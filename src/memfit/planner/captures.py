@@ -20,6 +20,7 @@ from memfit.levers.lever import LeversOn
 from memfit.levers.stack import applied, described
 from memfit.planner import gpu_process
 from memfit.planner.readings import DataRuns
+from memfit.progress import Progress
 from memfit.sharding.one_rank import shard
 from memfit.tape import LoopWorkload
 from memfit.workload import Loop, StepProgram, Workload, has_data, samples_of
@@ -53,9 +54,7 @@ def capture_each(
     return [_captured(workload, each, device, data) for each in levers]
 
 
-def _captured_there(
-    workload: Workload, *, levers: list[Levers], device: Device, progress: gpu_process.Progress
-) -> list[Trace]:
+def _captured_there(workload: Workload, *, levers: list[Levers], device: Device, progress: Progress) -> list[Trace]:
     return capture_each(workload, levers, device)
 
 

@@ -21,7 +21,7 @@ from memfit.levers import registry
 from memfit.levers.stack import applied_to_copy
 from memfit.planner.capture_failures import CaptureFailures, failing, fails, first_line
 from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import Progress
+from memfit.progress import Progress
 from memfit.recomputation.probe import Differences, probing
 from memfit.sharding.one_rank import of_engine
 from memfit.tape import LoopWorkload

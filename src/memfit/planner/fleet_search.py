@@ -31,7 +31,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from memfit.errors import UsageError
-from memfit.fake_gpu.kernel_registration import family, runs_alike
+from memfit.fake_gpu.fake_cuda import family, runs_alike
 from memfit.hardware.advice import precisions as precisions_of
 from memfit.ir.device import Device
 from memfit.ir.fleet import FleetRow, Misfit, Price
@@ -41,9 +41,15 @@ from memfit.ir.trace import Trace
 from memfit.levers import registry
 from memfit.levers.lever import LeversOn
 from memfit.planner.batch_coupling import coupling
-from memfit.planner.prediction import Progress, check_precision, costs_of
-from memfit.planner.rank_steps import RankModel, RegionSet, ScaledTrace, checkpoint_menu, menu_of
+from memfit.planner.prediction import check_precision
+from memfit.planner.prediction import costs_of
+from memfit.planner.rank_steps import RankModel
+from memfit.planner.rank_steps import RegionSet
+from memfit.planner.rank_steps import ScaledTrace
+from memfit.planner.rank_steps import checkpoint_menu
+from memfit.planner.rank_steps import menu_of
 from memfit.planner.search import is_faster
+from memfit.progress import Progress
 from memfit.sharding.groups import repeated_blocks
 from memfit.sharding.proposals import proposals
 from memfit.units import Budget

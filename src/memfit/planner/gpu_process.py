@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from memfit.capture.transport import packed
 from memfit.fake_gpu import process, shim
-from memfit.fake_gpu.process import Progress as Progress  # re-exported: what functions called there take
 from memfit.interrupts import safe_point
 from memfit.ir.device import Device
 from memfit.planner.readings import readings_to_send, receive
+from memfit.progress import Progress
 from memfit.workload import Workload
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ def call(
     function: Callable[..., T],
     workload: Workload,
     options: dict[str, Any],
-    progress: process.Progress,
+    progress: Progress,
     *,
     sizes: Sequence[int],
     fakes_cuda: bool = True,
@@ -60,7 +60,7 @@ def call_each(
     function: Callable[..., T],
     workload: Workload,
     calls: Sequence[dict[str, Any]],
-    progress: process.Progress,
+    progress: Progress,
     *,
     sizes: Sequence[int],
 ) -> list[T]:
@@ -98,11 +98,11 @@ def _packed(
 class _Together:
     """The progress of several calls, told as that of one."""
 
-    def __init__(self, progress: process.Progress) -> None:
+    def __init__(self, progress: Progress) -> None:
         self._progress, self._lock = progress, threading.Lock()
         self._stages: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
 
-    def of(self, index: int) -> process.Progress:
+    def of(self, index: int) -> Progress:
         """Return the progress function of one of the calls."""
 
         def tell(stage: str, done: int, total: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import get_args
 
 from msgspec.structs import replace
@@ -13,8 +13,8 @@ from memfit.cost.accelerator_costs import measured_costs
 from memfit.cost.calibrate import calibrate
 from memfit.cost.communication import with_collectives
 from memfit.cost.links import links_of
-from memfit.cost.outside import kernels_bytes
 from memfit.cost.roofline import roofline
+from memfit.cost.workspaces import kernels_bytes
 from memfit.errors import UsageError
 from memfit.fake_gpu import shim
 from memfit.hardware.advice import supports_bfloat16
@@ -30,6 +30,7 @@ from memfit.ir.throughput import throughput
 from memfit.ir.timeline import Timeline
 from memfit.ir.trace import Trace
 from memfit.levers import registry
+from memfit.progress import StageProgress
 from memfit.workload import Workload
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -37,15 +38,8 @@ CACHING = ("cuda", "xpu")
 """Kinds of device with the caching allocator that is simulated (`c10/cuda`, and `c10/xpu` after it)."""
 _FALLBACK_ERROR = 0.25  # of a GPU's peak predicted from the CPU's program: 8 % was seen on a small GPT
 
-Progress = Callable[[str, int, int], None]
-"""Called with a stage's name, how much of it is done, and of how much."""
 
-
-def silent(stage: str, done: int, total: int) -> None:
-    """Report nothing."""
-
-
-def costs_of(traces: Iterable[Trace], device: Device, progress: Callable[[int, int], None] | None = None) -> CostTable:
+def costs_of(traces: Iterable[Trace], device: Device, progress: StageProgress | None = None) -> CostTable:
     """Return the costs of some traces' operators: measured on a device that is here, modelled for others.
 
     Traces in TF32 have the operators of those in fp32, and cost less: they need a table of their own.
@@ -58,7 +52,7 @@ def costs_of(traces: Iterable[Trace], device: Device, progress: Callable[[int, i
     return costs
 
 
-def _costs_of_one(traces: list[Trace], device: Device, progress: Callable[[int, int], None] | None) -> CostTable:
+def _costs_of_one(traces: list[Trace], device: Device, progress: StageProgress | None) -> CostTable:
     """Return the costs of all but what ranks send."""
     if device.kind == "cpu":
         return calibrate(traces, progress)

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from memfit.allocator.blocks import Block
-from memfit.allocator.caching_allocator import AllocatorSettings, CachingAllocator
+from memfit.allocator.caching_allocator import AllocatorSettings, Block, CachingAllocator
 from memfit.allocator.replay import AllocationEvent, LiveStorages
 from memfit.errors import SimulatedOutOfMemoryError
 from memfit.ir.codec import write_atomic

@@ -45,7 +45,8 @@ from memfit.pipeline.placement import device_named
 from memfit.pipeline.verbs import checked, verb
 from memfit.planner.batch_coupling import coupling
 from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import Progress, costs_of, predict, silent
+from memfit.planner.prediction import costs_of, predict
+from memfit.progress import Progress, silent
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.solver.candidates import options
 from memfit.solver.frontier import Combination

@@ -52,7 +52,7 @@ from memfit.training.runs.log import (
     Log,
     LogFunction,
     NoLog,
-    Progress,
+    StepRecord,
     evaluation_line,
     event_line,
     require_tensorboard,
@@ -122,7 +122,7 @@ class Trainer:
     tensorboard: bool = False
     overwrite: bool = False
     resume: bool = False
-    on_step: Callable[[Progress], None] | None = None
+    on_step: Callable[[StepRecord], None] | None = None
     log: LogFunction | None = None
     watch: Callable[[], None] | None = None
 
@@ -287,13 +287,13 @@ class Trainer:
         self._is_unused = False
         return None if batch is None else (batch[0], seconds)
 
-    def _run(self, batch: Any, data_seconds: float) -> Progress:
+    def _run(self, batch: Any, data_seconds: float) -> StepRecord:
         """Run one step."""
         learning_rate = float(self.step.workload.optimizer.param_groups[0]["lr"])
         epoch, number = self._stream.epoch, self.step.steps + 1
         result, peak_bytes = self._measured(batch) if self._is_measured(number) else (self.step(batch), None)
         predicted, retries = result.predicted_peak_bytes, allocation_retries(self.step)
-        return Progress(
+        return StepRecord(
             step=number,
             epoch=epoch,
             loss=result.loss,
@@ -326,7 +326,7 @@ class Trainer:
             raise UsageError(f"measure= ran {self.step.steps - before} steps on one batch: it must run the step once")
         return result, int(self._ranks.most([peak_bytes])[0])
 
-    def _after(self, progress: Progress) -> None:
+    def _after(self, progress: StepRecord) -> None:
         """Log a step, and evaluate and write a checkpoint where they are due."""
         self._write_line(step_line(progress))
         if self.on_step is not None:
@@ -338,7 +338,7 @@ class Trainer:
         if self._is_due(self.checkpoint_every):
             self._save(buffers=self._buffers)
 
-    def _note_events(self, progress: Progress | None = None) -> None:
+    def _note_events(self, progress: StepRecord | None = None) -> None:
         """Log what happened to steps since the last call: larger batches, a peak over the budget, and recoveries."""
         if progress is not None and (progress.peak_bytes or 0) > self.plan.budget_bytes:
             predicted = progress.predicted_peak_bytes or self.plan.predicted.peak_bytes

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from memfit.frames import is_users
-from memfit.hardware.live_bytes import live_bytes
+from memfit.hardware.heap import live_bytes
 from memfit.units import format_bytes
 
 _SAMPLES = 4

@@ -18,7 +18,7 @@ LogFunction = Callable[[dict[str, Any]], object]
 
 
 @dataclass(frozen=True)
-class Progress:
+class StepRecord:
     """One step, as in a line of `metrics.jsonl`, where values that are not finite are null.
 
     Attributes:
@@ -130,7 +130,7 @@ class NoLog(Log):
         pass
 
 
-def step_line(progress: Progress) -> dict[str, Any]:
+def step_line(progress: StepRecord) -> dict[str, Any]:
     """Return the line of a step."""
     return {key: _finite(value) for key, value in asdict(progress).items()}
 

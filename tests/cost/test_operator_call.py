@@ -8,13 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.cost.traffic import traffic_bytes
+from memfit.cost.operator_call import OperatorCall, traffic_bytes
 from memfit.ir.trace import Work
+from tests.gpus import AMPERE
 from tests.ir.test_flops import tensor
 
 
 def traffic(name: str, args: list[object], read: int, write: int) -> int:
-    return traffic_bytes(name, json.dumps({"op": name, "args": args}), Work(0, read, write, "float32", True))
+    text = json.dumps({"op": name, "args": args})
+    return traffic_bytes(OperatorCall(name, text, Work(0, read, write, "float32", True), AMPERE))
 
 
 TABLE = tensor(50000, 64, dtype="float32")
@@ -63,4 +65,5 @@ def test_more_bytes_never_move_less(name: str, read: int, write: int, more: int)
 
 @pytest.mark.parametrize("name", ["aten.native_layer_norm_backward.default", "aten.index.Tensor"])
 def test_calls_without_known_arguments_are_counted(name: str) -> None:
-    assert traffic_bytes(name, json.dumps({"op": name}), Work(0, 10, 10, "float32", True)) > 0
+    found = OperatorCall(name, json.dumps({"op": name}), Work(0, 10, 10, "float32", True), AMPERE)
+    assert traffic_bytes(found) > 0
