@@ -6,8 +6,7 @@ import functools
 from collections.abc import Sequence
 
 from memfit.capture.control_flow import DataRun, Readings
-from memfit.capture.data_run import read_with_data, why_no_data_run
-from memfit.capture.step_capture import reads_unknown
+from memfit.capture.step_capture import read_with_data, reads_unknown, why_no_data_run
 from memfit.capture.value_reads import Policy
 from memfit.errors import CaptureError
 from memfit.ir.plan import Levers
