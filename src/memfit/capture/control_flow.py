@@ -9,23 +9,90 @@ take more.
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
+import torch
 from msgspec.structs import replace
 
-from memfit.capture.draws import GeneratorStates
+from memfit.capture.known_values import Extreme
 from memfit.capture.recorder import Recording
 from memfit.capture.value_reads import Log, Number, Policy, Replay
 from memfit.errors import MemfitError
 from memfit.ir.trace import Phase, Trace
+from memfit.own_generators import default_generator
 
 _MOST_FLIPS = 24  # checks that would raise, one after the other
 _MOST_SITES = 6  # guesses, up to which each one's other answer is tried by itself
 _SEEDS = 2
 _GUESSED = 0.1  # chosen, not measured: a guessed number may change more than the branch taken
+_WORDS = 624  # of the Mersenne twister's state
+_ONES = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class GeneratorStates:
+    """The states of Python's, NumPy's and PyTorch's global generators.
+
+    Attributes:
+        extreme: Whether the generators draw the least ("low") or the greatest ("high") numbers; "" for neither.
+    """
+
+    python: Any
+    numpy: Any
+    extreme: Extreme = ""
+    of_torch: torch.Tensor = field(default_factory=lambda: default_generator().get_state(), compare=False)
+
+    @classmethod
+    def now(cls) -> GeneratorStates:
+        """Return the present states."""
+        name, keys, *rest = np.random.get_state()
+        return cls(random.getstate(), (name, tuple(np.asarray(keys).tolist()), *rest))
+
+    @classmethod
+    def seeded(cls, seed: int) -> GeneratorStates:
+        """Return the states of generators with a seed."""
+        name, keys, *rest = np.random.RandomState(seed).get_state()
+        return cls(random.Random(seed).getstate(), (name, tuple(np.asarray(keys).tolist()), *rest))
+
+    @classmethod
+    def drawing(cls, extreme: Literal["low", "high"]) -> GeneratorStates:
+        """Return states from which Python's and NumPy's generators draw extreme numbers, some hundreds of times."""
+        # Both are the Mersenne twister, whose next words are its state's, tempered.
+        word = 0 if extreme == "low" else _untempered(_ONES)
+        last = random.Random(0)  # other words at the end: code that draws until a number differs comes to an end
+        words = (*[word] * (_WORDS - 24), *(last.getrandbits(32) for _ in range(24)))
+        return cls((3, (*words, 0), None), ("MT19937", words, 0, 0, 0.0), extreme)
+
+    def has_states_of(self, other: GeneratorStates) -> bool:
+        """Tell whether Python's and NumPy's generators have the same states as in another object."""
+        return (self.python, self.numpy) == (other.python, other.numpy)
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        random.setstate(self.python)
+        name, keys, *rest = self.numpy
+        np.random.set_state((name, np.array(keys, np.uint32), *rest))
+        default_generator().set_state(self.of_torch)
+
+
+def _untempered(word: int) -> int:
+    """Return the word of the Mersenne twister's state that is tempered to a given word.
+
+    M. Matsumoto, T. Nishimura (1998), *Mersenne Twister*, section 2.1; each line undoes one of its shifts.
+    """
+    word ^= word >> 18
+    word ^= (word << 15) & 0xEFC60000
+    state = word
+    for _ in range(5):
+        state = word ^ ((state << 7) & 0x9D2C5680)
+    word = state
+    for _ in range(3):
+        state = word ^ (state >> 11)
+    return state & _ONES
 
 
 @dataclass(frozen=True)

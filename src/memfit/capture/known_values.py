@@ -12,8 +12,8 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -32,7 +32,6 @@ from memfit._torch.operators import packet_of, schema_of
 from memfit._torch.pytree import tree_map
 from memfit._torch.replacement import replaced_here
 from memfit._torch.tensors import is_wrapper, storage_key_of
-from memfit.capture.draws import Extreme, random_output
 from memfit.capture.value_reads import Replay, Site, reading_site
 
 _aten = torch.ops.aten
@@ -45,7 +44,13 @@ _LIMIT = 2**20  # elements; masks of a batch have fewer
 _FEW = 64  # elements of floating-point tensors that are followed: settings, schedules, and random numbers
 _CHECKS = {_aten.all: True}  # the value that a check reads when it passes
 _ATTRIBUTE = "_memfit_known_values"
+_UNIFORM = {_aten.rand, _aten.rand_like, _aten.uniform, _aten.uniform_}
+_BERNOULLI = {_aten.bernoulli, _aten.bernoulli_}
+_ALMOST_ONE = 1 - 2**-20
 _Unknown = object()
+
+Extreme = Literal["", "low", "high"]
+"""Whether generators draw the least ("low") or the greatest ("high") numbers; "" for neither."""
 
 
 class KnownValues(PassiveMode):
@@ -419,6 +424,18 @@ def _assumed_finite(func: Any, args: Any) -> bool | None:
         return _SAME[name]
     infinite = isinstance(args[1], float) and math.isinf(args[1])
     return not _SAME[name] if infinite else None
+
+
+def random_output(func: Callable[..., Any], name: Any, args: Any, kwargs: Any, extreme: Extreme) -> Any:
+    """Return the output of a random operator on the CPU; the least or greatest numbers where it draws evenly."""
+    out = func(*args, **kwargs)
+    if not extreme or not isinstance(out, torch.Tensor):
+        return out
+    if name in _UNIFORM:
+        given: Any = args[1:3] if name in (_aten.uniform, _aten.uniform_) and len(args) > 2 else None
+        low, high = given or (0.0, 1.0)
+        return out.fill_(low if extreme == "low" else low + (high - low) * _ALMOST_ONE)
+    return out.fill_(extreme == "low") if name in _BERNOULLI else out
 
 
 def _compute(func: Any, args: Any, kwargs: Any) -> Any:

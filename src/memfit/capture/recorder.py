@@ -45,9 +45,8 @@ from memfit._torch.tensors import is_wrapper, is_zerotensor, storage_key, storag
 from memfit.argument_values import selected_by
 from memfit.capture.accumulation import Accumulation
 from memfit.capture.call_states import CallStates
-from memfit.capture.kernel_outputs import grouped_product, kernel_outputs
+from memfit.capture.kernel_outputs import SparseOperators, grouped_product, kernel_outputs, per_tensor_calls
 from memfit.capture.known_values import KnownValues, device_of, tensors_in, written_by
-from memfit.capture.sparse_operators import SparseOperators, per_tensor_calls
 from memfit.errors import CaptureError
 from memfit.interrupts import safe_point
 from memfit.ir.collectives import is_collective

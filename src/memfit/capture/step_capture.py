@@ -21,13 +21,10 @@ from memfit._torch.fake import FakeTensor
 from memfit._torch.modules import compiled_call, own_modules
 from memfit.batch import map_tensors
 from memfit.capture.composites import composites_without_mode
-from memfit.capture.control_flow import Course, Courses, Readings
-from memfit.capture.conversions import in_place_conversions
-from memfit.capture.draws import GeneratorStates
-from memfit.capture.fake_workload import fake_copy, mode_of, nothing_changes, real_copy
-from memfit.capture.hints import explained, own_fault
+from memfit.capture.control_flow import Course, Courses, GeneratorStates, Readings
+from memfit.capture.fake_workload import fake_copy, in_place_conversions, mode_of, nothing_changes, real_copy
 from memfit.capture.known_values import KnownValues, fake_paths_disabled
-from memfit.capture.modes import evaluation_note
+from memfit.capture.notes import evaluation_note, explained, own_fault, warn_if_untested
 from memfit.capture.recorder import Recorder
 from memfit.capture.step_recording import (
     MOST_MICROBATCHES,
@@ -39,7 +36,6 @@ from memfit.capture.step_recording import (
     record,
     storages_of,
 )
-from memfit.capture.torch_version import warn_if_untested
 from memfit.capture.user_state import UserState
 from memfit.capture.value_reads import ReadRecorder, Replay
 from memfit.errors import CaptureError, MemfitError

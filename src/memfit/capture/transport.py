@@ -27,8 +27,8 @@ from memfit._torch.dispatch import get_cudnn_enabled, set_cudnn_enabled
 from memfit._torch.fake import FakeTensor, FakeTensorMode
 from memfit._torch.tensors import context_of, inner_tensors, is_wrapper, storage_key
 from memfit.capture.known_values import KnownValues, is_followed
+from memfit.capture.notes import warn_if_untested
 from memfit.capture.subclasses import attributes_of, parameter_of
-from memfit.capture.torch_version import warn_if_untested
 from memfit.errors import WorkloadError
 from memfit.sparse import assembled, parts
 from memfit.workload import Workload
