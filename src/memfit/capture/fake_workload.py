@@ -23,7 +23,8 @@ from memfit._torch.replacement import replaced_here
 from memfit._torch.tensors import dispatches, inner_tensors, is_wrapper, rewrapped, storage_key_of
 from memfit.batch import is_uncut, packed_in
 from memfit.capture.external_state import Rebinding, graph_of
-from memfit.capture.known_values import KnownValues, device_of
+from memfit.capture.known_values import KnownValues
+from memfit.capture.operator_calls import device_of
 from memfit.capture.subclasses import as_class_of, parameter_of
 from memfit.capture.user_state import UserState
 from memfit.errors import MemfitError, WorkloadError

@@ -16,7 +16,8 @@ from memfit._torch.operators import packet_of, schema_of
 from memfit._torch.pytree import tree_map
 from memfit._torch.tensors import sparse_indices, sparse_values, storage_key, storage_key_of
 from memfit.argument_values import TO_SPARSE, sparse_dims_of
-from memfit.capture.known_values import KnownValues, device_of, tensors_in, written_by
+from memfit.capture.known_values import KnownValues
+from memfit.capture.operator_calls import device_of, tensors_in, written_by
 from memfit.fake_gpu.recurrent import with_reserve
 from memfit.signature import rebuild, signature
 from memfit.sparse import assembled, parts, spread_indices

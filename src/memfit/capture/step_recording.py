@@ -15,7 +15,8 @@ from memfit._torch.tensors import storage_key_of
 from memfit.capture.composites import composites_without_mode
 from memfit.capture.control_flow import Course, DataRun, live_peak_bytes
 from memfit.capture.external_state import external_tensors
-from memfit.capture.known_values import KnownValues, device_of
+from memfit.capture.known_values import KnownValues
+from memfit.capture.operator_calls import device_of
 from memfit.capture.recorder import LiveStorage, Recorder, Recording
 from memfit.capture.subclasses import aliasing
 from memfit.errors import CaptureError
