@@ -366,18 +366,18 @@ class Watcher(TorchFunctionMode):
         if closure is None:
             self._updated(optimizer)
             return None
-        wrapped = functools.partial(self._closure, optimizer, closure)
+
+        def wrapped() -> Any:
+            depth, self._depth = self._depth, 0
+            try:
+                return closure()
+            finally:
+                self._depth = depth
+                self._updated(optimizer)
+
         if "closure" in kwargs:
             return args, {**kwargs, "closure": wrapped}
         return (args[0], wrapped, *args[2:]), kwargs
-
-    def _closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:
-        depth, self._depth = self._depth, 0
-        try:
-            return closure()
-        finally:
-            self._depth = depth
-            self._updated(optimizer)
 
     def _updated(self, optimizer: torch.optim.Optimizer) -> None:
         self.updates[id(optimizer)] = self.updates.get(id(optimizer), 0) + 1

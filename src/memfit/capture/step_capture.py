@@ -57,12 +57,10 @@ _COMPILED = (
     "torch.compile is not predicted: the prediction is for the step without it. Compiled, a step takes less time, and"
     " mostly less memory for activations"
 )
-
 _NUMBERS = re.compile(r"-?\d+(\.\d+(e[+-]?\d+)?|e[+-]?\d+)")  # such as weights of losses, which change no size
 _SIZED = re.compile(r'(",|"l":)\[\d')  # a tensor with dimensions, or a list of sizes
 _MOST_OPERATORS = 20_000  # run for one trace, in some fifteen seconds
-MOST_SECONDS = 60.0
-"""Time limit of a step with data."""
+_MOST_SECONDS = 60.0  # time limit of a step with data
 _LEAST_FREE = 0.1  # share of the machine's memory that a step with data leaves free
 _COPIES = 4  # sizes of the parameters: the user's, the copy's, its gradients, and as much of optimizer states
 _CHECK_EVERY = 64  # operators from one check of free memory to the next
@@ -82,7 +80,6 @@ def capture(job: CaptureJob) -> Trace:
         CaptureError: The step can't be run under fake tensors.
         WorkloadError: The workload can't be copied, or its loss function uses the original model.
     """
-
     workload = job.workload
 
     def recorded(course: Course, size: int | None) -> tuple[Trace, bool]:
@@ -93,8 +90,8 @@ def capture(job: CaptureJob) -> Trace:
     def run(course: Course) -> Trace:
         trace, reads_batch = recorded(course, job.microbatch_size)
         may_differ = reads_batch or any(log.microbatches_differ for log in course.replay.logs)
-        every = every_microbatch(trace, may_differ)
-        return recorded(course, None)[0] if every is EveryMicrobatch.NEEDED else _with_slack(trace, every)
+        every = _every_microbatch(trace, may_differ)
+        return recorded(course, None)[0] if every is _EveryMicrobatch.NEEDED else _with_slack(trace, every)
 
     trace = Courses(run, workload.values, job.reading).worst()
     if job.warm and trace.slack:
@@ -159,8 +156,8 @@ def _fake_copied(
         moved = workload if place is None else dataclasses.replace(workload, batch=_moved_batch(workload.batch, values))
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors_of(moved.batch))
         with fake_modes(values if is_fake else None):  # the values of their indices cut packed sequences
-            part = shortened(moved, microbatch_size)
-        copied = unwrapped(fake_copy(part, values, place))
+            part = _shortened(moved, microbatch_size)
+        copied = _unwrapped(fake_copy(part, values, place))
         eager = torch.compiler.set_stance("force_eager")
         with explained(), eager, fake_paths_disabled(), in_place_conversions():
             yield copied, values, attention, around
@@ -174,15 +171,15 @@ def _place(device: Device | None) -> torch.device | None:
 
 
 def capture_real(job: CaptureJob) -> Trace:
-    """Return the trace of a step that runs with data, on a copy of the workload."""
+    """Return the trace of a step that runs with data, from its first step on, on a copy of the workload."""
     with nothing_changes(job.workload), without_collector(), torch.autograd.set_multithreading_enabled(False):
-        trace = record(job, real_part(job.workload, job.microbatch_size), None)
-        return _with_slack(trace, every_microbatch(trace, may_differ=False))
+        trace = record(dataclasses.replace(job, warm=False), _real_part(job.workload, job.microbatch_size), None)
+        return _with_slack(trace, _every_microbatch(trace, may_differ=False))
 
 
-def _with_slack(trace: Trace, every: EveryMicrobatch) -> Trace:
+def _with_slack(trace: Trace, every: _EveryMicrobatch) -> Trace:
     """Return a trace, with a note and slack where its two microbatches don't stand for all."""
-    if every is EveryMicrobatch.NOT_NEEDED:
+    if every is _EveryMicrobatch.NOT_NEEDED:
         return trace
     return replace(trace, notes=[*trace.notes, _MICROBATCHES_DIFFER], slack=trace.slack + _OTHERS_MORE)
 
@@ -234,14 +231,14 @@ def without_collector() -> Iterator[None]:
 # Parts of a batch: two microbatches, or all where they differ, with the whole batch held
 
 
-def real_part(workload: Workload, microbatch_size: int | None) -> Workload:
+def _real_part(workload: Workload, microbatch_size: int | None) -> Workload:
     """Return a copy of a workload with data, and all microbatches of its batch if they are few, else two."""
     size = samples_of(workload)
     few = -(-size // (microbatch_size or size)) <= MOST_MICROBATCHES
-    return unwrapped(real_copy(workload if few else shortened(workload, microbatch_size)))
+    return _unwrapped(real_copy(workload if few else _shortened(workload, microbatch_size)))
 
 
-def shortened(workload: Workload, microbatch_size: int | None) -> Workload:
+def _shortened(workload: Workload, microbatch_size: int | None) -> Workload:
     """Return the workload with at most two microbatches in its batch, as views: the storages keep their size."""
     size = samples_of(workload)
     two = min(size, 2 * (microbatch_size or size))
@@ -261,7 +258,7 @@ class _Part:
     whole: Any
 
 
-def unwrapped(copied: Workload) -> Workload:
+def _unwrapped(copied: Workload) -> Workload:
     """Return a copied workload with the batch's part as its `batch`, and the whole batch as its `batches`."""
     if isinstance(copied.batch, _Part):
         return dataclasses.replace(copied, batch=copied.batch.part, batches=[copied.batch.whole])
@@ -281,7 +278,7 @@ def _heaviest(workload: Workload, microbatch_size: int, size: int) -> int:
     return microbatch_size * later.index(max(later))
 
 
-class EveryMicrobatch(enum.Enum):
+class _EveryMicrobatch(enum.Enum):
     """Whether the two microbatches of a trace stand for the others."""
 
     NOT_NEEDED = enum.auto()
@@ -289,7 +286,7 @@ class EveryMicrobatch(enum.Enum):
     TOO_MANY = enum.auto()
 
 
-def every_microbatch(trace: Trace, may_differ: bool) -> EveryMicrobatch:
+def _every_microbatch(trace: Trace, may_differ: bool) -> _EveryMicrobatch:
     """Return whether all microbatches must run, since the two of a trace don't stand for the others.
 
     They don't where they run different operators, as where lengths or values decide, where others may differ, and where
@@ -299,7 +296,7 @@ def every_microbatch(trace: Trace, may_differ: bool) -> EveryMicrobatch:
         CaptureError: The microbatches add up sparse gradients, and are too many to run.
     """
     if trace.microbatches == trace.scale_microbatches:
-        return EveryMicrobatch.NOT_NEEDED
+        return _EveryMicrobatch.NOT_NEEDED
     operators = len(trace.ops) * trace.scale_microbatches // trace.microbatches
     adding = (op for op in trace.ops if op.phase == "backward" and op.microbatch and op.name == "aten.add_.Tensor")
     if any('"args":[{"s":' in trace.signatures[op.signature] for op in adding):  # sparse gradients
@@ -309,13 +306,13 @@ def every_microbatch(trace: Trace, may_differ: bool) -> EveryMicrobatch:
                 f" They run {operators:,} operators; a capture runs at most {_MOST_OPERATORS:,}. Give a larger"
                 " microbatch_size="
             )
-        return EveryMicrobatch.NEEDED
+        return _EveryMicrobatch.NEEDED
     differ = _run_other_operators(trace)
     if not (differ or may_differ):
-        return EveryMicrobatch.NOT_NEEDED
+        return _EveryMicrobatch.NOT_NEEDED
     if trace.scale_microbatches <= MOST_MICROBATCHES and operators <= _MOST_OPERATORS:
-        return EveryMicrobatch.NEEDED
-    return EveryMicrobatch.TOO_MANY if differ else EveryMicrobatch.NOT_NEEDED
+        return _EveryMicrobatch.NEEDED
+    return _EveryMicrobatch.TOO_MANY if differ else _EveryMicrobatch.NOT_NEEDED
 
 
 def _run_other_operators(trace: Trace) -> bool:
@@ -335,10 +332,10 @@ class DataRunLimitError(MemfitError):
     """A step with data exceeds its limit of time or memory."""
 
 
-class DataRunLimits(EagerMode):
+class _DataRunLimits(EagerMode):
     """A dispatch mode that ends code which takes too long from now on, or too much of the machine's memory."""
 
-    def __init__(self, seconds: float = MOST_SECONDS) -> None:
+    def __init__(self, seconds: float = _MOST_SECONDS) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seconds, self.until, self.operators = seconds, time.monotonic() + seconds, 0
 
@@ -375,7 +372,7 @@ def capture_with_data(job: CaptureJob, *, instead_of: CaptureError) -> Trace:
         CaptureError: The step can't be captured with data either.
     """
     try:
-        with DataRunLimits():
+        with _DataRunLimits():
             trace = capture_real(job)
     except DataRunLimitError as e:
         raise instead_of from e
@@ -401,10 +398,10 @@ def read_with_data(workload: Workload, build: BuildStep, microbatch_size: int | 
     if why_no_data_run(workload) is not None:
         return None
     with nothing_changes(workload):
-        copied = real_part(workload, microbatch_size)
+        copied = _real_part(workload, microbatch_size)
         logs, starts = [], []
         try:
-            with DataRunLimits(), composites_without_mode(), build(copied) as step:
+            with _DataRunLimits(), composites_without_mode(), build(copied) as step:
                 for _ in range(2):
                     starts.append(GeneratorStates.now())
                     recorder = ReadRecorder()

@@ -39,6 +39,7 @@ import torch
 from memfit._torch.fake import FakeTensor
 from memfit._torch.foreach import supported_types
 from memfit.batch import set_slot
+from memfit.capture.object_graph import contents_of
 from memfit.held_state import ATOMS
 from memfit.rng import ForeignGenerator, foreign_generator, same_states
 
@@ -106,13 +107,6 @@ def _write_class(kind: type, contents: dict[str, Any]) -> None:
             type.__setattr__(kind, name, value)
 
 
-def _cell_contents(cell: types.CellType) -> list[Any]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:  # empty
-        return []
-
-
 def _write_cell(cell: types.CellType, contents: list[Any]) -> None:
     if contents:
         cell.cell_contents = contents[0]
@@ -157,7 +151,7 @@ _LIST = _Kind(list.copy, _write_list)
 _SET = _Kind(lambda held: list(set.__iter__(held)), _write_set)
 _DEQUE = _Kind(lambda held: list(collections.deque.__iter__(held)), _write_deque)
 _CLASS = _Kind(_class_contents, _write_class)
-_CELL = _Kind(_cell_contents, _write_cell)
+_CELL = _Kind(contents_of, _write_cell)
 _SLOTS = _Kind(_slot_contents, _write_slots)
 
 
@@ -383,7 +377,12 @@ class UserState:
         """Give all containers their contents as noted; return what would undo that."""
         self._drop_modules()
         is_ours = all(_others().get(thread, place) == place for thread, place in self._threads.items())
-        undo = _set_back(self._noted, is_ours)
+        undo: list[Callable[[], object]] = []
+        for noted in self._noted:
+            if (found := _changed(noted, is_ours)) is not None:
+                kind, held, *_ = noted
+                kind.write(held, found[1])
+                undo.append(functools.partial(kind.write, held, found[0]))
         for source, state in self._generators if is_ours else ():
             if not same_states(now := source.read(), state):
                 undo.append(functools.partial(source.write, now))
@@ -432,17 +431,6 @@ def _changed(noted: _Noted, is_ours: bool) -> tuple[Any, Any] | None:
         return None
     after = _with_modules(before, now) if is_whole and is_ours else _without_fakes(kind, held, before, now)
     return None if _is_same(now, after) else (now, after)
-
-
-def _set_back(all_noted: list[_Noted], is_ours: bool) -> list[Callable[[], object]]:
-    """Give containers their contents as noted, or what has no fake tensors; return what would undo that."""
-    undo: list[Callable[[], object]] = []
-    for noted in all_noted:
-        if (found := _changed(noted, is_ours)) is not None:
-            kind, held, *_ = noted
-            kind.write(held, found[1])
-            undo.append(functools.partial(kind.write, held, found[0]))
-    return undo
 
 
 def _with_modules(before: Any, now: Any) -> Any:
