@@ -61,7 +61,7 @@ def _library() -> torch.library.Library:
         for func, kernel in _COMPOSITES.items():
             library.impl(func, here(kernel, functools.partial(_as_composite, func)), key)
         _register(library, key, _OWN_BACKWARD)
-    _register(library, "AutogradCPU", dict.fromkeys(("max", "min", "median", "nanmedian"), _Extreme.apply))
+    _register(library, "AutogradCPU", dict.fromkeys(("max", "min", "median", "nanmedian"), _OrderStatistic.apply))
     plain = functools.partial(_as_composite, _aten.max_pool1d.default)
     library.impl("max_pool1d", here(_max_pool1d, plain), "AutogradCPU")
     return library
@@ -178,7 +178,7 @@ def _with_own_backward(kernel: Any, function: Callable[..., Any]) -> Callable[..
     return run
 
 
-class _Saving(torch.autograd.Function):
+class _OwnBackward(torch.autograd.Function):
     """An operator run by PyTorch's own kernel, which saves its input and its output; `ctx.options` has the rest."""
 
     @staticmethod
@@ -189,7 +189,7 @@ class _Saving(torch.autograd.Function):
         return result
 
 
-class _Extreme(_Saving):
+class _OrderStatistic(_OwnBackward):
     """`max`, `min` and medians of all elements, whose backward passes differ without a mode on the CPU.
 
     There they read whether the result is NaN, and fill the gradient in place (`evenly_distribute_backward` in
@@ -213,7 +213,7 @@ def _along(run: _Run, given: Tensor, dim: int, keepdim: bool = False) -> Any:
     return _Prod.apply(run, given, dim, keepdim)  # type: ignore[no-untyped-call]
 
 
-class _Prod(_Saving):
+class _Prod(_OwnBackward):
     """A product of all elements, or along a dimension."""
 
     @staticmethod
@@ -272,7 +272,7 @@ def _gradient_beside_zeros(grad: Tensor, given: Tensor, dim: int) -> Tensor:
     return grad * (before * after).conj()
 
 
-class _Cumprod(_Saving):
+class _Cumprod(_OwnBackward):
     """A cumulative product along a dimension."""
 
     @staticmethod

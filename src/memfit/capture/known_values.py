@@ -36,7 +36,7 @@ from memfit.capture.operator_calls import (
     traits_of,
     written_by,
 )
-from memfit.capture.value_reads import Replay, Site, reading_site
+from memfit.capture.value_reads import ReadReplay, Site, reading_site
 
 _aten = torch.ops.aten
 _CONSTANTS = {_aten.arange, _aten.eye, _aten.full, _aten.linspace, _aten.ones, _aten.scalar_tensor, _aten.zeros}
@@ -72,7 +72,7 @@ class KnownValues(PassiveMode):
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
-        self.replay = Replay()
+        self.replay = ReadReplay()
         self.extreme: Extreme = ""
         self.reads_draws = False
         self.reads_batch = False

@@ -61,11 +61,11 @@ _SET = "__set__"
 _STAND_IN = torch.empty(0, device="meta")
 
 
-Call = tuple[int, int, int]
+SeenCall = tuple[int, int, int]
 """A call of a module that trains: its root, how many of its parameters are trained, its number within the pass."""
 
 _Owner = nn.Module | torch.optim.Optimizer
-_GRAD: Call = (-1, 0, 0)  # a call of `torch.autograd.grad`
+_GRAD: SeenCall = (-1, 0, 0)  # a call of `torch.autograd.grad`
 
 
 @dataclass
@@ -78,9 +78,9 @@ class Seen:
         calls: Those since the last backward pass.
     """
 
-    passes: set[frozenset[Call]] = field(default_factory=set)
+    passes: set[frozenset[SeenCall]] = field(default_factory=set)
     updates: set[tuple[str, int]] = field(default_factory=set)
-    calls: set[Call] = field(default_factory=set)
+    calls: set[SeenCall] = field(default_factory=set)
 
     def end_pass(self) -> None:
         """End the calls before a backward pass."""
@@ -505,7 +505,7 @@ class Watcher(TorchFunctionMode):
             self._held[module] = _parameters_within(module)
         return self._held[module]
 
-    def note_call(self, module: nn.Module) -> Call:
+    def note_call(self, module: nn.Module) -> SeenCall:
         """Note a call that trains, before it runs."""
         number, trained = self._root(module), sum(p.requires_grad for p in self.held_by(module))
         call = number, trained, 1 + sum(known[0] == number for known in self.seen.calls)

@@ -21,7 +21,7 @@ from memfit._torch.fake import FakeTensor
 from memfit._torch.modules import compiled_call, own_modules
 from memfit.batch import map_tensors
 from memfit.capture.composites import composites_without_mode
-from memfit.capture.control_flow import Course, Courses, GeneratorStates, Readings
+from memfit.capture.control_flow import ControlFlowPath, ControlFlowPaths, GeneratorStates, Readings
 from memfit.capture.fake_workload import fake_copy, in_place_conversions, mode_of, nothing_changes, real_copy
 from memfit.capture.known_values import KnownValues, fake_paths_disabled
 from memfit.capture.notes import evaluation_note, explained, own_fault, warn_if_untested
@@ -37,7 +37,7 @@ from memfit.capture.step_recording import (
     storages_of,
 )
 from memfit.capture.user_state import UserState
-from memfit.capture.value_reads import ReadRecorder, Replay
+from memfit.capture.value_reads import ReadRecorder, ReadReplay
 from memfit.errors import CaptureError, MemfitError
 from memfit.fake_gpu.attention import Attention
 from memfit.fake_gpu.kernel_registration import fake_gpu
@@ -73,8 +73,8 @@ def capture(job: CaptureJob) -> Trace:
 
     Two steps run: the first makes the optimizer's state, the second is recorded. Of equal microbatches two run; all run
     where those two differ, or add up sparse gradients. Where the forward pass then runs other operators, three more
-    steps run: the last is taken if they are alike, else that with the highest peak. A step whose course depends on
-    values of tensors or on random numbers runs again for each other course (`capture.control_flow`).
+    steps run: the last is taken if they are alike, else that with the highest peak. A step whose control flow depends
+    on values of tensors or on random numbers runs again for each other path (`capture.control_flow`).
 
     Raises:
         CaptureError: The step can't be run under fake tensors.
@@ -82,18 +82,18 @@ def capture(job: CaptureJob) -> Trace:
     """
     workload = job.workload
 
-    def recorded(course: Course, size: int | None) -> tuple[Trace, bool]:
+    def recorded(path: ControlFlowPath, size: int | None) -> tuple[Trace, bool]:
         with _fake_copied(workload, job.device, size) as (copied, values, attention, _):
-            trace = record(job, copied, values, attention, course)
+            trace = record(job, copied, values, attention, path)
         return trace, values.reads_batch
 
-    def run(course: Course) -> Trace:
-        trace, reads_batch = recorded(course, job.microbatch_size)
-        may_differ = reads_batch or any(log.microbatches_differ for log in course.replay.logs)
+    def run(path: ControlFlowPath) -> Trace:
+        trace, reads_batch = recorded(path, job.microbatch_size)
+        may_differ = reads_batch or any(log.microbatches_differ for log in path.replay.logs)
         every = _every_microbatch(trace, may_differ)
-        return recorded(course, None)[0] if every is _EveryMicrobatch.NEEDED else _with_slack(trace, every)
+        return recorded(path, None)[0] if every is _EveryMicrobatch.NEEDED else _with_slack(trace, every)
 
-    trace = Courses(run, workload.values, job.reading).worst()
+    trace = ControlFlowPaths(run, workload.values, job.reading).worst()
     if job.warm and trace.slack:
         raise CaptureError("the step may run other operators the next time: memfit captures it from its first step on")
     extra_notes = [uncut_note(workload), evaluation_note(workload), _COMPILED if is_compiled(workload) else None]
@@ -112,7 +112,7 @@ def warmed(workload: Workload, build: BuildStep, *, device: Device | None = None
         place = _place(device)
         recorder = Recorder(values.fake, "cpu" if place is None else place.type, storages_of(workload))
         with fake_modes(values), recorder, build(copied) as step:
-            values.replay = Replay(stated=workload.values)
+            values.replay = ReadReplay(stated=workload.values)
             step(copied.batch)
             garbage_bytes = collected_bytes(recorder)
             if garbage_bytes > NOTED_GARBAGE * recorder.live_bytes():
@@ -127,7 +127,7 @@ def reads_unknown(workload: Workload, build: BuildStep) -> bool:
 
     True too where the forward pass raises on a guessed value.
     """
-    replay = Replay(stated=workload.values)
+    replay = ReadReplay(stated=workload.values)
     try:
         with _fake_copied(workload, None, None) as (copied, values, *_), fake_modes(values), build(copied) as step:
             values.replay = replay

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from memfit._torch.tensors import storage_key_of
 from memfit.capture.composites import composites_without_mode
-from memfit.capture.control_flow import Course, DataRun, live_peak_bytes
+from memfit.capture.control_flow import ControlFlowPath, DataRun, live_peak_bytes
 from memfit.capture.external_state import external_tensors
 from memfit.capture.known_values import KnownValues
 from memfit.capture.operator_calls import device_of
@@ -99,7 +99,7 @@ def record(
     copied: Workload,
     values: KnownValues | None,
     attention: Attention | None = None,
-    course: Course | None = None,
+    path: ControlFlowPath | None = None,
 ) -> Trace:
     """Return the trace of a job's step, which runs on a copy of the workload: with data where `values` is None."""
     kind = next((device_of(t).type for t in [*copied.model.parameters(), *tensors_of(copied.batch)]), "cpu")
@@ -112,7 +112,7 @@ def record(
         recorder.watch(copied.model),
         recorder.generator_states(),
         recorder.resizes(),
-        _course_followed(course, values, inputs_of(copied)) as follow,
+        _path_followed(path, values, inputs_of(copied)) as follow,
         aliasing(inputs_of(copied)),
     ):
         last = 0  # the step's last microbatch so far
@@ -132,14 +132,14 @@ def record(
         for tensor in [*held, *external_tensors(copied)]:
             recorder.observe(tensor, -1)
         del held, tensor
-        if not job.warm and not (course and course.records_first):
+        if not job.warm and not (path and path.records_first):
             microbatches = [copied.batch] if isinstance(copied.batch_size, int) else step.split(copied.batch)
             made_in_part = len(microbatches) > 1
             step(microbatches[0])  # makes the optimizer's state
             del microbatches
             garbage_bytes = collected_bytes(recorder) // (last + 1)
-        if course is not None:
-            course.begin_step(0 if course.records_first else 1)
+        if path is not None:
+            path.begin_step(0 if path.records_first else 1)
         if attention is not None:
             attention.chosen.clear()
         recorded = _recorded(recorder, step, copied.batch, enter_phase)
@@ -187,18 +187,18 @@ def record(
 
 
 @contextlib.contextmanager
-def _course_followed(
-    course: Course | None, values: KnownValues | None, batch: list[torch.Tensor]
+def _path_followed(
+    path: ControlFlowPath | None, values: KnownValues | None, batch: list[torch.Tensor]
 ) -> Iterator[Callable[[Phase, int], None]]:
-    """Have a step follow a course; yield the function to call at each of its phases."""
-    if course is None or values is None:
+    """Have a step follow a control-flow path; yield the function to call at each of its phases."""
+    if path is None or values is None:
         yield lambda phase, microbatch: None
         return
-    replay = values.replay = course.replay
-    values.begin(batch, course.starts[0].extreme if course.starts[0] else "")
+    replay = values.replay = path.replay
+    values.begin(batch, path.starts[0].extreme if path.starts[0] else "")
     with replay.rewinding(), replay.arrays(values.value_of):
-        yield course.follow
-    course.reads_draws = values.reads_draws
+        yield path.follow
+    path.reads_draws = values.reads_draws
 
 
 def _recorded(

@@ -37,7 +37,7 @@ class StepVariant:
         data: Has what the step reads with data.
         build: Builds the step from the levers and a copy of the workload.
         warm: Whether the workload has made a step, and its second one is like it (`CaptureJob`).
-        explores: Whether other courses of the step are tried too.
+        explores: Whether other control-flow paths of the step are tried too.
     """
 
     workload: Workload
@@ -88,8 +88,8 @@ class Captures:
     """Captures a workload's step under many levers, in less time than one by one.
 
     All are of one copy that has made a step before, but where levers change what the optimizer holds, and but for those
-    of a loop, which also holds gradients and variables of the step before. Of a step that may take several courses,
-    each follows the one that `capture_levers` found with the same data.
+    of a loop, which also holds gradients and variables of the step before. Of a step that may take several control-flow
+    paths, each follows the one that `capture_levers` found with the same data.
 
     Attributes:
         data: Has what the step reads with data.

@@ -27,7 +27,7 @@ class DataRuns:
     def of(self, levers: Levers, *, explores: bool = True) -> DataRun:
         """Return the run of the step with the precision and the microbatch size of some levers; each runs once.
 
-        Where it explores, other courses of the step are tried too.
+        Where it explores, other control-flow paths of the step are tried too.
         """
         return _DataRun(self, Levers(precision=levers.precision, microbatch_size=levers.microbatch_size), explores)
 
