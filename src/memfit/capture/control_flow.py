@@ -196,9 +196,14 @@ class ControlFlowPaths:
             path, trace = self._worst_guess(path, trace)
         slack = _GUESSED if replay.guesses else 0.0
         if differ and not path.draws:
-            slack += self._change_between_steps(path, live_peak_bytes(trace))
+            log, start = path.replay.logs[0], path.starts[0]
+            replay = ReadReplay((log, log), self.stated, path.replay.policy)
+            same = self._tried(ControlFlowPath(replay, (start, start)))
+            slack += _GUESSED if same is None else abs(live_peak_bytes(same) / live_peak_bytes(trace) - 1)
         if path.draws or slack:
-            trace = self._larger_of_both_steps(path, trace)
+            replay = ReadReplay(path.replay.logs, self.stated, path.replay.policy)
+            first = self._tried(ControlFlowPath(replay, path.starts, records_first=True))
+            trace = trace if first is None else max(trace, first, key=live_peak_bytes)
         if path.draws:
             slack += self._excess_of_draws(path, live_peak_bytes(trace))
         return replace(trace, slack=trace.slack + slack, notes=[*trace.notes, *self.notes])
@@ -233,20 +238,6 @@ class ControlFlowPaths:
             return self.run(path)
         except MemfitError:
             return None
-
-    def _change_between_steps(self, path: ControlFlowPath, peak_bytes: int) -> float:
-        """Return the relative change of the peak from one step's readings to the next's."""
-        first, start = path.replay.logs[0], path.starts[0]
-        trace = self._tried(
-            ControlFlowPath(ReadReplay((first, first), self.stated, path.replay.policy), (start, start))
-        )
-        return _GUESSED if trace is None else abs(live_peak_bytes(trace) / peak_bytes - 1)
-
-    def _larger_of_both_steps(self, path: ControlFlowPath, trace: Trace) -> Trace:
-        """Return the trace with the higher peak, of the first and the second step."""
-        replay = ReadReplay(path.replay.logs, self.stated, path.replay.policy)
-        first = self._tried(ControlFlowPath(replay, path.starts, records_first=True))
-        return trace if first is None else max(trace, first, key=live_peak_bytes)
 
     def _passing_path(self, path: ControlFlowPath, error: MemfitError) -> tuple[ControlFlowPath, Trace]:
         """Return the path on which checks pass, found by flipping the last answer before each exception."""

@@ -244,8 +244,8 @@ class Watcher(TorchFunctionMode):
         after = optimizers.register_optimizer_step_post_hook(self._after_update)
         self._stack.callback(before.remove)
         self._stack.callback(after.remove)
-        self._replacement.put()
-        self._stack.callback(self._replacement.take)
+        self._replacement.set(True)
+        self._stack.callback(self._replacement.set, False)
         self._outer = get_current_function_mode()
         self._put_on()
         self._stack.callback(self._take_off)
@@ -594,26 +594,19 @@ class _Replacement:
             (nn.Module, "zero_grad", zero_module, watched_module_zero),
         ]
 
-    def put(self) -> None:
-        """Put the replacements in place."""
-        for owner, name, _, watched in self._places:
-            setattr(owner, name, watched)
-
-    def take(self) -> None:
-        """Take them out."""
-        for owner, name, own, _ in self._places:
-            setattr(owner, name, own)
+    def set(self, is_watched: bool, most: int | None = None) -> None:
+        """Put the replacements in place, or PyTorch's own functions; of the first `most` only."""
+        for owner, name, own, watched in self._places[:most]:
+            setattr(owner, name, watched if is_watched else own)
 
     def take_within(self) -> None:
         """Take out the replacements that Dynamo may meet, until `put_within` was called as often."""
         if not self._taken:
-            for owner, name, own, _ in self._places[:_MET]:
-                setattr(owner, name, own)
+            self.set(False, _MET)
         self._taken += 1
 
     def put_within(self, is_over: bool) -> None:
         """Put these back, unless the watch is over."""
         self._taken -= 1
         if not (self._taken or is_over):
-            for owner, name, _, watched in self._places[:_MET]:
-                setattr(owner, name, watched)
+            self.set(True, _MET)

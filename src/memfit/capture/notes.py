@@ -58,13 +58,13 @@ def explained() -> Iterator[None]:
         raise
     except Exception as e:
         raise CaptureError(
-            f"the step can't be captured without data{users_place(e)} ({first_line_of(e)}). {_hint(e)}"
+            f"the step can't be captured without data{users_place(e)} ({_first_line_of(e)}). {_hint(e)}"
         ) from e
     finally:
         log.setLevel(level)
 
 
-def first_line_of(error: Exception) -> str:
+def _first_line_of(error: Exception) -> str:
     """Return an error's type and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
 

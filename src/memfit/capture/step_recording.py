@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,7 +155,8 @@ def record(
             highest = max([recorded, *more_steps], key=lambda pair: live_peak_bytes(pair[0]))
             recorded = more_steps[-1]
             # Some settle after their second step: DistributedDataParallel makes its buckets anew there.
-            if _run_same_forward([each for each, _ in more_steps]):
+            forward = [_forward_names(each) for each, _ in more_steps]
+            if all(names == forward[0] for names in forward):
                 dry = _dry_forward_passes(recorder, step, copied.batch, recorded[0], enter_phase)
                 is_same = _runs_same_operators(recorded[0], dry)
             if is_same:
@@ -203,18 +204,23 @@ def _path_followed(
 
 def _recorded(
     recorder: Recorder, step: StepProgram, batch: Any, enter_phase: Callable[[Phase, int], None]
-) -> tuple[Recording, Categories]:
+) -> tuple[Recording, _Categories]:
     """Return the recording of a step, and the categories of its storages."""
     recorder.begin_step()
-    categories = Categories(recorder, step.workload, lambda: step.buckets)
-    step.on_phase = categories.before(enter_phase)
+    categories = _Categories(recorder, step.workload, lambda: step.buckets)
+
+    def on_phase(phase: Phase, microbatch: int) -> None:
+        categories.see_gradients()
+        enter_phase(phase, microbatch)
+
+    step.on_phase = on_phase
     with recorder.saving():
         step(batch)
     categories.see_optimizer_state()
     return recorder.end_step(), categories
 
 
-class Categories:
+class _Categories:
     """The category of each storage, found while the step runs.
 
     Args:
@@ -268,15 +274,6 @@ class Categories:
                 self._see([parameter.grad], "gradients", parameter=parameter)
         self._see(self._buckets(), "gradients")
 
-    def before(self, enter_phase: Callable[[Phase, int], None]) -> Callable[[Phase, int], None]:
-        """Return the function to call at each phase, which notes the present gradients first."""
-
-        def on_phase(phase: Phase, microbatch: int) -> None:
-            self.see_gradients()
-            enter_phase(phase, microbatch)
-
-        return on_phase
-
 
 def _dry_forward_passes(
     recorder: Recorder, step: StepProgram, batch: Any, recording: Recording, enter_phase: Callable[[Phase, int], None]
@@ -321,19 +318,16 @@ def _runs_same_operators(recording: Recording, dry: list[Recording]) -> bool:
     )
 
 
-def _run_same_forward(recordings: Sequence[Recording]) -> bool:
-    """Tell whether steps ran the same operators in their forward passes."""
-    named = []
-    for recording in recordings:
-        names = _names(recording)
-        named.append([(op.microbatch, names[i]) for i, op in enumerate(recording.ops) if op.phase == "forward"])
-    return all(names == named[0] for names in named)
-
-
 def _names(recording: Recording) -> list[str]:
     """Return the operators' names; of kernels, which are all named alike, their operators."""
     texts = list(recording.signatures)
     return [texts[op.signature] if is_kernel(texts[op.signature]) else op.name for op in recording.ops]
+
+
+def _forward_names(recording: Recording) -> list[tuple[int, str]]:
+    """Return the names of the forward pass's operators, with their microbatches."""
+    names = zip(recording.ops, _names(recording), strict=True)
+    return [(op.microbatch, name) for op, name in names if op.phase == "forward"]
 
 
 def _releases(recording: Recording, dry: list[Recording]) -> dict[int, int]:
@@ -352,15 +346,6 @@ def _releases(recording: Recording, dry: list[Recording]) -> dict[int, int]:
     return releases
 
 
-def _parameters(workload: Workload) -> list[Parameter]:
-    """Return the model's parameters, in the order of `named_parameters()`."""
-    groups = {id(p): i for i, group in enumerate(workload.optimizer.param_groups) for p in group["params"]}
-    return [
-        Parameter(name, tuple(p.shape), p.itemsize, p.requires_grad, groups.get(id(p), -1))
-        for name, p in workload.model.named_parameters()
-    ]
-
-
 def _category(storage: LiveStorage, recording: Recording, saved: bool) -> Category:
     """Return a storage's category by its lifetime: activations are those that wait for the backward pass."""
     if storage.birth < 0:
@@ -370,7 +355,7 @@ def _category(storage: LiveStorage, recording: Recording, saved: bool) -> Catego
 
 
 def _assembled(
-    job: CaptureJob, copied: Workload, recording: Recording, categories: Categories, dry: list[Recording]
+    job: CaptureJob, copied: Workload, recording: Recording, categories: _Categories, dry: list[Recording]
 ) -> Trace:
     """Return the trace of a recorded step."""
     n = len(recording.ops)
@@ -394,6 +379,7 @@ def _assembled(
         birth = -1 if index in categories.late else storage.birth
         storages.append(Storage(nbytes, birth, death, release, category, owner, parameter, storage.shape))
     size = job.microbatch_size or full
+    groups = {id(p): i for i, group in enumerate(copied.optimizer.param_groups) for p in group["params"]}
     return Trace(
         workload=job.workload.name,
         fingerprint=fingerprint(job.workload),
@@ -411,5 +397,8 @@ def _assembled(
         saves=saves,
         signatures=list(recording.signatures),
         works=recording.works,
-        parameters=_parameters(copied),
+        parameters=[
+            Parameter(name, tuple(p.shape), p.itemsize, p.requires_grad, groups.get(id(p), -1))
+            for name, p in copied.model.named_parameters()
+        ],
     )

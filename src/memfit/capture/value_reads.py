@@ -163,7 +163,11 @@ class ReadRecorder(EagerMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self._count(func, out)
+        phase, microbatch = self.place
+        shapes = tuple(t.shape for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.dim())
+        if phase == "forward" and shapes:  # scalars add up losses
+            before = self.log.forward.get(microbatch, 0)
+            self.log.forward[microbatch] = hash((before, str(func), shapes))
         if torch.Tag.data_dependent_output in func.tags:
             self._write(_ITEM, args[0], out)
         elif func is _aten.index.Tensor:
@@ -176,13 +180,6 @@ class ReadRecorder(EagerMode):
             outputs = out if isinstance(out, tuple | list) else (out,)
             self._write(str(func), args[0], [_Form.of(t) for t in outputs])
         return out
-
-    def _count(self, func: Any, out: Any) -> None:
-        phase, microbatch = self.place
-        shapes = tuple(t.shape for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.dim())
-        if phase == "forward" and shapes:  # scalars add up losses
-            before = self.log.forward.get(microbatch, 0)
-            self.log.forward[microbatch] = hash((before, str(func), shapes))
 
     def _write(self, kind: str, tensor: torch.Tensor, answer: Any) -> None:
         site, is_ours = reading_site()
@@ -320,9 +317,9 @@ class ReadReplay:
         site, is_ours = reading_site()
         if is_ours:
             return Policy().number(None, dtype, neutral)
-        stated = self._stated(site)
-        if stated is not None:
-            return stated
+        for place, stated in self.stated.items() if site is not None else ():
+            if f"/{site}".endswith(f"/{place}"):
+                return stated
         read = self._next(site, _ITEM, form_of(tensor))
         if read is not None:
             logged: ReadNumber = read.answer
@@ -349,11 +346,6 @@ class ReadReplay:
         """Note a guess of a shape."""
         site, _ = reading_site()
         self._guessed(site, str(func), tensor, None)
-
-    def _stated(self, site: Site | None) -> ReadNumber | None:
-        if site is None:
-            return None
-        return next((value for place, value in self.stated.items() if f"/{site}".endswith(f"/{place}")), None)
 
     def _next(self, site: Site | None, kind: str, form: str) -> Read | None:
         """Return the log's next reading with a site, kind and form, and advance past it; None without one."""
