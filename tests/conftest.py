@@ -24,7 +24,7 @@ from memfit.ir.plan import Levers
 from memfit.pipeline import kept_plans
 from memfit.pipeline._plan import MEASURE_VARIABLE
 from memfit.planner import captures as captured_steps
-from memfit.workload import Workload
+from memfit.planner.captures import StepVariant
 from tests import warm
 from tests.fixed_costs import fixed_costs
 from tests.quick_plans import quick_plans
@@ -160,9 +160,9 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Levers]:
     found: list[Levers] = []
     captured = captured_steps._captured
 
-    def counted(workload: Workload, levers: Levers, *arguments: Any, **options: Any) -> Any:
-        found.append(levers)
-        return captured(workload, levers, *arguments, **options)
+    def counted(variant: StepVariant) -> Any:
+        found.append(variant.levers)
+        return captured(variant)
 
     monkeypatch.setattr(captured_steps, "_captured", counted)
     return found

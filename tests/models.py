@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from memfit.capture.step_capture import capture, capture_real
+from memfit.capture.step_recording import CaptureJob
 from memfit.ir.operator_costs import CostTable
 from memfit.ir.plan import Precision
 from memfit.ir.remat import Keep, Region
@@ -285,7 +286,7 @@ def captured(workload: Workload, *, real: bool = False, **levers: Any) -> Trace:
     """Return the trace of a workload's step with levers (those of `step_of`), under fake tensors or really run."""
     run = capture_real if real else capture
     given = {name: levers[name] for name in ("precision", "microbatch_size") if name in levers}
-    return run(workload, partial(step_of, **levers), **given)
+    return run(CaptureJob(workload, partial(step_of, **levers), **given))
 
 
 @functools.cache

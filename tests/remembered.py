@@ -32,7 +32,7 @@ from memfit.fake_gpu import shim
 from memfit.ir import codec
 from memfit.ir.trace import Trace
 from memfit.planner import captures
-from memfit.planner.captures import Captures
+from memfit.planner.captures import Captures, StepVariant
 from memfit.workload import Workload
 
 _captured, _warm = captures._captured, Captures.__dict__["_warm"].func
@@ -129,19 +129,22 @@ def remembered_captures(folder: Path) -> Iterator[None]:
         folder: Where the processes of a session share what they captured.
     """
 
-    def captured(workload: Any, levers: Any, device: Any, data: Any, **options: Any) -> Trace:
+    def captured(variant: StepVariant) -> Trace:
+        device, data = variant.device, variant.data
+
         def made() -> Trace:
-            real = workload.workload if isinstance(workload, _Warmed) else workload
+            warmed: Any = variant.workload
+            real = warmed.workload if isinstance(warmed, _Warmed) else warmed
             if real is None:
                 raise CaptureError("the step fails under fake tensors")
-            return _captured(real, levers, device, data, **options)
+            return _captured(dataclasses.replace(variant, workload=real))
 
         if data.readings or data.policy is not None:
             return made()
-        named = {name: getattr(value, "__name__", value) for name, value in options.items()}
+        named = [getattr(variant.build, "__name__", ""), variant.warm, variant.explores]
         sent = dataclasses.replace(data.workload, batches=None, evaluate=None)
         here = msgspec.structs.replace(device, usable_bytes=0) if device.kind == "cpu" else device  # what is free now
-        key = _key(sent, [levers, here, named, shim.is_loaded()])
+        key = _key(sent, [variant.levers, here, named, shim.is_loaded()])
         if key is None:
             return made()
         path = folder / f"{key}.json"

@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 import memfit
 from memfit._torch import versions
-from memfit.capture.torch_version import warn_if_untested
+from memfit.capture.notes import warn_if_untested
 from memfit.capture.transport import packed
 from memfit.errors import UntestedTorchWarning
 from tests.models import twice

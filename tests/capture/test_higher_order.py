@@ -105,7 +105,7 @@ def test_what_memfit_raises_is_not_said_to_be_the_steps_fault(monkeypatch: pytes
     def text(func: Any, args: Any, kwargs: Any) -> str:
         return json.dumps(object()) if "sin" in str(func) else ""
 
-    monkeypatch.setattr(recorder, "_text", text)
+    monkeypatch.setattr(recorder, "text_of", text)
     with pytest.raises(CaptureError, match="not JSON serializable") as e:
         capture_levers(workload(torch.sin), Levers(microbatch_size=4), find_device("cpu"))
     assert "repair" not in str(e.value)

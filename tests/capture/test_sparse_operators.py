@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memfit
-from memfit.capture import partial_steps
+from memfit.capture import step_capture
 from memfit.errors import CaptureError
 from memfit.ir.plan import Levers
 from memfit.pipeline import statements
@@ -115,7 +115,7 @@ def test_plans_with_sparse_gradients_are_verified() -> None:
 @pytest.mark.parametrize("name", some(["one table", "bag of means"], ["one table"]))
 def test_more_microbatches_than_a_capture_runs_are_left_out_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each adds entries, so that none stands for the others: thousands would take minutes."""
-    monkeypatch.setattr(partial_steps, "_MOST_OPERATORS", 500)
+    monkeypatch.setattr(step_capture, "_MOST_OPERATORS", 500)
     workload = _workload(name, "SGD", rows=128)
     with pytest.raises(CaptureError, match="128 microbatches add up sparse gradients.*Give a larger microbatch_size="):
         memfit.estimate(workload, microbatch_size=1)

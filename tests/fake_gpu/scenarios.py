@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from memfit.capture.fake_workload import fake_copy, mode_of
 from memfit.capture.known_values import KnownValues
 from memfit.capture.step_capture import capture
+from memfit.capture.step_recording import CaptureJob
 from memfit.cost.roofline import roofline
 from memfit.hardware.catalogue import catalogue
 from memfit.hardware.host import find_device
@@ -58,13 +59,8 @@ def scenario(name: str, *arguments: Any) -> Callable[[Callable[..., Any]], Calla
 
 def traced(workload: Workload, device: str = "a100-80gb", **levers: Any) -> Trace:
     levers = {"precision": "32-true", "microbatch_size": batch_size_of(workload.batch), **levers}
-    return capture(
-        workload,
-        functools.partial(applied, Levers(**levers)),
-        device=catalogue()[device],
-        precision=levers["precision"],
-        microbatch_size=levers["microbatch_size"],
-    )
+    build, named = functools.partial(applied, Levers(**levers)), (levers["precision"], levers["microbatch_size"])
+    return capture(CaptureJob(workload, build, *named, catalogue()[device]))
 
 
 def summary(trace: Trace) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers, OptimizerLever, Precision
 from memfit.ir.remat import Region
 from memfit.planner import captures as captured_steps
-from memfit.planner.captures import Captures, capture_levers
+from memfit.planner.captures import Captures, StepVariant, capture_levers
 from memfit.planner.prediction import predict
 from memfit.training.step import Step
 from memfit.workload import Workload, batch_size_of
@@ -85,9 +85,9 @@ def test_a_model_that_holds_something_of_the_step_before_is_captured_by_itself(m
     captures, made = Captures(workload, DEVICE), []
     captured = captured_steps._captured
 
-    def counted(*given: object, warm: bool = False, **more: object) -> object:
-        made.append(warm)
-        return captured(*given, warm=warm, **more)  # type: ignore[arg-type]
+    def counted(variant: StepVariant) -> object:
+        made.append(variant.warm)
+        return captured(variant)
 
     monkeypatch.setattr(captured_steps, "_captured", counted)
     levers = Levers(precision="bf16-mixed", microbatch_size=8)

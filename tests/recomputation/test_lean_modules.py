@@ -17,6 +17,7 @@ from torch import nn
 
 from memfit.capture.fake_workload import real_copy
 from memfit.capture.step_capture import capture
+from memfit.capture.step_recording import CaptureJob
 from memfit.cost.calibrate import calibrate
 from memfit.errors import PlanError, PlanMismatchError, RecomputationError
 from memfit.hardware.cpu_allocations import allocated
@@ -159,7 +160,7 @@ def levers(workload: Workload, regions: Sequence[Region] = (), patterns: tuple[s
 
 
 def trace_of(workload: Workload, given: Levers) -> Trace:
-    return capture(workload, functools.partial(applied, given))
+    return capture(CaptureJob(workload, functools.partial(applied, given)))
 
 
 def kept_bytes(trace: Trace) -> int:

@@ -9,22 +9,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from memfit._torch.dispatch import DispatchKey, below_autograd
+from memfit._torch.autograd import forward_ad_level
+from memfit._torch.dispatch import DispatchKey, below_autograd, peek_interpreter_stack
 from memfit._torch.operators import call_at, destroy_library
 from memfit._torch.replacement import replaced
-from memfit.capture.products import Saving, is_transformed, register, register_products
-from memfit.capture.reflectors import HouseholderProduct
-from memfit.turns import here
+from memfit.turns import has_turn, here
 
 _aten = torch.ops.aten
 _KEYS = ("AutogradCPU", "AutogradCUDA")
-
 
 _registered: list[torch.library.Library] = []
 """The kernels of the contexts that are entered, of which the innermost alone are registered."""
@@ -61,27 +60,26 @@ def _library() -> torch.library.Library:
     for key in _KEYS:
         for func, kernel in _COMPOSITES.items():
             library.impl(func, here(kernel, functools.partial(_as_composite, func)), key)
-        register_products(library, key)
-        register(library, key, {"linalg_householder_product": HouseholderProduct.apply})
-    register(library, "AutogradCPU", dict.fromkeys(("max", "min", "median", "nanmedian"), _Extreme.apply))
+        _register(library, key, _OWN_BACKWARD)
+    _register(library, "AutogradCPU", dict.fromkeys(("max", "min", "median", "nanmedian"), _OrderStatistic.apply))
     plain = functools.partial(_as_composite, _aten.max_pool1d.default)
     library.impl("max_pool1d", here(_max_pool1d, plain), "AutogradCPU")
     return library
 
 
-def _as_composite(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _as_composite(func: Any, *args: Any, **kwargs: Any) -> Tensor:
     return call_at(func, DispatchKey.CompositeImplicitAutograd, *args, **kwargs)  # type: ignore[no-any-return]
 
 
-def _linear(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _linear(given: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Add the bias in place where it does not go into the product (`linear` in ATen/native/Linear.cpp)."""
     if bias is None or given.dim() == 2 or given.layout is not torch.strided or given.is_contiguous():
         return _as_composite(_aten.linear.default, given, weight, bias)
-    product: torch.Tensor = _aten.matmul.default(given, weight.t())
+    product: Tensor = _aten.matmul.default(given, weight.t())
     return product.add_(bias)
 
 
-def _max_pool1d(given: torch.Tensor, *window: Any) -> torch.Tensor:
+def _max_pool1d(given: Tensor, *window: Any) -> Tensor:
     """Make no indices where no gradient is asked for (`max_pool1d` in ATen/native/MaxPooling.cpp)."""
     if (torch.is_grad_enabled() and given.requires_grad) or given.is_quantized:
         return _as_composite(_aten.max_pool1d.default, given, *window)
@@ -89,7 +87,7 @@ def _max_pool1d(given: torch.Tensor, *window: Any) -> torch.Tensor:
         return _aten.max_pool1d.default(given, *window)  # type: ignore[no-any-return]
 
 
-def _one_hot(classes: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+def _one_hot(classes: Tensor, num_classes: int = -1) -> Tensor:
     """Fill zeros in place, where fake tensors compare (`one_hot` in ATen/native/Onehot.cpp); checks are left out."""
     is_counted = num_classes == -1  # else PyTorch has an error of its own for what is not positive
     if (num_classes < 1 and not is_counted) or classes.numel() == 0 or classes.dtype is not torch.long:
@@ -99,31 +97,31 @@ def _one_hot(classes: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     return zeros.scatter_(-1, classes.unsqueeze(-1), 1)
 
 
-def _is_differentiated(given: torch.Tensor) -> bool:
+def _is_differentiated(given: Tensor) -> bool:
     """Tell whether a gradient or a derivative is asked for (`_may_require_fw_or_bw_grad` in BatchLinearAlgebra.cpp)."""
-    return is_transformed() or (torch.is_grad_enabled() and given.requires_grad)
+    return _is_transformed() or (torch.is_grad_enabled() and given.requires_grad)
 
 
-def _singular_values(given: torch.Tensor, *, driver: str | None = None) -> torch.Tensor:
+def _singular_values(given: Tensor, *, driver: str | None = None) -> Tensor:
     """Make no singular vectors where no gradient is asked for, as the next two make no eigenvectors."""
     if _is_differentiated(given):
         return _as_composite(_aten.linalg_svdvals.default, given, driver=driver)
     return _aten._linalg_svd.default(given, False, False, driver=driver)[1]  # type: ignore[no-any-return]
 
 
-def _symmetric_eigenvalues(given: torch.Tensor, triangle: str = "L") -> torch.Tensor:
+def _symmetric_eigenvalues(given: Tensor, triangle: str = "L") -> Tensor:
     if _is_differentiated(given):
         return _as_composite(_aten.linalg_eigvalsh.default, given, triangle)
     return _aten._linalg_eigh.default(given, triangle, False)[0]  # type: ignore[no-any-return]
 
 
-def _eigenvalues(given: torch.Tensor) -> torch.Tensor:
+def _eigenvalues(given: Tensor) -> Tensor:
     if _is_differentiated(given):
         return _as_composite(_aten.linalg_eigvals.default, given)
     return _aten._linalg_eigvals.default(given)  # type: ignore[no-any-return]
 
 
-_COMPOSITES: dict[Any, Callable[..., torch.Tensor]] = {
+_COMPOSITES: dict[Any, Callable[..., Tensor]] = {
     _aten.linear.default: _linear,
     _aten.one_hot.default: _one_hot,
     _aten.linalg_svdvals.default: _singular_values,
@@ -132,7 +130,66 @@ _COMPOSITES: dict[Any, Callable[..., torch.Tensor]] = {
 }
 
 
-class _Extreme(Saving):
+# Operators with a backward pass of their own, run as PyTorch's formulas run without a mode. Temporary tensors have
+# names where C++ keeps them to the end of a statement, and Python would not.
+
+_Run = Callable[[Tensor], Tensor]
+"""A function that runs PyTorch's own kernel, with its own backward formula."""
+
+
+def _register(library: torch.library.Library, key: str, functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Register operators with a backward pass of their own, by name, as `_with_own_backward` takes them."""
+    for name, function in functions.items():
+        kernel = torch.library.get_kernel(f"aten::{name}", key)
+        library.impl(name, _with_own_backward(kernel, function), key, with_keyset=True)
+
+
+def _is_transformed() -> bool:
+    """Tell whether `torch.func` or forward-mode differentiation is under way."""
+    return peek_interpreter_stack() is not None or forward_ad_level() >= 0
+
+
+def _with_own_backward(kernel: Any, function: Callable[..., Any]) -> Callable[..., Tensor]:
+    """Return a kernel that computes as another, with a backward pass of its own.
+
+    Under `torch.func` and forward-mode differentiation, and in threads that capture nothing, the other kernel runs.
+
+    Args:
+        kernel: The kernel of an operator at a dispatch key.
+        function: Called with a function that runs that kernel, and the operator's arguments.
+    """
+
+    def run(keys: Any, given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def as_pytorch(given: Tensor) -> Tensor:
+            result: Tensor = kernel.call_boxed(keys, given, *args, **kwargs)
+            return result
+
+        if not has_turn():
+            return as_pytorch(given)
+        if (
+            _is_transformed()
+            or not torch.is_grad_enabled()
+            or not given.requires_grad
+            or given.layout is not torch.strided
+        ):
+            return as_pytorch(given)
+        return function(as_pytorch, given, *args)  # type: ignore[no-any-return]
+
+    return run
+
+
+class _OwnBackward(torch.autograd.Function):
+    """An operator run by PyTorch's own kernel, which saves its input and its output; `ctx.options` has the rest."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, given: Tensor, *options: Any) -> Tensor:
+        result = run(given)
+        ctx.save_for_backward(given, result)
+        ctx.run, ctx.options = run, options
+        return result
+
+
+class _OrderStatistic(_OwnBackward):
     """`max`, `min` and medians of all elements, whose backward passes differ without a mode on the CPU.
 
     There they read whether the result is NaN, and fill the gradient in place (`evenly_distribute_backward` in
@@ -140,8 +197,240 @@ class _Extreme(Saving):
     """
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         given, result = ctx.saved_tensors
         is_one = given == result
         zeros = grad.new_zeros(given.shape)
         return None, zeros.masked_fill_(is_one, grad / is_one.sum())
+
+
+# The backward passes of `prod` and `cumprod` read whether an element is 0, and take a leaner formula where none is;
+# under a mode they always take the formula for zeros (`prod_backward` and `cumprod_backward` in
+# torch/csrc/autograd/FunctionsManual.cpp).
+
+
+def _along(run: _Run, given: Tensor, dim: int, keepdim: bool = False) -> Any:
+    return _Prod.apply(run, given, dim, keepdim)  # type: ignore[no-untyped-call]
+
+
+class _Prod(_OwnBackward):
+    """A product of all elements, or along a dimension."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        given, result = ctx.saved_tensors
+        given = given.to(grad.dtype)
+        if given.dim() == 0:
+            return None, grad, None, None
+        dim: Any  # None for all elements
+        dim, keepdim = ctx.options or (None, True)
+        gradient = _whole_gradient if dim is None else _gradient_along
+        if not keepdim:
+            grad, result = grad.unsqueeze(dim), result.unsqueeze(dim)
+        return None, gradient(grad, given, result, dim), None, None
+
+
+def _whole_gradient(grad: Tensor, given: Tensor, result: Tensor, _: None) -> Tensor:
+    zeros = _positions_of_zeros(given)
+    if len(zeros) == 0:
+        return grad * (result / given).conj()
+    if len(zeros) > 1 and not torch.is_grad_enabled():
+        return torch.zeros_like(given, memory_format=torch.contiguous_format)
+    return _gradient_beside_zeros(grad, given.contiguous().view(-1), 0).view_as(given)
+
+
+def _positions_of_zeros(given: Tensor) -> Tensor:
+    is_zero = given == 0
+    # PyTorch reads the length of `nonzero()`; where no value is known, a boolean can be guessed and a length can't.
+    if is_zero.any().item():
+        return is_zero.nonzero()
+    return torch.empty((0, given.dim()), dtype=torch.long, device=given.device)
+
+
+def _gradient_along(grad: Tensor, given: Tensor, result: Tensor, dim: int) -> Tensor:
+    is_zero = given == 0
+    zeros = is_zero.sum(dim, True)
+    if not zeros.any().item():  # PyTorch reads the number of zeros, which differs from step to step
+        return grad * (result / given).conj()
+    return _gradient_beside_zeros(grad, given, dim % given.dim())
+
+
+def _gradient_beside_zeros(grad: Tensor, given: Tensor, dim: int) -> Tensor:
+    """Return the gradient, from the products of the elements before and after each element."""
+    if given.numel() == 0:
+        return grad.expand_as(given)
+    size = given.shape[dim]
+    if size == 1:
+        return grad
+    ones = torch.ones((*given.shape[:dim], 1, *given.shape[dim + 1 :]), dtype=grad.dtype, device=grad.device)
+    of_before = torch.cat((ones, given.narrow(dim, 0, size - 1)), dim)
+    before = of_before.cumprod(dim)
+    reverse = given.narrow(dim, 1, size - 1).flip(dim)
+    of_after = torch.cat((ones, reverse), dim)
+    del ones, reverse
+    after = of_after.cumprod(dim).flip(dim)
+    return grad * (before * after).conj()
+
+
+class _Cumprod(_OwnBackward):
+    """A cumulative product along a dimension."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        given, result = ctx.saved_tensors
+        grad = grad.to(given.dtype)
+        (dim,) = ctx.options
+        if given.numel() <= 1 or given.shape[dim] == 1:
+            return None, grad, None
+        return None, _cumulative_gradient(ctx.run, grad, given, result, dim), None
+
+
+def _cumulative_gradient(run: _Run, grad: Tensor, given: Tensor, result: Tensor, dim: int) -> Tensor:
+    weighted = result.conj() * grad
+    is_zero = given == 0
+    if not is_zero.any().item():
+        return _sums_from_here(weighted, dim).div(given.conj())
+    if torch.is_grad_enabled():
+        return torch.autograd.grad(run(given), given, grad, create_graph=True)[0]
+    gradient = torch.zeros(given.shape, dtype=grad.dtype, device=grad.device)
+    zeros = is_zero.cumsum(dim)
+    is_before = zeros == 0
+    before = _gradient_before_zeros(is_before, weighted, given.conj(), dim)
+    gradient = torch.where(is_before, before, gradient)
+    is_before = zeros == 1
+    return _with_first_zeros(gradient, is_before, zeros, grad, given.conj(), result.conj(), dim)
+
+
+def _sums_from_here(values: Tensor, dim: int) -> Tensor:
+    """Return, for each element, the sum of itself and all elements after it."""
+    flipped = values.flip(dim)
+    sums = flipped.cumsum(dim)
+    return sums.flip(dim)
+
+
+def _gradient_before_zeros(is_before: Tensor, weighted: Tensor, given: Tensor, dim: int) -> Tensor:
+    others = ~is_before
+    filled = weighted.masked_fill(others, 0.0)
+    return _sums_from_here(filled, dim).div_(given)
+
+
+def _with_first_zeros(
+    gradient: Tensor, is_between: Tensor, zeros: Tensor, grad: Tensor, given: Tensor, result: Tensor, dim: int
+) -> Tensor:
+    """Return a gradient with the entries of each line's first zero.
+
+    Such an entry is the product of the factors before the zero, times a sum over the products that follow it.
+
+    Args:
+        gradient: The gradient of the other elements.
+        is_between: Whether exactly one zero is at or before the element; is written to.
+        zeros: The number of zeros at or before the element.
+    """
+    first = is_between.max(dim, keepdim=True)[1]
+    is_first = torch.zeros_like(is_between).scatter_(dim, first, 1).logical_and_(is_between)
+    is_between &= ~is_first
+    products = _products_between(given, is_between, dim)
+    counted = grad.masked_fill(zeros != 1, 0.0)
+    before = _products_before(result, first, dim)
+    sums = products.mul_(counted).sum(dim, keepdim=True)
+    del products
+    return torch.where(is_first, sums.mul_(before), gradient)
+
+
+def _products_between(given: Tensor, is_between: Tensor, dim: int) -> Tensor:
+    others = ~is_between
+    filled = given.masked_fill(others, 1.0)
+    return filled.cumprod(dim)
+
+
+def _products_before(result: Tensor, first: Tensor, dim: int) -> Tensor:
+    position = (first - 1).relu_()
+    return result.gather(dim, position).masked_fill_(first == 0, 1.0)
+
+
+# The backward pass of `linalg.householder_product` writes the gradient of each reflector into one tensor; under a mode
+# it makes a list of them, which it joins (`householder_product_backward` in torch/csrc/autograd/FunctionsManual.cpp).
+
+
+class _HouseholderProduct(torch.autograd.Function):
+    """A product of reflectors, by PyTorch's own kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, given: Tensor, tau: Tensor) -> Tensor:
+        result: Tensor = run(given)
+        ctx.save_for_backward(given, tau, result)
+        ctx.run = run
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        given, tau, result = ctx.saved_tensors
+        if torch.is_grad_enabled():  # what is differentiated again is never written to
+            inputs = (given, tau) if tau.requires_grad else (given,)
+            found = torch.autograd.grad(ctx.run(given), inputs, grad, create_graph=True)
+            return None, found[0], found[1] if tau.requires_grad else None
+        count = tau.shape[-1]
+        if 0 in (given.numel(), count):
+            return None, torch.zeros_like(given), torch.zeros_like(tau)
+        vectors = given.tril(-1)
+        vectors.diagonal(0, -2, -1).fill_(1.0)
+        inverse = _inverse_factors(vectors.narrow(-1, 0, count), tau)
+        inner = result.matmul(grad.mH)
+        _reflect_rows(inner, vectors, inverse, 0)
+        of_given, of_tau = torch.zeros_like(given), torch.zeros_like(tau)
+        for k in range(count):
+            of_vector, of_factor = _gradients(inner, vectors, tau, k)
+            of_given.select(-1, k).copy_(of_vector)
+            of_tau.select(-1, k).copy_(of_factor)
+            if k + 1 < count:
+                _reflect_rows(inner, vectors, inverse, k + 1)
+                _reflect_columns(inner, vectors, tau, k)
+            del of_vector, of_factor
+        return None, of_given.tril_(-1), of_tau
+
+
+def _inverse_factors(vectors: Tensor, tau: Tensor) -> Tensor:
+    """Return the factors of the reflectors' inverses."""
+    squared = (vectors * vectors.conj()).sum(-2)
+    return tau / (tau * squared - 1.0)
+
+
+def _part(values: Tensor, dim: int, k: int) -> Tensor:
+    return values.narrow(dim, k, values.shape[dim] - k)
+
+
+def _vector(vectors: Tensor, k: int) -> Tensor:
+    """Return reflector `k`, which is 0 before its place `k`: of shape (..., m - k, 1)."""
+    return _part(vectors.narrow(-1, k, 1), -2, k)
+
+
+def _reflect_rows(inner: Tensor, vectors: Tensor, factors: Tensor, k: int) -> None:
+    v, rows = _vector(vectors, k), _part(inner, -2, k)
+    projected = v.mH.matmul(rows)
+    scaled = factors.narrow(-1, k, 1).unsqueeze(-1) * v
+    rows.sub_(scaled * projected)
+
+
+def _reflect_columns(inner: Tensor, vectors: Tensor, factors: Tensor, k: int) -> None:
+    v, columns = _vector(vectors, k), _part(inner, -1, k)
+    scaled = factors.narrow(-1, k, 1).unsqueeze(-1) * v
+    projected = columns.matmul(scaled)
+    columns.sub_(projected * v.mH)
+
+
+def _gradients(inner: Tensor, vectors: Tensor, tau: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the gradients of a reflector and of its factor."""
+    v, factor = _vector(vectors, k), tau.narrow(-1, k, 1).unsqueeze(-1)
+    left = v.mH.matmul(_part(inner, -2, k))
+    right = _part(inner, -1, k).matmul(v)
+    of_vector = (-factor * left.conj()).squeeze(-2) - (factor.conj() * right).squeeze(-1)
+    of_factor = -left.narrow(-1, k, v.shape[-2]).matmul(v).conj()
+    return of_vector, of_factor.flatten(-2).squeeze(-1)
+
+
+_OWN_BACKWARD: dict[str, Callable[..., Any]] = {
+    "prod": _Prod.apply,
+    "prod.dim_int": _along,
+    "cumprod": _Cumprod.apply,
+    "linalg_householder_product": _HouseholderProduct.apply,
+}

@@ -1,38 +1,105 @@
-"""Courses of a step whose control flow depends on values of tensors or on random numbers.
+"""Paths of a step whose control flow depends on values of tensors or on random numbers.
 
 Where code reads a value that is not known, the step runs with data if it can, and its readings are replayed; else both
 answers are tried. Where a generator of Python or NumPy, or a number that PyTorch draws, decides what runs, other draws
-are tried. The trace is of the course from the present states of the generators; `Trace.slack` says by how much others
+are tried. The trace is of the path from the present states of the generators; `Trace.slack` says by how much others
 take more.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
+import torch
 from msgspec.structs import replace
 
-from memfit.capture.draws import GeneratorStates
+from memfit.capture.known_values import Extreme
 from memfit.capture.recorder import Recording
-from memfit.capture.value_reads import Log, Number, Policy, Replay
+from memfit.capture.value_reads import Policy, ReadLog, ReadNumber, ReadReplay
 from memfit.errors import MemfitError
 from memfit.ir.trace import Phase, Trace
+from memfit.own_generators import default_generator
 
 _MOST_FLIPS = 24  # checks that would raise, one after the other
 _MOST_SITES = 6  # guesses, up to which each one's other answer is tried by itself
 _SEEDS = 2
 _GUESSED = 0.1  # chosen, not measured: a guessed number may change more than the branch taken
+_WORDS = 624  # of the Mersenne twister's state
+_ONES = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class GeneratorStates:
+    """The states of Python's, NumPy's and PyTorch's global generators.
+
+    Attributes:
+        extreme: Whether the generators draw the least ("low") or the greatest ("high") numbers; "" for neither.
+    """
+
+    python: Any
+    numpy: Any
+    extreme: Extreme = ""
+    of_torch: torch.Tensor = field(default_factory=lambda: default_generator().get_state(), compare=False)
+
+    @classmethod
+    def now(cls) -> GeneratorStates:
+        """Return the present states."""
+        name, keys, *rest = np.random.get_state()
+        return cls(random.getstate(), (name, tuple(np.asarray(keys).tolist()), *rest))
+
+    @classmethod
+    def seeded(cls, seed: int) -> GeneratorStates:
+        """Return the states of generators with a seed."""
+        name, keys, *rest = np.random.RandomState(seed).get_state()
+        return cls(random.Random(seed).getstate(), (name, tuple(np.asarray(keys).tolist()), *rest))
+
+    @classmethod
+    def drawing(cls, extreme: Literal["low", "high"]) -> GeneratorStates:
+        """Return states from which Python's and NumPy's generators draw extreme numbers, some hundreds of times."""
+        # Both are the Mersenne twister, whose next words are its state's, tempered.
+        word = 0 if extreme == "low" else _untempered(_ONES)
+        last = random.Random(0)  # other words at the end: code that draws until a number differs comes to an end
+        words = (*[word] * (_WORDS - 24), *(last.getrandbits(32) for _ in range(24)))
+        return cls((3, (*words, 0), None), ("MT19937", words, 0, 0, 0.0), extreme)
+
+    def has_states_of(self, other: GeneratorStates) -> bool:
+        """Tell whether Python's and NumPy's generators have the same states as in another object."""
+        return (self.python, self.numpy) == (other.python, other.numpy)
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        random.setstate(self.python)
+        name, keys, *rest = self.numpy
+        np.random.set_state((name, np.array(keys, np.uint32), *rest))
+        default_generator().set_state(self.of_torch)
+
+
+def _untempered(word: int) -> int:
+    """Return the word of the Mersenne twister's state that is tempered to a given word.
+
+    M. Matsumoto, T. Nishimura (1998), *Mersenne Twister*, section 2.1; each line undoes one of its shifts.
+    """
+    word ^= word >> 18
+    word ^= (word << 15) & 0xEFC60000
+    state = word
+    for _ in range(5):
+        state = word ^ ((state << 7) & 0x9D2C5680)
+    word = state
+    for _ in range(3):
+        state = word ^ (state >> 11)
+    return state & _ONES
 
 
 @dataclass(frozen=True)
 class Readings:
     """Values that two steps in a row read with data, and the states of the generators at the start of each."""
 
-    logs: tuple[Log, Log]
+    logs: tuple[ReadLog, ReadLog]
     starts: tuple[GeneratorStates, GeneratorStates]
 
 
@@ -40,8 +107,8 @@ class DataRun(Protocol):
     """A run of two steps with data.
 
     Attributes:
-        explores: Whether other courses of the step are tried too; not in a search, which confirms its result.
-        policy: The answers of the course that takes the most memory, once courses were tried.
+        explores: Whether other paths of the step are tried too; not in a search, which confirms its result.
+        policy: The answers of the path that takes the most memory, once paths were tried.
         known: The readings, where the steps ran already and read something; else None.
     """
 
@@ -56,8 +123,8 @@ class DataRun(Protocol):
 
 
 @dataclass
-class Course:
-    """A course of two steps, of which one is recorded.
+class ControlFlowPath:
+    """The control-flow path of two steps, of which one is recorded.
 
     Attributes:
         replay: Answers to the values that the steps read.
@@ -66,7 +133,7 @@ class Course:
         reads_draws: Whether the steps read a number that PyTorch drew.
     """
 
-    replay: Replay
+    replay: ReadReplay
     starts: tuple[GeneratorStates | None, GeneratorStates | None]
     records_first: bool = False
     reads_draws: bool = False
@@ -96,111 +163,106 @@ class Course:
         return moved or self.reads_draws
 
 
-class Courses:
-    """The courses that a step may take.
+class ControlFlowPaths:
+    """The control-flow paths that a step may take.
 
     Args:
-        run: Captures the step on one course.
+        run: Captures the step on one path.
         stated: Values that the user states (`Workload.values`).
         reading: The run with data; None where there can't be any.
     """
 
-    def __init__(self, run: Callable[[Course], Trace], stated: Mapping[str, Number], reading: DataRun | None) -> None:
+    def __init__(
+        self, run: Callable[[ControlFlowPath], Trace], stated: Mapping[str, ReadNumber], reading: DataRun | None
+    ) -> None:
         self.run, self.stated, self.reading = run, stated, reading
         self.start = GeneratorStates.now()
         self.notes: list[str] = []
 
     def worst(self) -> Trace:
-        """Return the trace of the step, on the course with the highest peak where guesses decide.
+        """Return the trace of the step, on the path with the highest peak where guesses decide.
 
         Raises:
-            CaptureError: The step can't be captured on any course.
+            CaptureError: The step can't be captured on any path.
         """
-        course, trace = self._first_course()
-        replay = course.replay
+        path, trace = self._first_path()
+        replay = path.replay
         if self.reading is not None and not self.reading.explores:
             return trace
         differ = any(log.reads != replay.logs[0].reads for log in replay.logs)
-        if not (replay.guesses or course.draws or differ):
+        if not (replay.guesses or path.draws or differ):
             return trace
         if replay.guesses:
-            course, trace = self._worst_guess(course, trace)
+            path, trace = self._worst_guess(path, trace)
         slack = _GUESSED if replay.guesses else 0.0
-        if differ and not course.draws:
-            slack += self._change_between_steps(course, live_peak_bytes(trace))
-        if course.draws or slack:
-            trace = self._larger_of_both_steps(course, trace)
-        if course.draws:
-            slack += self._excess_of_draws(course, live_peak_bytes(trace))
+        if differ and not path.draws:
+            log, start = path.replay.logs[0], path.starts[0]
+            replay = ReadReplay((log, log), self.stated, path.replay.policy)
+            same = self._tried(ControlFlowPath(replay, (start, start)))
+            slack += _GUESSED if same is None else abs(live_peak_bytes(same) / live_peak_bytes(trace) - 1)
+        if path.draws or slack:
+            replay = ReadReplay(path.replay.logs, self.stated, path.replay.policy)
+            first = self._tried(ControlFlowPath(replay, path.starts, records_first=True))
+            trace = trace if first is None else max(trace, first, key=live_peak_bytes)
+        if path.draws:
+            slack += self._excess_of_draws(path, live_peak_bytes(trace))
         return replace(trace, slack=trace.slack + slack, notes=[*trace.notes, *self.notes])
 
-    def _first_course(self) -> tuple[Course, Trace]:
-        """Return the course taken from the present states, and its trace; readings are replayed where known."""
+    def _first_path(self) -> tuple[ControlFlowPath, Trace]:
+        """Return the path taken from the present states, and its trace; readings are replayed where known."""
         if self.reading is not None and self.reading.known is not None:
-            known = self._course_with_data()
+            known = self._path_with_data()
             assert known is not None
             return known
         policy = None if self.reading is None else self.reading.policy
-        course = Course(Replay(stated=self.stated, policy=policy), (self.start, None))
+        path = ControlFlowPath(ReadReplay(stated=self.stated, policy=policy), (self.start, None))
         try:
-            trace = self.run(course)
+            trace = self.run(path)
         except MemfitError as e:
-            if not (course.replay.guesses or course.replay.needs_data):
+            if not (path.replay.guesses or path.replay.needs_data):
                 raise
-            return self._course_with_data() or self._passing_course(course, e)
-        return (self._course_with_data() if course.replay.guesses or course.reads_draws else None) or (course, trace)
+            return self._path_with_data() or self._passing_path(path, e)
+        return (self._path_with_data() if path.replay.guesses or path.reads_draws else None) or (path, trace)
 
-    def _course_with_data(self) -> tuple[Course, Trace] | None:
-        """Return the course that replays two steps with data, and its trace; None where they can't run."""
+    def _path_with_data(self) -> tuple[ControlFlowPath, Trace] | None:
+        """Return the path that replays two steps with data, and its trace; None where they can't run."""
         readings = None if self.reading is None else self.reading()
         if readings is None:
             return None
-        course = Course(Replay(readings.logs, self.stated), readings.starts)
-        return course, self.run(course)
+        path = ControlFlowPath(ReadReplay(readings.logs, self.stated), readings.starts)
+        return path, self.run(path)
 
-    def _tried(self, course: Course) -> Trace | None:
-        """Return the trace on a course; None where it can't be captured."""
+    def _tried(self, path: ControlFlowPath) -> Trace | None:
+        """Return the trace on a path; None where it can't be captured."""
         try:
-            return self.run(course)
+            return self.run(path)
         except MemfitError:
             return None
 
-    def _change_between_steps(self, course: Course, peak_bytes: int) -> float:
-        """Return the relative change of the peak from one step's readings to the next's."""
-        first, start = course.replay.logs[0], course.starts[0]
-        trace = self._tried(Course(Replay((first, first), self.stated, course.replay.policy), (start, start)))
-        return _GUESSED if trace is None else abs(live_peak_bytes(trace) / peak_bytes - 1)
-
-    def _larger_of_both_steps(self, course: Course, trace: Trace) -> Trace:
-        """Return the trace with the higher peak, of the first and the second step."""
-        replay = Replay(course.replay.logs, self.stated, course.replay.policy)
-        first = self._tried(Course(replay, course.starts, records_first=True))
-        return trace if first is None else max(trace, first, key=live_peak_bytes)
-
-    def _passing_course(self, course: Course, error: MemfitError) -> tuple[Course, Trace]:
-        """Return the course on which checks pass, found by flipping the last answer before each exception."""
-        flipped = course.replay.policy.flipped
+    def _passing_path(self, path: ControlFlowPath, error: MemfitError) -> tuple[ControlFlowPath, Trace]:
+        """Return the path on which checks pass, found by flipping the last answer before each exception."""
+        flipped = path.replay.policy.flipped
         for _ in range(_MOST_FLIPS):
-            open_sites = [site for site in course.replay.guesses if site not in flipped]
+            open_sites = [site for site in path.replay.guesses if site not in flipped]
             if not open_sites:
                 break
             flipped |= {open_sites[-1]}
-            course = Course(Replay(stated=self.stated, policy=Policy(flipped=flipped)), course.starts)
+            path = ControlFlowPath(ReadReplay(stated=self.stated, policy=Policy(flipped=flipped)), path.starts)
             try:
-                return course, self.run(course)
+                return path, self.run(path)
             except MemfitError as e:
                 error = e
         raise error
 
-    def _worst_guess(self, course: Course, trace: Trace) -> tuple[Course, Trace]:
-        """Return the course with the highest peak among those of other answers; answers that raise are left out."""
-        best = course, trace
-        policy, guesses = course.replay.policy, dict(course.replay.guesses)
+    def _worst_guess(self, path: ControlFlowPath, trace: Trace) -> tuple[ControlFlowPath, Trace]:
+        """Return the path with the highest peak among those of other answers; answers that raise are left out."""
+        best = path, trace
+        policy, guesses = path.replay.policy, dict(path.replay.guesses)
         policies = [dataclasses.replace(policy, is_high=True)]
         if 1 < len(guesses) <= _MOST_SITES:
             policies += [dataclasses.replace(policy, flipped=policy.flipped ^ {site}) for site in guesses]
         for other in policies if any(guess.is_number for guess in guesses.values()) else ():
-            tried = Course(Replay(course.replay.logs, self.stated, other), course.starts)
+            tried = ControlFlowPath(ReadReplay(path.replay.logs, self.stated, other), path.starts)
             tried_trace = self._tried(tried)
             if tried_trace is None:
                 continue
@@ -211,12 +273,12 @@ class Courses:
             self.reading.policy = best[0].replay.policy
         return best
 
-    def _excess_of_draws(self, course: Course, peak_bytes: int) -> float:
+    def _excess_of_draws(self, path: ControlFlowPath, peak_bytes: int) -> float:
         """Return the share by which the worst of other draws exceeds a peak, and note it."""
         starts = [GeneratorStates.drawing("low"), GeneratorStates.drawing("high")]
         starts += [GeneratorStates.seeded(seed) for seed in range(_SEEDS)]
-        policy = course.replay.policy
-        tried = (Course(Replay(course.replay.logs, self.stated, policy), (start, start)) for start in starts)
+        policy = path.replay.policy
+        tried = (ControlFlowPath(ReadReplay(path.replay.logs, self.stated, policy), (start, start)) for start in starts)
         peaks = [live_peak_bytes(trace) for one in tried if (trace := self._tried(one)) is not None]
         if all(peak == peak_bytes for peak in peaks):
             return 0.0

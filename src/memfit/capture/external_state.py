@@ -31,7 +31,16 @@ from memfit._torch.autograd import add_tensor_hooks, tensor_hooks
 from memfit._torch.modules import hooks_of_all_modules
 from memfit._torch.optim import hooks_of_all
 from memfit.batch import parts_of, set_slot
-from memfit.capture.object_graph import ITEMS, MAPPINGS, OPAQUE, Graph, attributes, base_of, contents_of, is_variable
+from memfit.capture.object_graph import (
+    ITEMS,
+    MAPPINGS,
+    OPAQUE,
+    ObjectGraph,
+    attributes,
+    base_of,
+    contents_of,
+    is_variable,
+)
 from memfit.held_state import MOST_ITEMS, globals_of, is_followed, is_object, names_in
 from memfit.workload import Workload, tensors_of
 
@@ -43,7 +52,7 @@ _models: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Modules and parameters of the user's models that a rebound loss function still refers to."""
 
 
-def graph_of(workload: Workload) -> tuple[Graph, int]:
+def graph_of(workload: Workload) -> tuple[ObjectGraph, int]:
     """Return what can be reached from a workload's model, optimizer and loss function, and from hooks of all steps.
 
     The number tells how many objects are reached without the loss function; those after them are the loss's alone.
@@ -52,7 +61,7 @@ def graph_of(workload: Workload) -> tuple[Graph, int]:
     hooks = hooks_of_all_modules()
     if not hasattr(vars(workload.optimizer).get("step"), _BOUND):
         hooks += [hook for each in hooks_of_all() for hook in each.values()]
-    graph = Graph([workload.model, workload.optimizer, *hooks], ends=lambda v: id(v) not in own and _is_kept(v))
+    graph = ObjectGraph([workload.model, workload.optimizer, *hooks], ends=lambda v: id(v) not in own and _is_kept(v))
     count = len(graph.nodes)
     graph.add([workload.loss_fn])
     return graph, count
@@ -73,7 +82,7 @@ class Rebinding:
             an argument.
     """
 
-    def __init__(self, graph: Graph, memo: dict[int, Any], apart: int, model: nn.Module) -> None:
+    def __init__(self, graph: ObjectGraph, memo: dict[int, Any], apart: int, model: nn.Module) -> None:
         self._graph, self._memo = graph, memo
         self._of_loss = set(list(graph.nodes)[apart:])
         self._stays = {id(value) for value in (*model.modules(), *model.parameters())}
@@ -335,7 +344,7 @@ class Rebinding:
         optimizer.step = step  # type: ignore[method-assign]
 
 
-def _written_to(graph: Graph) -> list[int]:
+def _written_to(graph: ObjectGraph) -> list[int]:
     """Return the `id`s of containers that a user's code may write to: of closures, arguments, globals and objects."""
     found: dict[int, None] = {}
     for own, children in graph.children.items():

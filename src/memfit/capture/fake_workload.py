@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import copyreg
 import dataclasses
 import functools
+import io
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from memfit._torch.dispatch import DisableTorchFunction
 from memfit._torch.fake import FakeTensor, FakeTensorMode
 from memfit._torch.fake_cache import CachedFakeTensorMode
+from memfit._torch.modules import Apply, apply_as_its_class, converted_by, own_buffers, own_parameters
 from memfit._torch.replacement import replaced_here
 from memfit._torch.tensors import dispatches, inner_tensors, is_wrapper, rewrapped, storage_key_of
 from memfit.batch import is_uncut, packed_in
-from memfit.capture.deep_copies import copied
 from memfit.capture.external_state import Rebinding, graph_of
 from memfit.capture.known_values import KnownValues
+from memfit.capture.operator_calls import device_of
 from memfit.capture.subclasses import as_class_of, parameter_of
 from memfit.capture.user_state import UserState
 from memfit.errors import MemfitError, WorkloadError
@@ -32,6 +36,7 @@ from memfit.turns import turn
 from memfit.workload import Workload, tensors_of
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
+T = TypeVar("T")
 
 
 class _ConvertTensors(TorchFunctionMode):
@@ -51,7 +56,7 @@ class _ConvertTensors(TorchFunctionMode):
 def _convert_workload(workload: Workload, convert: Convert) -> Workload:
     """Return a copy with converted tensors; references to one tensor stay references to one."""
     try:
-        model, optimizer, batch, loss_fn = copied(lambda: _converted_parts(workload, convert))
+        model, optimizer, batch, loss_fn = _copied(lambda: _converted_parts(workload, convert))
     except MemfitError:
         raise
     except Exception as e:
@@ -87,7 +92,7 @@ def _converted_parts(
         batch = copy.deepcopy(workload.batch, memo)
         for value in graph.nodes.values():
             if isinstance(value, nn.Module | torch.optim.Optimizer) and id(value) not in memo:
-                copied(functools.partial(attempt, value))
+                _copied(functools.partial(attempt, value))
         rebinding = Rebinding(graph, memo, apart, workload.model)
         rebinding.complete()
         model, optimizer = rebinding.of(workload.model, False), rebinding.of(workload.optimizer, False)
@@ -249,3 +254,118 @@ def nothing_changes(workload: Workload) -> Iterator[UserState]:
             f"Workload.loss_fn computed gradients of {len(touched)} parameters of your own model, not of the copy that"
             " it got: use the model that loss_fn gets as its first argument"
         )
+
+
+# Deep copies of objects that hold generators, locks or other parts that `copy.deepcopy` refuses
+
+
+def _copied(make: Callable[[], T]) -> T:
+    """Return the result of a function that calls `copy.deepcopy`, sharing the parts that can't be copied.
+
+    Random generators are copied with their states. Locks, open files and the like are shared with the original: objects
+    that no protocol copies, that hold no tensors, and that are not used up by reading.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_reduced_by(torch.Generator, lambda generator: (_clone, (_AsIs(generator),))))
+        while True:
+            try:
+                return make()
+            except Exception as e:
+                failed = _failed(e)
+                if failed is None or type(failed) in copyreg.dispatch_table or not _may_be_shared(failed):
+                    raise
+                stack.enter_context(_reduced_by(type(failed), _shared))
+
+
+@contextlib.contextmanager
+def _reduced_by(kind: type, reduce: Callable[[Any], Any]) -> Iterator[None]:
+    """Register a function that reduces objects of a class for `copy.deepcopy`, until the context is left."""
+    before = copyreg.dispatch_table.get(kind)
+    copyreg.pickle(kind, reduce)
+    try:
+        yield
+    finally:
+        if before is None:
+            del copyreg.dispatch_table[kind]
+        else:
+            copyreg.dispatch_table[kind] = before
+
+
+class _AsIs:
+    """A holder that `copy.deepcopy` passes on without copying its value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __deepcopy__(self, memo: Any) -> _AsIs:
+        return self
+
+
+def _clone(held: _AsIs) -> torch.Generator:
+    with DisableTorchFunction():
+        clone: torch.Generator = held.value.clone_state()
+    return clone
+
+
+def _shared(value: Any) -> str:
+    """Return a string, which tells `copy.deepcopy` to share the object."""
+    if not _may_be_shared(value):
+        raise TypeError(f"a {type(value).__name__} that holds tensors can't be copied")
+    return "shared"
+
+
+def _failed(error: Exception) -> Any:
+    """Return the object whose innermost `copy.deepcopy` call failed; None without such a call."""
+    failed, trace = None, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code is copy.deepcopy.__code__:
+            failed = trace.tb_frame.f_locals["x"]
+        trace = trace.tb_next
+    return failed
+
+
+def _may_be_shared(value: Any) -> bool:
+    is_used_up = hasattr(type(value), "__next__") and not isinstance(value, io.IOBase)
+    return not is_used_up and not isinstance(value, nn.Module | torch.optim.Optimizer) and not tensors_of(value)
+
+
+# Conversions of modules within a step (`module.to(device)`, `.float()`) replace the data of a parameter by the
+# converted tensor. Of a fake parameter `nn.Module._apply` swaps the whole tensor: that loses its hooks, and fails where
+# a weak reference exists.
+
+
+@contextlib.contextmanager
+def in_place_conversions() -> Iterator[None]:
+    """Convert modules with fake parameters as modules with data, until the context is left."""
+    with converted_by(_applied_in_place):
+        yield
+
+
+def _applied_in_place(original: Apply) -> Apply:
+    def apply(self: nn.Module, fn: Convert, recurse: bool = True) -> nn.Module:
+        if recurse:
+            for child in self.children():
+                apply_as_its_class(child, fn)
+        fakes = all(isinstance(p, FakeTensor) for p in own_parameters(self).values() if p is not None)
+        if not fakes or torch.__future__.get_overwrite_module_params_on_conversion():
+            return original(self, fn, recurse=False)
+        for parameter in own_parameters(self).values():
+            if parameter is not None:
+                _convert_in_place(parameter, fn)
+                if parameter.grad is not None:
+                    _convert_in_place(parameter.grad, fn)
+        own_buffers(self).update({name: t if t is None else fn(t) for name, t in own_buffers(self).items()})
+        return self
+
+    return apply
+
+
+def _convert_in_place(tensor: torch.Tensor, fn: Convert) -> None:
+    """Replace a tensor's data by its conversion, which must be on the same device: a fake tensor can't be moved."""
+    with torch.no_grad():
+        converted = fn(tensor)
+    if converted is tensor:
+        return
+    if device_of(converted) != device_of(tensor):
+        raise RuntimeError(f"a module was moved from {device_of(tensor)} to {device_of(converted)} within the step")
+    tensor.data = converted

@@ -8,12 +8,10 @@ Values of activations are not known: `capture.value_reads` answers for them.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import math
 import sys
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -32,8 +30,13 @@ from memfit._torch.operators import packet_of, schema_of
 from memfit._torch.pytree import tree_map
 from memfit._torch.replacement import replaced_here
 from memfit._torch.tensors import is_wrapper, storage_key_of
-from memfit.capture.draws import Extreme, random_output
-from memfit.capture.value_reads import Replay, Site, reading_site
+from memfit.capture.operator_calls import (
+    device_of,
+    tensors_in,
+    traits_of,
+    written_by,
+)
+from memfit.capture.value_reads import ReadReplay, Site, reading_site
 
 _aten = torch.ops.aten
 _CONSTANTS = {_aten.arange, _aten.eye, _aten.full, _aten.linspace, _aten.ones, _aten.scalar_tensor, _aten.zeros}
@@ -45,7 +48,13 @@ _LIMIT = 2**20  # elements; masks of a batch have fewer
 _FEW = 64  # elements of floating-point tensors that are followed: settings, schedules, and random numbers
 _CHECKS = {_aten.all: True}  # the value that a check reads when it passes
 _ATTRIBUTE = "_memfit_known_values"
+_UNIFORM = {_aten.rand, _aten.rand_like, _aten.uniform, _aten.uniform_}
+_BERNOULLI = {_aten.bernoulli, _aten.bernoulli_}
+_ALMOST_ONE = 1 - 2**-20
 _Unknown = object()
+
+Extreme = Literal["", "low", "high"]
+"""Whether generators draw the least ("low") or the greatest ("high") numbers; "" for neither."""
 
 
 class KnownValues(PassiveMode):
@@ -63,7 +72,7 @@ class KnownValues(PassiveMode):
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
-        self.replay = Replay()
+        self.replay = ReadReplay()
         self.extreme: Extreme = ""
         self.reads_draws = False
         self.reads_batch = False
@@ -122,7 +131,7 @@ class KnownValues(PassiveMode):
             return NotImplemented
         if func.namespace == "prim":  # most of all calls: queries, such as of a tensor's device
             return func(*args, **kwargs)
-        traits = _traits_of(func)
+        traits = traits_of(func)
         if traits.draws:
             return self._draw(func, args, kwargs)
         known = self._known_arguments(func, args, kwargs)
@@ -322,65 +331,6 @@ class KnownValues(PassiveMode):
         self._storages = {storage_key_of(t) for t in self._real}
 
 
-def tensors_in(values: Any) -> list[torch.Tensor]:
-    """Return the tensors among an operator's arguments or outputs; faster than a pytree's `tree_leaves`."""
-    if isinstance(values, torch.Tensor):
-        return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, list | tuple):
-        return []
-    tensors: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-        elif isinstance(value, list | tuple | dict):
-            tensors += tensors_in(value)
-    return tensors
-
-
-def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Return the arguments that an operator writes in place."""
-    written = _traits_of(func).written
-    if not written:
-        return []
-    return tensors_in([args[place] if place < len(args) else kwargs.get(name) for place, name in written])
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Traits:
-    """Traits of an operator, from its schema and tags: they take longer to ask than to look up.
-
-    Attributes:
-        draws: It draws random numbers.
-        reads: It returns a number that depends on values.
-        written: The places and names of the arguments that it writes.
-        is_elementwise_in_place: It writes element by element into its first argument.
-    """
-
-    draws: bool
-    reads: bool
-    written: tuple[tuple[int, str], ...]
-    is_elementwise_in_place: bool
-
-
-@functools.lru_cache(maxsize=4096)
-def _traits_of(func: Any) -> _Traits:
-    schema, tags = schema_of(func), func.tags
-    arguments = enumerate(schema.arguments if schema.is_mutable else ())
-    return _Traits(
-        draws=torch.Tag.nondeterministic_seeded in tags,
-        reads=torch.Tag.data_dependent_output in tags,
-        written=tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write),
-        is_elementwise_in_place=torch.Tag.pointwise in tags and schema.name.endswith("_"),
-    )
-
-
-def device_of(tensor: torch.Tensor) -> torch.device:
-    """Return a tensor's device, without a dispatched query where it is fake."""
-    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
-
-
 def is_followed(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor's values are followed: integers, booleans, and few other numbers."""
     return tensor.numel() <= (_FEW if tensor.is_floating_point() or tensor.is_complex() else _LIMIT)
@@ -391,7 +341,7 @@ def _only_writes(func: Any, args: Any) -> bool:
 
     That changes nothing of a fake tensor, so the fake kernel need not run: it is most of an optimizer's operators.
     """
-    if not _traits_of(func).is_elementwise_in_place:
+    if not traits_of(func).is_elementwise_in_place:
         return False
     written, *others = args
     if not isinstance(written, FakeTensor) or written.layout is not torch.strided or written.constant is not None:
@@ -419,6 +369,18 @@ def _assumed_finite(func: Any, args: Any) -> bool | None:
         return _SAME[name]
     infinite = isinstance(args[1], float) and math.isinf(args[1])
     return not _SAME[name] if infinite else None
+
+
+def random_output(func: Callable[..., Any], name: Any, args: Any, kwargs: Any, extreme: Extreme) -> Any:
+    """Return the output of a random operator on the CPU; the least or greatest numbers where it draws evenly."""
+    out = func(*args, **kwargs)
+    if not extreme or not isinstance(out, torch.Tensor):
+        return out
+    if name in _UNIFORM:
+        given: Any = args[1:3] if name in (_aten.uniform, _aten.uniform_) and len(args) > 2 else None
+        low, high = given or (0.0, 1.0)
+        return out.fill_(low if extreme == "low" else low + (high - low) * _ALMOST_ONE)
+    return out.fill_(extreme == "low") if name in _BERNOULLI else out
 
 
 def _compute(func: Any, args: Any, kwargs: Any) -> Any:

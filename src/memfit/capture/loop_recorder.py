@@ -61,11 +61,11 @@ _SET = "__set__"
 _STAND_IN = torch.empty(0, device="meta")
 
 
-Call = tuple[int, int, int]
+SeenCall = tuple[int, int, int]
 """A call of a module that trains: its root, how many of its parameters are trained, its number within the pass."""
 
 _Owner = nn.Module | torch.optim.Optimizer
-_GRAD: Call = (-1, 0, 0)  # a call of `torch.autograd.grad`
+_GRAD: SeenCall = (-1, 0, 0)  # a call of `torch.autograd.grad`
 
 
 @dataclass
@@ -78,9 +78,9 @@ class Seen:
         calls: Those since the last backward pass.
     """
 
-    passes: set[frozenset[Call]] = field(default_factory=set)
+    passes: set[frozenset[SeenCall]] = field(default_factory=set)
     updates: set[tuple[str, int]] = field(default_factory=set)
-    calls: set[Call] = field(default_factory=set)
+    calls: set[SeenCall] = field(default_factory=set)
 
     def end_pass(self) -> None:
         """End the calls before a backward pass."""
@@ -244,8 +244,8 @@ class Watcher(TorchFunctionMode):
         after = optimizers.register_optimizer_step_post_hook(self._after_update)
         self._stack.callback(before.remove)
         self._stack.callback(after.remove)
-        self._replacement.put()
-        self._stack.callback(self._replacement.take)
+        self._replacement.set(True)
+        self._stack.callback(self._replacement.set, False)
         self._outer = get_current_function_mode()
         self._put_on()
         self._stack.callback(self._take_off)
@@ -366,18 +366,18 @@ class Watcher(TorchFunctionMode):
         if closure is None:
             self._updated(optimizer)
             return None
-        wrapped = functools.partial(self._closure, optimizer, closure)
+
+        def wrapped() -> Any:
+            depth, self._depth = self._depth, 0
+            try:
+                return closure()
+            finally:
+                self._depth = depth
+                self._updated(optimizer)
+
         if "closure" in kwargs:
             return args, {**kwargs, "closure": wrapped}
         return (args[0], wrapped, *args[2:]), kwargs
-
-    def _closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:
-        depth, self._depth = self._depth, 0
-        try:
-            return closure()
-        finally:
-            self._depth = depth
-            self._updated(optimizer)
 
     def _updated(self, optimizer: torch.optim.Optimizer) -> None:
         self.updates[id(optimizer)] = self.updates.get(id(optimizer), 0) + 1
@@ -505,7 +505,7 @@ class Watcher(TorchFunctionMode):
             self._held[module] = _parameters_within(module)
         return self._held[module]
 
-    def note_call(self, module: nn.Module) -> Call:
+    def note_call(self, module: nn.Module) -> SeenCall:
         """Note a call that trains, before it runs."""
         number, trained = self._root(module), sum(p.requires_grad for p in self.held_by(module))
         call = number, trained, 1 + sum(known[0] == number for known in self.seen.calls)
@@ -594,26 +594,19 @@ class _Replacement:
             (nn.Module, "zero_grad", zero_module, watched_module_zero),
         ]
 
-    def put(self) -> None:
-        """Put the replacements in place."""
-        for owner, name, _, watched in self._places:
-            setattr(owner, name, watched)
-
-    def take(self) -> None:
-        """Take them out."""
-        for owner, name, own, _ in self._places:
-            setattr(owner, name, own)
+    def set(self, is_watched: bool, most: int | None = None) -> None:
+        """Put the replacements in place, or PyTorch's own functions; of the first `most` only."""
+        for owner, name, own, watched in self._places[:most]:
+            setattr(owner, name, watched if is_watched else own)
 
     def take_within(self) -> None:
         """Take out the replacements that Dynamo may meet, until `put_within` was called as often."""
         if not self._taken:
-            for owner, name, own, _ in self._places[:_MET]:
-                setattr(owner, name, own)
+            self.set(False, _MET)
         self._taken += 1
 
     def put_within(self, is_over: bool) -> None:
         """Put these back, unless the watch is over."""
         self._taken -= 1
         if not (self._taken or is_over):
-            for owner, name, _, watched in self._places[:_MET]:
-                setattr(owner, name, watched)
+            self.set(True, _MET)

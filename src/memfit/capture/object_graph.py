@@ -66,7 +66,7 @@ MAPPINGS = (dict, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, WeakId
 """Containers of keys and values."""
 
 
-class Graph:
+class ObjectGraph:
     """The objects that can be reached from some roots, with what each refers to.
 
     Args:

@@ -15,7 +15,6 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 from torch.autograd import graph
-from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memfit._torch.autograd import (
@@ -28,7 +27,6 @@ from memfit._torch.autograd import (
     top_saved_tensors_default_hooks,
 )
 from memfit._torch.dispatch import PassiveMode, current_mode_stack, get_unwrapped, is_functorch_wrapped_tensor
-from memfit._torch.distributed import ranks_of
 from memfit._torch.fake import FakeTensor, FakeTensorMode
 from memfit._torch.modules import (
     BatchNormBase,
@@ -38,23 +36,28 @@ from memfit._torch.modules import (
     set_forward_hooks,
     undone_by_exceptions,
 )
-from memfit._torch.operators import packet_of, schema_of
 from memfit._torch.pytree import tree_leaves
 from memfit._torch.replacement import replaced, replaced_here
 from memfit._torch.tensors import is_wrapper, is_zerotensor, storage_key, storage_key_of
 from memfit.argument_values import selected_by
 from memfit.capture.accumulation import Accumulation
-from memfit.capture.call_states import CallStates
-from memfit.capture.kernel_outputs import grouped_product, kernel_outputs
-from memfit.capture.known_values import KnownValues, device_of, tensors_in, written_by
-from memfit.capture.sparse_operators import SparseOperators, per_tensor_calls
+from memfit.capture.kernel_outputs import SparseOperators, grouped_product, kernel_outputs, per_tensor_calls
+from memfit.capture.known_values import KnownValues
+from memfit.capture.operator_calls import (
+    dense_in,
+    device_of,
+    draws_random_numbers,
+    tensors_in,
+    text_of,
+    work_of,
+    written_by,
+)
 from memfit.errors import CaptureError
+from memfit.held_state import Place, Reader
 from memfit.interrupts import safe_point
-from memfit.ir.collectives import is_collective
-from memfit.ir.collectives import text as collective_text
 from memfit.ir.trace import Call, Module, Op, Phase, Save, Work
-from memfit.signature import signature, with_selected
-from memfit.sparse import is_dense, parts
+from memfit.signature import with_selected
+from memfit.sparse import parts
 from memfit.transfers import covers_storage, has_history
 
 _aten = torch.ops.aten
@@ -111,63 +114,58 @@ def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _dense(tensors: Any) -> list[torch.Tensor]:
-    """Return the dense tensors among an operator's arguments or outputs, and the parts of sparse ones."""
-    flat = tensors_in(tensors)
-    return flat if all(map(is_dense, flat)) else [part for t in flat for part in parts(t)]
+class CallStates:
+    """States of the places that modules read, noted as calls begin and compared before the backward pass.
 
+    A call reads the places of its module and of its submodules. Equal states of a place are noted once.
+    """
 
-def _text(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return the signature of a call; of a collective by its bytes and ranks."""
-    if not is_collective(str(func)):
-        return signature(func, args, kwargs)
-    nbytes = max((t.numel() * t.itemsize for t in tensors_in((args, kwargs))), default=0)
-    return collective_text(str(func), nbytes, ranks_of((args, kwargs)))
+    def __init__(self, model: nn.Module) -> None:
+        reader = Reader()
+        own = {module: reader.places(fqn, module) for fqn, module in model.named_modules()}
+        hooks = {module: reader.hooks(module) for module in own}
+        self._places: list[Place] = []
+        self._seen: list[list[dict[str, Any]]] = []
+        self._number: dict[int, int] = {}
+        self._of_module: dict[nn.Module, list[int]] = {}
+        for module in own:
+            inside = [place for inner in module.modules() if inner is not module for place in own[inner] + hooks[inner]]
+            self._of_module[module] = list(dict.fromkeys(map(self._numbered, [*own[module], *inside])))
+        self._calls: dict[int, list[tuple[int, int]]] = {}
 
+    def _numbered(self, place: Place) -> int:
+        if id(place) not in self._number:
+            self._number[id(place)] = len(self._places)
+            self._places.append(place)
+            self._seen.append([place.read()])
+        return self._number[id(place)]
 
-def draws_random_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether a call advances the generator; attention operators do so only with dropout."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    for position, argument in enumerate(schema_of(func).arguments):
-        if argument.name == "dropout_p":
-            value = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return bool(value)
-    return True
+    def begin(self, call: int, module: nn.Module) -> None:
+        """Note the states of the places that a call's module reads, as the call begins."""
+        self._calls[call] = [(number, self._now(number)) for number in self._of_module[module]]
 
+    def _now(self, number: int) -> int:
+        """Return the index of a place's present state among those that it had."""
+        state, seen = self._places[number].read(), self._seen[number]
+        if state != seen[-1]:
+            seen.append(state)
+        return len(seen) - 1
 
-def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, device_type: str) -> Work:
-    """Return the operations and bytes of a call on the device; counted once for each signature."""
-    given, made = (
-        [t for t in _dense(tensors) if device_of(t).type == device_type] for tensors in ((args, kwargs), out)
-    )
-    held = {storage_key_of(t) for t in given}
-    written = [
-        *(t for t in made if storage_key_of(t) not in held),
-        *(t for t in _dense(written_by(func, args, kwargs)) if device_of(t).type == device_type),
-    ]
-    floating = [t for t in (*given, *made) if t.is_floating_point()]
-    dtype = str((floating or given or made)[0].dtype)[6:] if given or made else ""
-    flops = _flops(func, args, kwargs, out)
-    write_bytes = sum(map(_covered_bytes, written))
-    read_bytes = sum(map(_covered_bytes, given)) if written else 0
-    return Work(flops, read_bytes, write_bytes, dtype, bool(written))
-
-
-def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    count = flop_registry.get(packet_of(func))
-    try:
-        return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
-    except AssertionError:  # grouped queries before torch 2.12; `ir.flops` counts attention by itself
-        return 0
-
-
-def _covered_bytes(tensor: torch.Tensor) -> int:
-    """Return the distinct bytes that a tensor covers: fewer than its elements where it is expanded."""
-    if tensor.numel() == 0:
-        return 0
-    elements = math.prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
-    return elements * tensor.itemsize
+    def changes(self) -> dict[int, str]:
+        """Return the name of a changed value for each call that read one; forget these calls."""
+        now = {number: self._now(number) for noted in self._calls.values() for number, _ in noted}
+        changed: dict[int, str] = {}
+        for call, noted in self._calls.items():
+            for number, before in noted:
+                if before == now[number]:
+                    continue
+                then, present = self._seen[number][before], self._seen[number][now[number]]
+                name = next((n for n in then.keys() | present.keys() if then.get(n) != present.get(n)), None)
+                if name is not None:
+                    changed[call] = f"{name} of {self._places[number].owner}"
+                    break
+        self._calls.clear()
+        return changed
 
 
 class _Uncounted(OrderedDict[int, Any]):
@@ -305,7 +303,10 @@ class Recorder(PassiveMode):
             return None
         known = self._index.get(key)
         if known is not None:
-            self._unflatten(self.now.storages[known], tensor)
+            flat = self.now.storages[known]
+            # A view of three dimensions shows the shape of a matrix product's rows, which are samples and tokens.
+            if tensor.dim() == 3 and len(flat.shape) == 2 and tensor.numel() == math.prod(flat.shape):
+                flat.shape = tuple(tensor.shape)
             return known
         storage = tensor.untyped_storage()
         index = self._index[key] = len(self.now.storages)
@@ -313,12 +314,6 @@ class Recorder(PassiveMode):
         self.now.storages.append(LiveStorage(storage.nbytes(), birth, shape=shape))
         weakref.finalize(storage, self._died, key).atexit = False
         return index
-
-    @staticmethod
-    def _unflatten(storage: LiveStorage, view: torch.Tensor) -> None:
-        """Take the shape of a view of three dimensions: of a matrix product's rows, which are samples and tokens."""
-        if view.dim() == 3 and len(storage.shape) == 2 and view.numel() == math.prod(storage.shape):
-            storage.shape = tuple(view.shape)
 
     def _died(self, key: int) -> None:
         self._emptied.discard(key)
@@ -339,19 +334,16 @@ class Recorder(PassiveMode):
             out = original(storage, nbytes)
             if known or key in self._emptied:
                 self._emptied.discard(key)
-                self._refill(key, nbytes)
+                if nbytes == 0:
+                    self._emptied.add(key)
+                    return out
+                index = self._index[key] = len(self.now.storages)
+                self.now.storages.append(LiveStorage(nbytes, len(self.now.ops) if self.recording else -1))
+                self.now.refilled.add(index)
             return out
 
         with replaced_here(torch.UntypedStorage, "resize_", resized):
             yield
-
-    def _refill(self, key: int, nbytes: int) -> None:
-        if nbytes == 0:
-            self._emptied.add(key)
-            return
-        index = self._index[key] = len(self.now.storages)
-        self.now.storages.append(LiveStorage(nbytes, len(self.now.ops) if self.recording else -1))
-        self.now.refilled.add(index)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -370,10 +362,10 @@ class Recorder(PassiveMode):
         call = self._current_call(phase)
         position = len(self.now.ops)
         func, args = self.accumulation.engine_operator(func, args, kwargs)
-        text = _text(func, args, kwargs) if self.recording else ""  # before sparse arguments get other entries
+        text = text_of(func, args, kwargs) if self.recording else ""  # before sparse arguments get other entries
         written = written_by(func, args, kwargs)
         sparse = [t for t in written if t.layout is not torch.strided]
-        held = _dense(sparse)  # the memory that they give up lives until the operator ends
+        held = dense_in(sparse)  # the memory that they give up lives until the operator ends
         if self.fake is not None and func is not _LIFT:
             self._observe_outside((args, kwargs))
         out = self.run(func, args, kwargs)
@@ -382,8 +374,12 @@ class Recorder(PassiveMode):
         if self.recording:
             if (selected := selected_by(func, args, out)) is not None:
                 text = with_selected(text, selected)
-            mutated = [i for t in _dense(written) if (i := self.observe(t, -1)) is not None]
-            self.now.ops.append(self._op(text, func, args, kwargs, out, call, phase, tuple(mutated)))
+            mutated = tuple(i for t in dense_in(written) if (i := self.observe(t, -1)) is not None)
+            number = self.now.signatures.get(text)
+            if number is None:
+                number = self.add_signature(text, work_of(func, args, kwargs, out, self.device_type))
+            random = draws_random_numbers(func, args, kwargs)
+            self.now.ops.append(Op(str(func), call, phase, self.microbatch, number, mutated, random))
         for tensor in tensors_in(out):
             self.observe(tensor, position if self.recording else -1)
         del held
@@ -392,13 +388,12 @@ class Recorder(PassiveMode):
     def _observe_outside(self, arguments: Any) -> None:
         """Observe tensors with data, such as a table that the user's own steps made: held where they outlive a step."""
         for tensor in tensors_in(arguments):
-            if type(tensor) in _WITH_DATA and tensor.layout is torch.strided and self._index_of(tensor) is None:
-                if storage_key_of(tensor) not in self.originals:
-                    index = self.observe(tensor, len(self.now.ops) if self.recording else -1)
-                    self._from_outside |= set() if index is None else {index}
-
-    def _index_of(self, tensor: torch.Tensor) -> int | None:
-        return self._index.get(storage_key_of(self._in_mode(tensor)))
+            if type(tensor) not in _WITH_DATA or tensor.layout is not torch.strided:
+                continue
+            if storage_key_of(self._in_mode(tensor)) in self._index or storage_key_of(tensor) in self.originals:
+                continue
+            index = self.observe(tensor, len(self.now.ops) if self.recording else -1)
+            self._from_outside |= set() if index is None else {index}
 
     def _in_mode(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the fake tensor that operators take for one with data: theirs is the storage that views share."""
@@ -416,15 +411,6 @@ class Recorder(PassiveMode):
         if func is _aten._grouped_mm.default and args[0].dtype == args[1].dtype:
             return grouped_product(func, args, kwargs)
         return kernel_outputs(self.sparse.run(func, args, kwargs), func, args, kwargs, self.device_type)
-
-    def _op(
-        self, text: str, func: Any, args: Any, kwargs: Any, out: Any, call: int, phase: Phase, mutated: tuple[int, ...]
-    ) -> Op:
-        index = self.now.signatures.get(text)
-        if index is None:
-            index = self.add_signature(text, work_of(func, args, kwargs, out, self.device_type))
-        random = draws_random_numbers(func, args, kwargs)
-        return Op(str(func), call, phase, self.microbatch, index, mutated, random)
 
     def add_signature(self, text: str, work: Work) -> int:
         """Return the index of a signature, which is recorded once."""
@@ -475,7 +461,11 @@ class Recorder(PassiveMode):
         """Attribute operators to the modules of a model, until the context is left."""
         self._states = CallStates(model)
         _let_encoders_run_in_one_operator(model)
-        with undone_by_exceptions(model, self._begun), contextlib.ExitStack() as stack:
+
+        def began() -> Callable[[], None]:
+            return functools.partial(self._end_calls, len(self._stack))
+
+        with undone_by_exceptions(model, began), contextlib.ExitStack() as stack:
             for fqn, module in model.named_modules():
                 self._module_index[id(module)] = len(self.modules)
                 couples = isinstance(module, BatchNormBase) and module.training
@@ -483,9 +473,6 @@ class Recorder(PassiveMode):
                 stack.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True).remove)
                 stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             yield
-
-    def _begun(self) -> Callable[[], None]:
-        return functools.partial(self._end_calls, len(self._stack))
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self.recording or not self._watches:

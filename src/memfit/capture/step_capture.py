@@ -4,61 +4,50 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import gc
-from collections.abc import Callable, Iterator
+import re
+import time
+from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import torch
 from msgspec.structs import replace
 
 from memfit._torch.compilers import is_compiled_function
+from memfit._torch.dispatch import EagerMode
 from memfit._torch.fake import FakeTensor
 from memfit._torch.modules import compiled_call, own_modules
-from memfit._torch.tensors import storage_key_of
 from memfit.batch import map_tensors
 from memfit.capture.composites import composites_without_mode
-from memfit.capture.control_flow import Course, Courses, DataRun, live_peak_bytes
-from memfit.capture.conversions import in_place_conversions
-from memfit.capture.external_state import external_tensors
-from memfit.capture.fake_workload import fake_copy, mode_of, nothing_changes
-from memfit.capture.hints import explained
-from memfit.capture.known_values import KnownValues, device_of, fake_paths_disabled
-from memfit.capture.lifetimes import (
-    Categories,
-    assemble_trace,
-    dry_forward_passes,
-    run_same_forward,
-    runs_same_operators,
-)
-from memfit.capture.modes import evaluation_note
-from memfit.capture.partial_steps import (
+from memfit.capture.control_flow import ControlFlowPath, ControlFlowPaths, GeneratorStates, Readings
+from memfit.capture.fake_workload import fake_copy, in_place_conversions, mode_of, nothing_changes, real_copy
+from memfit.capture.known_values import KnownValues, fake_paths_disabled
+from memfit.capture.notes import evaluation_note, explained, own_fault, warn_if_untested
+from memfit.capture.recorder import Recorder
+from memfit.capture.step_recording import (
     MOST_MICROBATCHES,
-    EveryMicrobatch,
-    every_microbatch,
-    inputs_of,
-    real_part,
-    shortened,
-    unwrapped,
+    NOTED_GARBAGE,
+    BuildStep,
+    CaptureJob,
+    collected_bytes,
+    fake_modes,
+    record,
+    storages_of,
 )
-from memfit.capture.recorder import Recorder, Recording
-from memfit.capture.subclasses import aliasing
-from memfit.capture.torch_version import warn_if_untested
 from memfit.capture.user_state import UserState
-from memfit.capture.value_reads import Replay
-from memfit.errors import CaptureError
+from memfit.capture.value_reads import ReadRecorder, ReadReplay
+from memfit.errors import CaptureError, MemfitError
 from memfit.fake_gpu.attention import Attention
 from memfit.fake_gpu.fake_cuda import fake_gpu
+from memfit.frames import users_place
+from memfit.interrupts import safe_point
 from memfit.ir.device import Device
-from memfit.ir.trace import Phase, Trace
+from memfit.ir.trace import Trace
 from memfit.units import format_bytes
-from memfit.workload import StepProgram, Workload, samples_of, tensors_of, uncut_note
+from memfit.workload import Workload, has_data, part_of, samples_of, tensors_of, uncut_note
 
-_NOTED_GARBAGE = 1e-3  # share of the peak
-_OTHER_STEPS = 3  # recorded where each forward pass runs other operators
-_OTHER_EACH_TIME = (
-    "the forward pass runs other operators each time it is called. The prediction is the highest peak of"
-    f" {_OTHER_STEPS + 1} steps in a row, and nothing is recomputed. Other steps may need more"
-)
 _OTHERS_MORE = 0.1  # chosen, not measured: the slack for microbatches that differ from the two captured
 _MICROBATCHES_DIFFER = (
     "the microbatches run different operators, and are too many to run all of them: the prediction is from two of"
@@ -68,61 +57,48 @@ _COMPILED = (
     "torch.compile is not predicted: the prediction is for the step without it. Compiled, a step takes less time, and"
     " mostly less memory for activations"
 )
+_NUMBERS = re.compile(r"-?\d+(\.\d+(e[+-]?\d+)?|e[+-]?\d+)")  # such as weights of losses, which change no size
+_SIZED = re.compile(r'(",|"l":)\[\d')  # a tensor with dimensions, or a list of sizes
+_MOST_OPERATORS = 20_000  # run for one trace, in some fifteen seconds
+_MOST_SECONDS = 60.0  # time limit of a step with data
+_LEAST_FREE = 0.1  # share of the machine's memory that a step with data leaves free
+_COPIES = 4  # sizes of the parameters: the user's, the copy's, its gradients, and as much of optimizer states
+_CHECK_EVERY = 64  # operators from one check of free memory to the next
 
 _is_collector_off = False  # within `without_collector`
 
-BuildStep = Callable[[Workload], contextlib.AbstractContextManager[StepProgram]]
-"""A function that builds the step from a copy of the workload, as a context that undoes its changes to the copy."""
 
-
-def capture(
-    workload: Workload,
-    build: BuildStep,
-    precision: str = "32-true",
-    microbatch_size: int | None = None,
-    *,
-    device: Device | None = None,
-    warm: bool = False,
-    reading: DataRun | None = None,
-) -> Trace:
+def capture(job: CaptureJob) -> Trace:
     """Return the trace of a step that runs under fake tensors on a copy: without data, without memory.
 
     Two steps run: the first makes the optimizer's state, the second is recorded. Of equal microbatches two run; all run
     where those two differ, or add up sparse gradients. Where the forward pass then runs other operators, three more
-    steps run: the last is taken if they are alike, else that with the highest peak. A step whose course depends on
-    values of tensors or on random numbers runs again for each other course (`capture.control_flow`).
-
-    Args:
-        precision: The precision that the trace names.
-        microbatch_size: Samples in a microbatch; None for the whole batch.
-        device: The device that the copy runs on; None for the CPU. A CUDA device needs fake CUDA in this process
-            (`memfit.fake_gpu.shim`); another accelerator must be here.
-        warm: Whether the workload comes from `warmed`, and the step updates its parameters as the one there did: then
-            one step runs.
-        reading: The run with data, for the values that the step reads; None where it can't run.
+    steps run: the last is taken if they are alike, else that with the highest peak. A step whose control flow depends
+    on values of tensors or on random numbers runs again for each other path (`capture.control_flow`).
 
     Raises:
         CaptureError: The step can't be run under fake tensors.
         WorkloadError: The workload can't be copied, or its loss function uses the original model.
     """
+    workload = job.workload
 
-    def recorded(course: Course, size: int | None) -> tuple[Trace, bool]:
-        with _fake_copied(workload, device, size) as (copied, values, attention, _):
-            trace = _record(workload, copied, build, values, precision, microbatch_size, attention, warm, course)
+    def recorded(path: ControlFlowPath, size: int | None) -> tuple[Trace, bool]:
+        with _fake_copied(workload, job.device, size) as (copied, values, attention, _):
+            trace = record(job, copied, values, attention, path)
         return trace, values.reads_batch
 
-    def run(course: Course) -> Trace:
-        trace, reads_batch = recorded(course, microbatch_size)
-        may_differ = reads_batch or any(log.microbatches_differ for log in course.replay.logs)
-        every = every_microbatch(trace, may_differ)
-        return recorded(course, None)[0] if every is EveryMicrobatch.NEEDED else _with_slack(trace, every)
+    def run(path: ControlFlowPath) -> Trace:
+        trace, reads_batch = recorded(path, job.microbatch_size)
+        may_differ = reads_batch or any(log.microbatches_differ for log in path.replay.logs)
+        every = _every_microbatch(trace, may_differ)
+        return recorded(path, None)[0] if every is _EveryMicrobatch.NEEDED else _with_slack(trace, every)
 
-    trace = Courses(run, workload.values, reading).worst()
-    if warm and trace.slack:
+    trace = ControlFlowPaths(run, workload.values, job.reading).worst()
+    if job.warm and trace.slack:
         raise CaptureError("the step may run other operators the next time: memfit captures it from its first step on")
     extra_notes = [uncut_note(workload), evaluation_note(workload), _COMPILED if is_compiled(workload) else None]
     notes = [*trace.notes, *(note for note in extra_notes if note)]
-    return replace(trace, device=trace.device if device is None else device.name, notes=notes)
+    return replace(trace, device=trace.device if job.device is None else job.device.name, notes=notes)
 
 
 def warmed(workload: Workload, build: BuildStep, *, device: Device | None = None) -> Workload:
@@ -134,12 +110,12 @@ def warmed(workload: Workload, build: BuildStep, *, device: Device | None = None
     """
     with _fake_copied(workload, device, None) as (copied, values, _, around):
         place = _place(device)
-        recorder = Recorder(values.fake, "cpu" if place is None else place.type, _storages_of(workload))
-        with _fake_modes(values), recorder, build(copied) as step:
-            values.replay = Replay(stated=workload.values)
+        recorder = Recorder(values.fake, "cpu" if place is None else place.type, storages_of(workload))
+        with fake_modes(values), recorder, build(copied) as step:
+            values.replay = ReadReplay(stated=workload.values)
             step(copied.batch)
-            garbage_bytes = _collected_bytes(recorder)
-            if garbage_bytes > _NOTED_GARBAGE * recorder.live_bytes():
+            garbage_bytes = collected_bytes(recorder)
+            if garbage_bytes > NOTED_GARBAGE * recorder.live_bytes():
                 raise CaptureError(f"the step leaves {format_bytes(garbage_bytes)} to Python's garbage collector")
             if around.is_written():
                 raise CaptureError("the step's code changes state, and each capture needs that state unchanged")
@@ -151,9 +127,9 @@ def reads_unknown(workload: Workload, build: BuildStep) -> bool:
 
     True too where the forward pass raises on a guessed value.
     """
-    replay = Replay(stated=workload.values)
+    replay = ReadReplay(stated=workload.values)
     try:
-        with _fake_copied(workload, None, None) as (copied, values, *_), _fake_modes(values), build(copied) as step:
+        with _fake_copied(workload, None, None) as (copied, values, *_), fake_modes(values), build(copied) as step:
             values.replay = replay
             with replay.arrays(values.value_of):
                 step.compute_loss(copied.batch)
@@ -179,9 +155,9 @@ def _fake_copied(
     ):
         moved = workload if place is None else dataclasses.replace(workload, batch=_moved_batch(workload.batch, values))
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors_of(moved.batch))
-        with _fake_modes(values if is_fake else None):  # the values of their indices cut packed sequences
-            part = shortened(moved, microbatch_size)
-        copied = unwrapped(fake_copy(part, values, place))
+        with fake_modes(values if is_fake else None):  # the values of their indices cut packed sequences
+            part = _shortened(moved, microbatch_size)
+        copied = _unwrapped(fake_copy(part, values, place))
         eager = torch.compiler.set_stance("force_eager")
         with explained(), eager, fake_paths_disabled(), in_place_conversions():
             yield copied, values, attention, around
@@ -194,18 +170,16 @@ def _place(device: Device | None) -> torch.device | None:
     return torch.device("cuda", 0) if device.kind == "cuda" else torch.device(device.name)
 
 
-def capture_real(
-    workload: Workload, build: BuildStep, precision: str = "32-true", microbatch_size: int | None = None
-) -> Trace:
-    """Return the trace of a step that runs with data, on a copy of the workload."""
-    with nothing_changes(workload), without_collector(), torch.autograd.set_multithreading_enabled(False):
-        trace = _record(workload, real_part(workload, microbatch_size), build, None, precision, microbatch_size)
-        return _with_slack(trace, every_microbatch(trace, may_differ=False))
+def capture_real(job: CaptureJob) -> Trace:
+    """Return the trace of a step that runs with data, from its first step on, on a copy of the workload."""
+    with nothing_changes(job.workload), without_collector(), torch.autograd.set_multithreading_enabled(False):
+        trace = record(dataclasses.replace(job, warm=False), _real_part(job.workload, job.microbatch_size), None)
+        return _with_slack(trace, _every_microbatch(trace, may_differ=False))
 
 
-def _with_slack(trace: Trace, every: EveryMicrobatch) -> Trace:
+def _with_slack(trace: Trace, every: _EveryMicrobatch) -> Trace:
     """Return a trace, with a note and slack where its two microbatches don't stand for all."""
-    if every is EveryMicrobatch.NOT_NEEDED:
+    if every is _EveryMicrobatch.NOT_NEEDED:
         return trace
     return replace(trace, notes=[*trace.notes, _MICROBATCHES_DIFFER], slack=trace.slack + _OTHERS_MORE)
 
@@ -226,7 +200,7 @@ def _moved_batch(batch: Any, values: KnownValues) -> Any:
             return leaf
         return leaf if leaf.untyped_storage().nbytes() == leaf.numel() * leaf.itemsize else leaf.clone()
 
-    with _fake_modes(values):
+    with fake_modes(values):
         return map_tensors(moved, batch)
 
 
@@ -254,147 +228,198 @@ def without_collector() -> Iterator[None]:
             gc.enable()
 
 
-@contextlib.contextmanager
-def _course_followed(
-    course: Course | None, values: KnownValues | None, batch: list[torch.Tensor]
-) -> Iterator[Callable[[Phase, int], None]]:
-    """Have a step follow a course; yield the function to call at each of its phases."""
-    if course is None or values is None:
-        yield lambda phase, microbatch: None
-        return
-    replay = values.replay = course.replay
-    values.begin(batch, course.starts[0].extreme if course.starts[0] else "")
-    with replay.rewinding(), replay.arrays(values.value_of):
-        yield course.follow
-    course.reads_draws = values.reads_draws
+# Parts of a batch: two microbatches, or all where they differ, with the whole batch held
 
 
-@contextlib.contextmanager
-def _fake_modes(values: KnownValues | None) -> Iterator[None]:
-    if values is None:
-        yield
-    else:
-        with values.fake, values:
-            yield
+def _real_part(workload: Workload, microbatch_size: int | None) -> Workload:
+    """Return a copy of a workload with data, and all microbatches of its batch if they are few, else two."""
+    size = samples_of(workload)
+    few = -(-size // (microbatch_size or size)) <= MOST_MICROBATCHES
+    return _unwrapped(real_copy(workload if few else _shortened(workload, microbatch_size)))
 
 
-def _record(
-    workload: Workload,
-    copied: Workload,
-    build: BuildStep,
-    values: KnownValues | None,
-    precision: str,
-    microbatch_size: int | None,
-    attention: Attention | None = None,
-    warm: bool = False,
-    course: Course | None = None,
-) -> Trace:
-    kind = next((device_of(t).type for t in [*copied.model.parameters(), *tensors_of(copied.batch)]), "cpu")
-    recorder = Recorder(values.fake if values else None, kind, _storages_of(workload))
-    with (
-        _fake_modes(values),
-        recorder,
-        composites_without_mode(),
-        build(copied) as step,
-        recorder.watch(copied.model),
-        recorder.generator_states(),
-        recorder.resizes(),
-        _course_followed(course, values, inputs_of(copied)) as follow,
-        aliasing(inputs_of(copied)),
-    ):
-        last = 0  # the step's last microbatch so far
-
-        def enter_phase(phase: Phase, microbatch: int) -> None:
-            nonlocal last
-            last = microbatch if phase == "forward" else last
-            follow(phase, microbatch)
-            recorder.enter_phase(phase, microbatch)
-
-        step.on_phase = enter_phase
-        garbage_bytes = 0
-        early_share = 0.0  # what an earlier step took more than the one that all later ones are like
-        made_in_part = False  # whether one microbatch of several made the optimizer's state
-        masters = [p for group in copied.optimizer.param_groups for p in group["params"]]
-        held = [*copied.model.parameters(), *copied.model.buffers(), *inputs_of(copied), *masters]
-        for tensor in [*held, *external_tensors(copied)]:
-            recorder.observe(tensor, -1)
-        del held, tensor
-        if not warm and not (course and course.records_first):
-            microbatches = [copied.batch] if isinstance(copied.batch_size, int) else step.split(copied.batch)
-            made_in_part = len(microbatches) > 1
-            step(microbatches[0])  # makes the optimizer's state
-            del microbatches
-            garbage_bytes = _collected_bytes(recorder) // (last + 1)
-        if course is not None:
-            course.begin_step(0 if course.records_first else 1)
-        if attention is not None:
-            attention.chosen.clear()
-        recorded = _recorded(recorder, step, copied.batch, enter_phase)
-        count = last + 1 if microbatch_size is None else -(-samples_of(workload) // microbatch_size)
-        garbage_bytes *= max(1, 2 * count - (last + 1))  # other microbatches may leave some, and all of the step before
-        notes = attention.notes() if attention is not None else []
-        dry = dry_forward_passes(recorder, step, copied.batch, recorded[0], enter_phase)
-        is_same = runs_same_operators(recorded[0], dry)
-        if warm and not is_same:
-            raise CaptureError("the copy has the state of another step: memfit captures it from its first step on")
-        if not is_same:
-            more_steps = [_recorded(recorder, step, copied.batch, enter_phase) for _ in range(_OTHER_STEPS)]
-            highest = max([recorded, *more_steps], key=lambda pair: live_peak_bytes(pair[0]))
-            recorded = more_steps[-1]
-            # Some settle after their second step: DistributedDataParallel makes its buckets anew there.
-            if run_same_forward([each for each, _ in more_steps]):
-                dry = dry_forward_passes(recorder, step, copied.batch, recorded[0], enter_phase)
-                is_same = runs_same_operators(recorded[0], dry)
-            if is_same:
-                early_share = live_peak_bytes(highest[0]) / max(1, live_peak_bytes(recorded[0])) - 1
-            else:
-                recorded = highest
-                recorded[0].saves.clear()
-                notes, dry = [*notes, _OTHER_EACH_TIME], []
-        step.on_phase = None  # which refers to the step, and would keep it until the garbage collector runs
-    recording, categories = recorded
-    late_share = 0.0
-    if not made_in_part:  # the user's second step makes late state too, and later ones hold it from their beginning
-        late_bytes = sum(recording.storages[index].nbytes for index in categories.late)
-        late_share = late_bytes / max(1, live_peak_bytes(recording))
-        categories.late.clear()
-    trace = assemble_trace(workload, copied, recorder.modules, recording, categories, dry, precision, microbatch_size)
-    share = garbage_bytes / max(1, live_peak_bytes(recording))
-    if count > MOST_MICROBATCHES and share > 1:
-        raise CaptureError(
-            f"{count:,} microbatches and those of the step before leave {format_bytes(garbage_bytes)} in reference"
-            " cycles until Python's garbage collector runs: more than the step needs. Give a larger microbatch_size="
-        )
-    if share > _NOTED_GARBAGE:
-        notes.append(
-            f"a step and the one before leave {format_bytes(garbage_bytes)} in reference cycles until Python's"
-            " garbage collector runs: a step may need that much more, and later steps even more"
-        )
-    return replace(trace, notes=notes, slack=late_share + early_share + (share if share > _NOTED_GARBAGE else 0.0))
+def _shortened(workload: Workload, microbatch_size: int | None) -> Workload:
+    """Return the workload with at most two microbatches in its batch, as views: the storages keep their size."""
+    size = samples_of(workload)
+    two = min(size, 2 * (microbatch_size or size))
+    if two == size:
+        return workload
+    start = _heaviest(workload, microbatch_size or size, size)
+    batch = part_of(workload, workload.batch, start, start + two)
+    counted = workload.batch_size if callable(workload.batch_size) or workload.batch_size is None else two
+    return dataclasses.replace(workload, batch=_Part(batch, workload.batch), batch_size=counted)
 
 
-def _storages_of(workload: Workload) -> frozenset[int]:
-    """Return the keys of the storages of a workload's own tensors."""
-    held = [workload.batch, list(workload.optimizer.state.values()), workload.optimizer.param_groups]
-    own = [*workload.model.parameters(), *workload.model.buffers(), *tensors_of(held)]
-    return frozenset(storage_key_of(t) for t in own if t.layout is torch.strided)
+@dataclasses.dataclass
+class _Part:
+    """A part of a batch to run, and the whole batch, whose memory is held meanwhile."""
+
+    part: Any
+    whole: Any
 
 
-def _collected_bytes(recorder: Recorder) -> int:
-    """Collect garbage, and return the bytes that this frees: objects that refer to each other held them."""
-    live_bytes = recorder.live_bytes()
-    gc.collect(0)  # the youngest generation: objects of this step
-    return live_bytes - recorder.live_bytes()
+def _unwrapped(copied: Workload) -> Workload:
+    """Return a copied workload with the batch's part as its `batch`, and the whole batch as its `batches`."""
+    if isinstance(copied.batch, _Part):
+        return dataclasses.replace(copied, batch=copied.batch.part, batches=[copied.batch.whole])
+    return dataclasses.replace(copied, batches=None)
 
 
-def _recorded(
-    recorder: Recorder, step: StepProgram, batch: Any, enter_phase: Callable[[Phase, int], None]
-) -> tuple[Recording, Categories]:
-    """Return the recording of a step, and the categories of its storages."""
-    recorder.begin_step()
-    categories = Categories(recorder, step.workload, lambda: step.buckets)
-    step.on_phase = categories.before(enter_phase)
-    with recorder.saving():
-        step(batch)
-    categories.see_optimizer_state()
-    return recorder.end_step(), categories
+def _heaviest(workload: Workload, microbatch_size: int, size: int) -> int:
+    """Return the first sample of two microbatches of which the second has the most elements."""
+    if workload.split is None and len({t.shape[0] for t in tensors_of(workload.batch) if t.dim()}) == 1:
+        return 0
+    parts = [
+        part_of(workload, workload.batch, start, min(start + microbatch_size, size))
+        for start in range(0, size, microbatch_size)
+    ]
+    elements = [sum(t.numel() for t in tensors_of(part)) for part in parts]
+    later = elements[1 : size // microbatch_size]  # their gradients are added to earlier ones
+    return microbatch_size * later.index(max(later))
+
+
+class _EveryMicrobatch(enum.Enum):
+    """Whether the two microbatches of a trace stand for the others."""
+
+    NOT_NEEDED = enum.auto()
+    NEEDED = enum.auto()
+    TOO_MANY = enum.auto()
+
+
+def _every_microbatch(trace: Trace, may_differ: bool) -> _EveryMicrobatch:
+    """Return whether all microbatches must run, since the two of a trace don't stand for the others.
+
+    They don't where they run different operators, as where lengths or values decide, where others may differ, and where
+    sparse gradients are added up, which grow with each microbatch.
+
+    Raises:
+        CaptureError: The microbatches add up sparse gradients, and are too many to run.
+    """
+    if trace.microbatches == trace.scale_microbatches:
+        return _EveryMicrobatch.NOT_NEEDED
+    operators = len(trace.ops) * trace.scale_microbatches // trace.microbatches
+    adding = (op for op in trace.ops if op.phase == "backward" and op.microbatch and op.name == "aten.add_.Tensor")
+    if any('"args":[{"s":' in trace.signatures[op.signature] for op in adding):  # sparse gradients
+        if operators > _MOST_OPERATORS:
+            raise CaptureError(
+                f"{trace.scale_microbatches:,} microbatches add up sparse gradients, and the sum grows with each."
+                f" They run {operators:,} operators; a capture runs at most {_MOST_OPERATORS:,}. Give a larger"
+                " microbatch_size="
+            )
+        return _EveryMicrobatch.NEEDED
+    differ = _run_other_operators(trace)
+    if not (differ or may_differ):
+        return _EveryMicrobatch.NOT_NEEDED
+    if trace.scale_microbatches <= MOST_MICROBATCHES and operators <= _MOST_OPERATORS:
+        return _EveryMicrobatch.NEEDED
+    return _EveryMicrobatch.TOO_MANY if differ else _EveryMicrobatch.NOT_NEEDED
+
+
+def _run_other_operators(trace: Trace) -> bool:
+    """Tell whether the two forward passes differ in more than numbers, and in more than operators on scalars."""
+    texts = [_NUMBERS.sub("", text) if _SIZED.search(text) else "" for text in trace.signatures]
+    forward: list[list[str]] = [[], []]
+    for op in trace.ops:
+        if op.phase == "forward" and texts[op.signature]:
+            forward[op.microbatch].append(texts[op.signature])
+    return forward[0] != forward[1]
+
+
+# Steps with data, within limits of time and memory
+
+
+class DataRunLimitError(MemfitError):
+    """A step with data exceeds its limit of time or memory."""
+
+
+class _DataRunLimits(EagerMode):
+    """A dispatch mode that ends code which takes too long from now on, or too much of the machine's memory."""
+
+    def __init__(self, seconds: float = _MOST_SECONDS) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seconds, self.until, self.operators = seconds, time.monotonic() + seconds, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        safe_point()
+        self.operators += 1
+        if time.monotonic() > self.until:
+            raise DataRunLimitError(f"the step takes more than {self.seconds:g} s with data")
+        if self.operators % _CHECK_EVERY == 0 and not _has_memory(0):
+            raise DataRunLimitError("with data the step needs more memory than the machine has free")
+        return func(*args, **(kwargs or {}))
+
+
+def _has_memory(nbytes: int) -> bool:
+    memory = psutil.virtual_memory()
+    return bool(memory.available - nbytes > _LEAST_FREE * memory.total)
+
+
+def why_no_data_run(workload: Workload) -> str | None:
+    """Return the reason why a workload can't run with data in this process; None where it can."""
+    if not has_data(workload):
+        return "there is no data"
+    nbytes = sum(t.numel() * t.itemsize for t in workload.model.parameters())
+    return None if _has_memory(_COPIES * nbytes) else "the machine has too little memory left"
+
+
+def capture_with_data(job: CaptureJob, *, instead_of: CaptureError) -> Trace:
+    """Return the trace of a step that runs with data on a copy, where it can't run under fake tensors.
+
+    Args:
+        instead_of: The error of the capture under fake tensors; raised where the step exceeds its limits.
+
+    Raises:
+        CaptureError: The step can't be captured with data either.
+    """
+    try:
+        with _DataRunLimits():
+            trace = capture_real(job)
+    except DataRunLimitError as e:
+        raise instead_of from e
+    except MemfitError:
+        raise
+    except Exception as e:
+        cause = instead_of.__cause__
+        raise (instead_of if (type(cause), str(cause)) == (type(e), str(e)) else _not_running(e)) from e
+    why = str(instead_of.__cause__ or instead_of).splitlines()[0]
+    note = f"the step was captured while it ran with data, not under fake tensors ({why})"
+    return replace(trace, notes=[*trace.notes, note])
+
+
+def read_with_data(workload: Workload, build: BuildStep, microbatch_size: int | None = None) -> Readings | None:
+    """Return the values that two steps in a row read with data on a copy; None where they exceed the limits.
+
+    Args:
+        microbatch_size: Samples in a microbatch, of which as many run as a capture may; None for the whole batch.
+
+    Raises:
+        CaptureError: The user's code raises.
+    """
+    if why_no_data_run(workload) is not None:
+        return None
+    with nothing_changes(workload):
+        copied = _real_part(workload, microbatch_size)
+        logs, starts = [], []
+        try:
+            with _DataRunLimits(), composites_without_mode(), build(copied) as step:
+                for _ in range(2):
+                    starts.append(GeneratorStates.now())
+                    recorder = ReadRecorder()
+                    step.on_phase = recorder.enter_phase
+                    with torch.autograd.set_multithreading_enabled(False), recorder, recorder.arrays():
+                        step(copied.batch)
+                    logs.append(recorder.log)
+        except DataRunLimitError:
+            return None
+        except MemfitError:
+            raise
+        except Exception as e:
+            raise _not_running(e) from e
+    return Readings((logs[0], logs[1]), (starts[0], starts[1]))
+
+
+def _not_running(error: Exception) -> CaptureError:
+    place = f"{users_place(error)} ({type(error).__name__}: {error})"
+    if fault := own_fault(error):
+        return CaptureError(f"memfit can't record the step while it runs with data{place}: {fault}")
+    return CaptureError(f"the step fails with real data too{place}: fix Workload.model, .loss_fn or .batch first")

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode, get_default_nowrap_functions
 from memfit._torch.dispatch import disabled_torch_function
 from memfit._torch.fake import FakeTensor, FakeTensorMode
 from memfit._torch.tensors import inner_tensors, is_wrapper
-from memfit.capture.known_values import tensors_in
+from memfit.capture.operator_calls import tensors_in
 
 _MARK = "_memfit_makes_subclasses"
 

@@ -27,8 +27,8 @@ from memfit._torch.dispatch import get_cudnn_enabled, set_cudnn_enabled
 from memfit._torch.fake import FakeTensor, FakeTensorMode
 from memfit._torch.tensors import context_of, inner_tensors, is_wrapper, storage_key
 from memfit.capture.known_values import KnownValues, is_followed
+from memfit.capture.notes import warn_if_untested
 from memfit.capture.subclasses import attributes_of, parameter_of
-from memfit.capture.torch_version import warn_if_untested
 from memfit.errors import WorkloadError
 from memfit.sparse import assembled, parts
 from memfit.workload import Workload
@@ -94,7 +94,7 @@ def _settings() -> list[Setter]:
     ]
 
 
-class _Storage:
+class _SentStorage:
     """A storage in the stream; tensors that alias it refer to the same one."""
 
     def __init__(self, nbytes: int) -> None:
@@ -107,7 +107,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)
-        self.storages: dict[int, _Storage] = {}
+        self.storages: dict[int, _SentStorage] = {}
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value:
@@ -137,7 +137,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             wrapped = (form, parameter is not None, value.requires_grad)
             return _receive_wrapper, wrapped, _kept_by(value), None, None, _set_attributes
         storage = value.untyped_storage()
-        sent = self.storages.setdefault(storage_key(storage), _Storage(storage.nbytes()))
+        sent = self.storages.setdefault(storage_key(storage), _SentStorage(storage.nbytes()))
         geometry = (value.dtype, tuple(value.shape), value.stride(), value.storage_offset())
         arguments = (sent, geometry, parameter, value.requires_grad, _values(value))
         return _receive, arguments, _kept_by(value), None, None, _set_attributes
@@ -170,7 +170,7 @@ _receiving: KnownValues | None = None
 
 
 def _receive(
-    sent: _Storage, geometry: Any, parameter: type | None, requires_grad: bool, values: bytes | None
+    sent: _SentStorage, geometry: Any, parameter: type | None, requires_grad: bool, values: bytes | None
 ) -> torch.Tensor:
     """Return a fake tensor with the dtype, shape and strides of the one that was sent.
 

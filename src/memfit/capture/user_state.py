@@ -39,6 +39,7 @@ import torch
 from memfit._torch.fake import FakeTensor
 from memfit._torch.foreach import supported_types
 from memfit.batch import set_slot
+from memfit.capture.object_graph import contents_of
 from memfit.held_state import ATOMS
 from memfit.rng import ForeignGenerator, foreign_generator, same_states
 
@@ -67,7 +68,7 @@ _OWN_NAMES = {"__dict__", "__weakref__", "__doc__", "_abc_impl", "__abstractmeth
 _Lru = functools._lru_cache_wrapper
 
 
-class _Kind(NamedTuple):
+class _ContainerKind(NamedTuple):
     """How a kind of container is read and written: its contents are a dictionary or a list."""
 
     read: Callable[[Any], Any]
@@ -102,15 +103,8 @@ def _write_class(kind: type, contents: dict[str, Any]) -> None:
     for name in _class_contents(kind).keys() - contents.keys():
         type.__delattr__(kind, name)
     for name, value in contents.items():
-        if vars(kind).get(name, _Kind) is not value:
+        if vars(kind).get(name, _ContainerKind) is not value:
             type.__setattr__(kind, name, value)
-
-
-def _cell_contents(cell: types.CellType) -> list[Any]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:  # empty
-        return []
 
 
 def _write_cell(cell: types.CellType, contents: list[Any]) -> None:
@@ -152,13 +146,13 @@ def _dict_contents(held: dict[Any, Any]) -> dict[Any, Any]:
     return {key: dict.__getitem__(held, key) for key in collections.OrderedDict.__iter__(held)}
 
 
-_DICT = _Kind(_dict_contents, _write_dict)
-_LIST = _Kind(list.copy, _write_list)
-_SET = _Kind(lambda held: list(set.__iter__(held)), _write_set)
-_DEQUE = _Kind(lambda held: list(collections.deque.__iter__(held)), _write_deque)
-_CLASS = _Kind(_class_contents, _write_class)
-_CELL = _Kind(_cell_contents, _write_cell)
-_SLOTS = _Kind(_slot_contents, _write_slots)
+_DICT = _ContainerKind(_dict_contents, _write_dict)
+_LIST = _ContainerKind(list.copy, _write_list)
+_SET = _ContainerKind(lambda held: list(set.__iter__(held)), _write_set)
+_DEQUE = _ContainerKind(lambda held: list(collections.deque.__iter__(held)), _write_deque)
+_CLASS = _ContainerKind(_class_contents, _write_class)
+_CELL = _ContainerKind(contents_of, _write_cell)
+_SLOTS = _ContainerKind(_slot_contents, _write_slots)
 
 
 def _entries_of(cache: Any) -> dict[Any, Any]:
@@ -176,7 +170,7 @@ def _write_lru(cache: Any, contents: dict[Any, Any]) -> None:
         cache.cache_clear()
 
 
-_LRU = _Kind(lambda cache: dict(_entries_of(cache)), _write_lru)
+_LRU = _ContainerKind(lambda cache: dict(_entries_of(cache)), _write_lru)
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -241,7 +235,7 @@ class _Walk:
 
     def __init__(self, roots: Iterable[Any], package: str | None = None) -> None:
         self.package = package
-        self.containers: list[tuple[_Kind, Any]] = []
+        self.containers: list[tuple[_ContainerKind, Any]] = []
         self.generators: list[Any] = []
         self.modules: list[Any] = []  # the contents of the user's modules, and classes
         self.packages: set[str] = set()
@@ -254,7 +248,7 @@ class _Walk:
                 self._seen.add(id(value))
                 self._visit(value, kind)
 
-    def _note(self, kind: _Kind, held: Any) -> None:
+    def _note(self, kind: _ContainerKind, held: Any) -> None:
         """Note a container, and follow what is in it."""
         self.containers.append((kind, held))
         if len(contents := kind.read(held)) <= _LARGEST:
@@ -342,14 +336,14 @@ def _modules_named(code: types.CodeType, package: str) -> Iterator[types.ModuleT
             yield from _modules_named(inner, package)
 
 
-_Noted = tuple[_Kind, Any, Any, bool]
+_Noted = tuple[_ContainerKind, Any, Any, bool]
 """A container with its kind, its contents, and whether all of them come back."""
 
-_known_packages: dict[str, tuple[int, list[tuple[_Kind, Any]]]] = {}
+_known_packages: dict[str, tuple[int, list[tuple[_ContainerKind, Any]]]] = {}
 """Of a package its count of loaded modules, and the containers that these reach."""
 
 
-def _of_package(name: str) -> list[tuple[_Kind, Any]]:
+def _of_package(name: str) -> list[tuple[_ContainerKind, Any]]:
     modules = [m for n, m in list(sys.modules.items()) if n.partition(".")[0] == name and _origin(n) == name]
     if name not in _known_packages or _known_packages[name][0] != len(modules):
         _known_packages[name] = len(modules), _Walk(modules, name).containers
@@ -383,7 +377,12 @@ class UserState:
         """Give all containers their contents as noted; return what would undo that."""
         self._drop_modules()
         is_ours = all(_others().get(thread, place) == place for thread, place in self._threads.items())
-        undo = _set_back(self._noted, is_ours)
+        undo: list[Callable[[], object]] = []
+        for noted in self._noted:
+            if (found := _changed(noted, is_ours)) is not None:
+                kind, held, *_ = noted
+                kind.write(held, found[1])
+                undo.append(functools.partial(kind.write, held, found[0]))
         for source, state in self._generators if is_ours else ():
             if not same_states(now := source.read(), state):
                 undo.append(functools.partial(source.write, now))
@@ -434,17 +433,6 @@ def _changed(noted: _Noted, is_ours: bool) -> tuple[Any, Any] | None:
     return None if _is_same(now, after) else (now, after)
 
 
-def _set_back(all_noted: list[_Noted], is_ours: bool) -> list[Callable[[], object]]:
-    """Give containers their contents as noted, or what has no fake tensors; return what would undo that."""
-    undo: list[Callable[[], object]] = []
-    for noted in all_noted:
-        if (found := _changed(noted, is_ours)) is not None:
-            kind, held, *_ = noted
-            kind.write(held, found[1])
-            undo.append(functools.partial(kind.write, held, found[0]))
-    return undo
-
-
 def _with_modules(before: Any, now: Any) -> Any:
     """Return contents as noted, with modules that were imported meanwhile, and the globals of Python and Dynamo."""
     if not isinstance(now, dict):
@@ -464,7 +452,7 @@ def _is_reserved(key: Any) -> bool:
     return isinstance(key, str) and key.startswith("__")
 
 
-def _without_fakes(kind: _Kind, held: Any, before: Any, now: Any) -> Any:
+def _without_fakes(kind: _ContainerKind, held: Any, before: Any, now: Any) -> Any:
     """Return the present contents, without changes that brought fake tensors."""
     if kind is _LRU and held.cache_parameters()["maxsize"] is not None:
         return before if _holds(gc.get_referents(held), FakeTensor) else now
@@ -473,7 +461,7 @@ def _without_fakes(kind: _Kind, held: Any, before: Any, now: Any) -> Any:
         return before if _holds([value for value in now if id(value) not in known], FakeTensor) else now
     after = {}
     for key, value in now.items():
-        if before.get(key, _Kind) is value or _is_reserved(key) or not _holds([key, value], FakeTensor):
+        if before.get(key, _ContainerKind) is value or _is_reserved(key) or not _holds([key, value], FakeTensor):
             after[key] = value
         elif key in before:
             after[key] = before[key]

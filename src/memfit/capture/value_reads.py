@@ -1,8 +1,8 @@
 """Readings of tensors' values, as by `item()`, `tolist()` or a mask that selects: recorded with data, and replayed.
 
-Where the step can run with data, its readings are recorded in order, with the line that reads (`Log`). Under fake
-tensors, which have no values, `Replay` answers the same code from the log. Without a log, a `Policy` answers, and each
-answer is listed as a guess.
+Where the step can run with data, its readings are recorded in order, with the line that reads (`ReadLog`). Under fake
+tensors, which have no values, `ReadReplay` answers the same code from the log. Without a log, a `Policy` answers, and
+each answer is listed as a guess.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _LIBRARY = (contextlib.__file__, turns.__file__, __file__)
 _ITEM = "item"
 _MOST_REPEATS = 16  # guesses at one line, after which the answer changes, so that a loop ends
 
-Place = tuple[str, int]
+MicrobatchPhase = tuple[str, int]
 """A phase of the step, and a microbatch."""
 
-Number = bool | int | float
+ReadNumber = bool | int | float
 
 
 class Site(NamedTuple):
@@ -73,7 +73,7 @@ class Read:
 
 
 @dataclass
-class Log:
+class ReadLog:
     """The readings of a step, in order, by phase and microbatch.
 
     Attributes:
@@ -81,7 +81,7 @@ class Log:
         forward: For each microbatch, a hash of its forward pass's operators and their outputs' shapes.
     """
 
-    reads: dict[Place, list[Read]] = field(default_factory=dict)
+    reads: dict[MicrobatchPhase, list[Read]] = field(default_factory=dict)
     forward: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -153,8 +153,8 @@ class ReadRecorder(EagerMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.log = Log()
-        self.place: Place = ("forward", 0)
+        self.log = ReadLog()
+        self.place: MicrobatchPhase = ("forward", 0)
         self._paused = False
 
     def enter_phase(self, phase: str, microbatch: int) -> None:
@@ -163,7 +163,11 @@ class ReadRecorder(EagerMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self._count(func, out)
+        phase, microbatch = self.place
+        shapes = tuple(t.shape for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.dim())
+        if phase == "forward" and shapes:  # scalars add up losses
+            before = self.log.forward.get(microbatch, 0)
+            self.log.forward[microbatch] = hash((before, str(func), shapes))
         if torch.Tag.data_dependent_output in func.tags:
             self._write(_ITEM, args[0], out)
         elif func is _aten.index.Tensor:
@@ -176,13 +180,6 @@ class ReadRecorder(EagerMode):
             outputs = out if isinstance(out, tuple | list) else (out,)
             self._write(str(func), args[0], [_Form.of(t) for t in outputs])
         return out
-
-    def _count(self, func: Any, out: Any) -> None:
-        phase, microbatch = self.place
-        shapes = tuple(t.shape for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.dim())
-        if phase == "forward" and shapes:  # scalars add up losses
-            before = self.log.forward.get(microbatch, 0)
-            self.log.forward[microbatch] = hash((before, str(func), shapes))
 
     def _write(self, kind: str, tensor: torch.Tensor, answer: Any) -> None:
         site, is_ours = reading_site()
@@ -267,13 +264,13 @@ class Policy:
     is_high: bool = False
     flipped: frozenset[Site | None] = frozenset()
 
-    def number(self, site: Site | None, dtype: torch.dtype, neutral: bool) -> Number:
+    def number(self, site: Site | None, dtype: torch.dtype, neutral: bool) -> ReadNumber:
         """Return an answer to `item()`; a neutral reading is of a check, which passes where it reads true."""
         high = (self.is_high != (site in self.flipped)) != neutral
         return high if dtype is torch.bool else float(high) if dtype.is_floating_point else int(high)
 
 
-class Replay:
+class ReadReplay:
     """Answers to readings under fake tensors: from a log, from the user's statements, or from a policy.
 
     Args:
@@ -287,20 +284,20 @@ class Replay:
     """
 
     def __init__(
-        self, logs: Sequence[Log] = (), stated: Mapping[str, Number] | None = None, policy: Policy | None = None
+        self, logs: Sequence[ReadLog] = (), stated: Mapping[str, ReadNumber] | None = None, policy: Policy | None = None
     ) -> None:
         self.logs, self.stated, self.policy = logs, stated or {}, policy or Policy()
         self.begin_step(0)
         self.guesses: dict[Site | None, Guess] = {}
         self.needs_data = False
         self._repeats: Counter[Site | None] = Counter()
-        self._place: Place = ("forward", 0)
+        self._place: MicrobatchPhase = ("forward", 0)
         self._position = 0
         self._positions = WeakIdKeyDictionary()
 
     def begin_step(self, step: int) -> None:
         """Begin a step, numbered from 0; steps after the last log read as that one."""
-        self._log = self.logs[min(step, len(self.logs) - 1)] if self.logs else Log()
+        self._log = self.logs[min(step, len(self.logs) - 1)] if self.logs else ReadLog()
 
     def enter_phase(self, phase: str, microbatch: int) -> None:
         """Begin a phase of a microbatch."""
@@ -315,17 +312,17 @@ class Replay:
         read = None if is_ours else self._next(site, kind, form_of(tensor))
         return None if read is None else read.answer
 
-    def number(self, tensor: torch.Tensor, dtype: torch.dtype, neutral: bool = False) -> Number:
+    def number(self, tensor: torch.Tensor, dtype: torch.dtype, neutral: bool = False) -> ReadNumber:
         """Return the answer to `item()`, or to another operator that returns a number; see `Policy.number`."""
         site, is_ours = reading_site()
         if is_ours:
             return Policy().number(None, dtype, neutral)
-        stated = self._stated(site)
-        if stated is not None:
-            return stated
+        for place, stated in self.stated.items() if site is not None else ():
+            if f"/{site}".endswith(f"/{place}"):
+                return stated
         read = self._next(site, _ITEM, form_of(tensor))
         if read is not None:
-            logged: Number = read.answer
+            logged: ReadNumber = read.answer
             return logged
         guess = self._number_guessed(site, dtype, neutral)
         self._guessed(site, _ITEM, tensor, guess)
@@ -350,11 +347,6 @@ class Replay:
         site, _ = reading_site()
         self._guessed(site, str(func), tensor, None)
 
-    def _stated(self, site: Site | None) -> Number | None:
-        if site is None:
-            return None
-        return next((value for place, value in self.stated.items() if f"/{site}".endswith(f"/{place}")), None)
-
     def _next(self, site: Site | None, kind: str, form: str) -> Read | None:
         """Return the log's next reading with a site, kind and form, and advance past it; None without one."""
         reads = self._log.reads.get(self._place, ())
@@ -365,7 +357,7 @@ class Replay:
                 return read
         return None
 
-    def _number_guessed(self, site: Site | None, dtype: torch.dtype, neutral: bool) -> Number:
+    def _number_guessed(self, site: Site | None, dtype: torch.dtype, neutral: bool) -> ReadNumber:
         self._repeats[site] += 1
         loops = self._repeats[site] > _MOST_REPEATS and not neutral
         return (Policy() if loops else self.policy).number(site, dtype, neutral)

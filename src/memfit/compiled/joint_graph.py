@@ -21,7 +21,7 @@ from memfit._torch.operators import schema_of
 from memfit._torch.pytree import tree_leaves, tree_map_only
 from memfit._torch.tensors import storage_key_of
 from memfit.capture.kernel_outputs import kernel_outputs
-from memfit.capture.recorder import draws_random_numbers, work_of
+from memfit.capture.operator_calls import draws_random_numbers, work_of
 from memfit.compiled.fusion import COMPUTED_FOR_EACH, INLINED, is_fusible, is_written_between, kernels, puts_into
 from memfit.compiled.graph_module_calls import CallNames, ModuleCalls, module_stack
 from memfit.ir.kernels import text as kernel_text

@@ -19,7 +19,8 @@ from memfit._torch.dispatch import PassiveMode
 from memfit._torch.fake import FakeTensorMode
 from memfit._torch.replacement import replaced
 from memfit._torch.tensors import storage_key_of
-from memfit.capture.known_values import KnownValues, tensors_in
+from memfit.capture.known_values import KnownValues
+from memfit.capture.operator_calls import tensors_in
 from memfit.capture.user_state import UserState
 from memfit.errors import MemfitError, MissingExtraError, WorkloadError
 from memfit.frames import users_place

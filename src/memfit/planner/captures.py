@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from memfit.capture.data_run import capture_with_data, why_no_data_run
-from memfit.capture.step_capture import capture, warmed
+from memfit.capture.step_capture import capture, capture_with_data, warmed, why_no_data_run
+from memfit.capture.step_recording import CaptureJob
 from memfit.errors import CaptureError
 from memfit.fake_gpu import shim
 from memfit.ir.device import Device
@@ -28,7 +30,25 @@ from memfit.workload import Loop, StepProgram, Workload, has_data, samples_of
 BENCHMARK_ERROR = 0.15
 """By what share a peak may be above its prediction with `Loop.cudnn_benchmark`: a bound that was not measured."""
 
-_Build = Callable[..., AbstractContextManager[StepProgram]]
+
+@dataclass(frozen=True)
+class StepVariant:
+    """A workload's step with levers applied, to be captured for a device.
+
+    Attributes:
+        data: Has what the step reads with data.
+        build: Builds the step from the levers and a copy of the workload.
+        warm: Whether the workload has made a step, and its second one is like it (`CaptureJob`).
+        explores: Whether other control-flow paths of the step are tried too.
+    """
+
+    workload: Workload
+    levers: Levers
+    device: Device
+    data: DataRuns
+    build: Callable[..., AbstractContextManager[StepProgram]] = applied
+    warm: bool = False
+    explores: bool = True
 
 
 def capture_levers(workload: Workload, levers: Levers, device: Device, data: DataRuns | None = None) -> Trace:
@@ -51,7 +71,7 @@ def capture_each(
         sizes = [each.microbatch_size for each in levers]
         return gpu_process.call(_captured_there, workload, options, lambda *_: None, sizes=sizes)
     data = data or DataRuns(workload)
-    return [_captured(workload, each, device, data) for each in levers]
+    return [_captured(StepVariant(workload, each, device, data)) for each in levers]
 
 
 def _captured_there(workload: Workload, *, levers: list[Levers], device: Device, progress: Progress) -> list[Trace]:
@@ -61,15 +81,15 @@ def _captured_there(workload: Workload, *, levers: list[Levers], device: Device,
 def capture_plain(workload: Workload, levers: Levers, device: Device) -> Trace:
     """Return the trace of the step that is estimated: of the user's own loop, where the workload describes one."""
     build = applied if workload.loop is None else described
-    return _captured(workload, levers, device, DataRuns(workload), build=build)
+    return _captured(StepVariant(workload, levers, device, DataRuns(workload), build))
 
 
 class Captures:
     """Captures a workload's step under many levers, in less time than one by one.
 
     All are of one copy that has made a step before, but where levers change what the optimizer holds, and but for those
-    of a loop, which also holds gradients and variables of the step before. Of a step that may take several courses,
-    each follows the one that `capture_levers` found with the same data.
+    of a loop, which also holds gradients and variables of the step before. Of a step that may take several control-flow
+    paths, each follows the one that `capture_levers` found with the same data.
 
     Attributes:
         data: Has what the step reads with data.
@@ -85,21 +105,22 @@ class Captures:
         """Return the trace of the step with levers applied, as `capture_levers` does."""
         if gpu_process.is_elsewhere(self.device):
             return capture_levers(self.workload, levers, self.device, self.data)
+        variant = StepVariant(self.workload, levers, self.device, self.data, explores=False)
         size = samples_of(self.workload)
         as_before = not any(lever.changes_state(levers) for lever in registry.used(LeversOn(levers, size)))
         is_as_later = not registry.compiles(levers)  # of compiled steps, the first is like no other
         if as_before and is_as_later and self._warm is not None:
             try:
-                return _captured(self._warm, levers, self.device, self.data, warm=True, explores=False)
+                return _captured(dataclasses.replace(variant, workload=self._warm, warm=True))
             except CaptureError:  # as for a model that holds something of the step before, in another precision
                 pass
-        return _captured(self.workload, levers, self.device, self.data, explores=False)
+        return _captured(variant)
 
     def of_one_step(self, levers: Levers) -> Trace:
         """Return the trace of the step as the workload is: of what it computes, which may hold more later."""
         if gpu_process.is_elsewhere(self.device):
             return capture_levers(self.workload, levers, self.device, self.data)
-        return _captured(self.workload, levers, self.device, self.data, warm=True, explores=False)
+        return _captured(StepVariant(self.workload, levers, self.device, self.data, warm=True, explores=False))
 
     @functools.cached_property
     def _warm(self) -> Workload | None:
@@ -111,55 +132,47 @@ class Captures:
             return None
 
 
-def _captured(
-    workload: Workload,
-    levers: Levers,
-    device: Device,
-    data: DataRuns,
-    *,
-    warm: bool = False,
-    build: _Build = applied,
-    explores: bool = True,
-) -> Trace:
-    if levers.sharding is not None:
-        from memfit.ranks.mesh import fake_mesh, of_one_rank  # distributed packages take a second to import
+def _captured(variant: StepVariant) -> Trace:
+    sharding, device = variant.levers.sharding, variant.device
+    if sharding is None:
+        return _captured_here(variant)
+    from memfit.ranks.mesh import fake_mesh, of_one_rank  # distributed packages take a second to import
 
-        part = of_one_rank(workload, levers.sharding.world_size)
-        if levers.sharding.mode == "ddp" and (device.kind == "cuda" or not has_data(workload)):
-            # Its C++ reads memory that fake tensors don't have: replayed on paper, which is the same to the byte.
-            alone = replace(levers, sharding=None)
-            return shard(_captured_here(part, alone, device, data, warm=False, build=build), levers.sharding)
-        with fake_mesh(levers.sharding, device.kind) as mesh:
-            one_rank = functools.partial(build, mesh=mesh, is_part=True)
-            trace = _captured_here(part, levers, device, data, warm=False, build=one_rank)
-            return replace(trace, sharding=levers.sharding)
-    return _captured_here(workload, levers, device, data, warm=warm, build=build, explores=explores)
+    part = dataclasses.replace(
+        variant, workload=of_one_rank(variant.workload, sharding.world_size), warm=False, explores=True
+    )
+    if sharding.mode == "ddp" and (device.kind == "cuda" or not has_data(variant.workload)):
+        # Its C++ reads memory that fake tensors don't have: replayed on paper, which is the same to the byte.
+        alone = dataclasses.replace(part, levers=replace(variant.levers, sharding=None))
+        return shard(_captured_here(alone), sharding)
+    with fake_mesh(sharding, device.kind) as mesh:
+        one_rank = functools.partial(variant.build, mesh=mesh, is_part=True)
+        return replace(_captured_here(dataclasses.replace(part, build=one_rank)), sharding=sharding)
 
 
-def _captured_here(
-    workload: Workload,
-    levers: Levers,
-    device: Device,
-    data: DataRuns,
-    *,
-    warm: bool,
-    build: _Build,
-    explores: bool = True,
-) -> Trace:
-    program, named = functools.partial(build, levers), (levers.precision, levers.microbatch_size)
+def _captured_here(variant: StepVariant) -> Trace:
+    workload, levers, device = variant.workload, variant.levers, variant.device
+    job = CaptureJob(
+        workload,
+        functools.partial(variant.build, levers),
+        levers.precision,
+        levers.microbatch_size,
+        _fake_device(device),
+        variant.warm,
+        variant.data.of(levers, explores=variant.explores),
+    )
     try:
-        reading = data.of(levers, explores=explores)
-        trace = capture(workload, program, *named, device=_fake_device(device), warm=warm, reading=reading)
+        trace = capture(job)
     except CaptureError as e:
         compiles = registry.compiles(levers)  # its kernels are recorded in place of code
         if compiles or device.kind != "cpu" or why_no_data_run(workload) is not None:
             raise
-        trace = capture_with_data(workload, program, *named, instead_of=e)
+        trace = capture_with_data(job, instead_of=e)
     selective = sorted({fqn for region in levers.regions if region.keep for fqn in region.modules})
     trace = replace(trace, selective=selective)
     if workload.loop is not None:
-        trace = replace(trace, notes=[*trace.notes, *_loop_notes(workload.loop, build is described, device)])
-    if _fake_device(device) is not None:
+        trace = replace(trace, notes=[*trace.notes, *_loop_notes(workload.loop, variant.build is described, device)])
+    if job.device is not None:
         return trace
     note = (
         f"memfit captured the step for a CPU: fake CUDA tensors are not available ({shim.why_not()})."

@@ -6,8 +6,7 @@ import functools
 from collections.abc import Sequence
 
 from memfit.capture.control_flow import DataRun, Readings
-from memfit.capture.data_run import read_with_data, why_no_data_run
-from memfit.capture.step_capture import reads_unknown
+from memfit.capture.step_capture import read_with_data, reads_unknown, why_no_data_run
 from memfit.capture.value_reads import Policy
 from memfit.errors import CaptureError
 from memfit.ir.plan import Levers
@@ -28,7 +27,7 @@ class DataRuns:
     def of(self, levers: Levers, *, explores: bool = True) -> DataRun:
         """Return the run of the step with the precision and the microbatch size of some levers; each runs once.
 
-        Where it explores, other courses of the step are tried too.
+        Where it explores, other control-flow paths of the step are tried too.
         """
         return _DataRun(self, Levers(precision=levers.precision, microbatch_size=levers.microbatch_size), explores)
 

@@ -1,15 +1,23 @@
-"""Errors of steps that can't be captured: the line of the user's code, and advice."""
+"""What captures tell users: why a step fails and what to do, modules in evaluation mode, an untested PyTorch."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import logging
 from collections.abc import Iterator
+from typing import Any
 
+from torch import nn
+
+from memfit._torch import versions
 from memfit._torch.dispatch import UnfollowedOperatorError
 from memfit._torch.fake import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
-from memfit.errors import CaptureError, MemfitError
-from memfit.frames import memfits_place, users_place
+from memfit._torch.modules import DropoutBase, NormBase
+from memfit.errors import CaptureError, MemfitError, UntestedTorchWarning
+from memfit.frames import memfits_place, users_place, warn_users
+from memfit.workload import Workload
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _VALUES_HINT = (
@@ -35,6 +43,8 @@ _FLEX_HINT = (
     " attn_implementation='sdpa'"
 )
 
+_SHOWN = 3  # modules in evaluation mode
+
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
@@ -48,13 +58,13 @@ def explained() -> Iterator[None]:
         raise
     except Exception as e:
         raise CaptureError(
-            f"the step can't be captured without data{users_place(e)} ({first_line_of(e)}). {_hint(e)}"
+            f"the step can't be captured without data{users_place(e)} ({_first_line_of(e)}). {_hint(e)}"
         ) from e
     finally:
         log.setLevel(level)
 
 
-def first_line_of(error: Exception) -> str:
+def _first_line_of(error: Exception) -> str:
     """Return an error's type and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
 
@@ -79,3 +89,54 @@ def _hint(error: Exception) -> str:
     if isinstance(error, AttributeError) and "'FakeTensor'" in str(error):
         return _SUBCLASS_HINT
     return _VALUES_HINT if isinstance(error, _NEEDS_VALUES) or ".numpy()" in str(error) else _OTHER_HINT
+
+
+def evaluation_note(workload: Workload) -> str | None:
+    """Return a note on modules in evaluation mode that would do something else in training; None where there are none.
+
+    The step is captured as it is: a model may train with some of its modules in evaluation mode on purpose.
+    """
+    model = workload.model
+    found = [(fqn, module) for fqn, module in model.named_modules() if not module.training and _heeds_mode(module)]
+    if not found:
+        return None
+    names = ", ".join(f"{fqn or 'the model itself'} ({type(module).__name__})" for fqn, module in found[:_SHOWN])
+    more = f" and {len(found) - _SHOWN:,} more" if len(found) > _SHOWN else ""
+    said = f"{len(found):,} module{'s' if len(found) > 1 else ''} in evaluation mode: {names}{more}"
+    if model.training:
+        return f"{said}. The prediction keeps them in this mode"
+    return (
+        f"the model is in evaluation mode, as from_pretrained() leaves it, with {said}. The prediction is for this"
+        " mode, and the peak of training mode differs: call model.train() first if your training does"
+    )
+
+
+def _heeds_mode(module: nn.Module) -> bool:
+    """Tell whether a module's own forward pass depends on its mode: by its class, or by what its code reads."""
+    if isinstance(module, DropoutBase):
+        return module.p > 0
+    if isinstance(module, NormBase):
+        return module.track_running_stats
+    if not _reads_mode(type(module)):
+        return False
+    rates = [v for name, v in vars(module).items() if "drop" in name and isinstance(v, float | int)]
+    return not rates or any(rates)
+
+
+def _reads_mode(kind: type[nn.Module]) -> bool:
+    """Tell whether the code of a class's forward pass has the name `training`, in functions within it too."""
+    forward: Any = inspect.unwrap(kind.forward)
+    codes = [code] if inspect.iscode(code := getattr(forward, "__code__", None)) else []
+    while codes:
+        code = codes.pop()
+        if "training" in code.co_names:
+            return True
+        codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
+    return False
+
+
+@functools.cache
+def warn_if_untested() -> None:
+    """Warn at the user's line, once in a process, unless memfit was tested with this PyTorch."""
+    if reason := versions.why_untested():
+        warn_users(reason, UntestedTorchWarning)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from memfit.capture.draws import GeneratorStates, random_output
+from memfit.capture.control_flow import GeneratorStates
+from memfit.capture.known_values import random_output
 
 
 @pytest.mark.parametrize("extreme", ["low", "high"])
