@@ -30,6 +30,7 @@ from memfit.rng import rng_state
 from memfit.training import trainer as trainer_module
 from memfit.training.loss_scaling import LossScaler
 from memfit.training.runs import checkpoint
+from memfit.training.runs.run_options import RunOptions
 from memfit.training.step import Step, StepOptions
 from memfit.training.trainer import Trainer
 from memfit.workload import Workload
@@ -52,7 +53,8 @@ class Run:
         workload = self.cases.workload(self.kind, seed=seed, **self.changes)
         step = Step(workload, StepOptions(scaler=LossScaler() if scaler else None))
         options = {"out": self.out} | ({"steps": 8} if "epochs" not in options else {}) | options
-        return Trainer(step, self.cases.plan(workload), **options)
+        own = {name: options.pop(name) for name in ("measure", "watch") if name in options}
+        return Trainer(step, self.cases.plan(workload), RunOptions(**options), **own)
 
     def fit(self, **options: Any) -> Any:
         trainer = self.trainer(**options)
@@ -842,4 +844,4 @@ def test_a_plan_for_another_workload_is_refused(run: Run, cases: SimpleNamespace
     plan = cases.plan(cases.workload(kind="none", width=8))
     workload: Workload = cases.workload()
     with pytest.raises(PlanMismatchError, match=plan.fingerprint):
-        Trainer(Step(workload), plan, out=run.out, steps=1)
+        Trainer(Step(workload), plan, RunOptions(out=run.out, steps=1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -50,7 +51,6 @@ from memfit.training.runs.history import History, resumed_history
 from memfit.training.runs.host_buffers import HostBuffers
 from memfit.training.runs.log import (
     Log,
-    LogFunction,
     NoLog,
     Progress,
     evaluation_line,
@@ -58,6 +58,7 @@ from memfit.training.runs.log import (
     require_tensorboard,
     step_line,
 )
+from memfit.training.runs.run_options import RunOptions
 from memfit.training.step import Step, StepResult
 from memfit.units import format_bytes
 from memfit.workload import fingerprint, samples_of
@@ -76,26 +77,8 @@ class Trainer:
     meet the conditions of `BatchStream`.
 
     Args:
-        out: Folder of the run: `run.json`, `plan.json`, `metrics.jsonl`, `checkpoint-<step>/`, `tensorboard/`.
-        steps: Total number of optimizer updates, those before resuming included (> 0). Either this or `epochs`.
-        epochs: Total number of passes over the workload's batches (> 0).
-        evaluate_every: Steps between evaluations (> 0); None evaluates at the end only.
-        checkpoint_every: Steps between checkpoints (> 0), the first before the first step, so that a folder that can't
-            be written is noticed then; None writes one at the end only.
-        prefetch_batches: Number of batches to load ahead; see `BatchStream`.
-        keep_checkpoints: Number of checkpoints to keep (> 0).
-        async_checkpoints: Whether a thread writes those of `checkpoint_every` from copies in host memory, while steps
-            run. The next one, and the end of the run, wait for it. The first and the last are written at once.
+        options: The options of the run; see `RunOptions`.
         measure: `measure(step, batch)` runs one step and returns its peak allocated bytes.
-        measure_every: Steps between measurements (> 0), from the second step on, or the third where ranks keep buckets;
-            None measures that one alone.
-        tensorboard: Whether to write TensorBoard scalars too.
-        overwrite: Whether to replace the run in `out`.
-        resume: Whether to resume from the newest undamaged checkpoint in `out`, under `plan`, whichever plan and
-            precision the checkpoint has. Damaged ones are set aside and reported.
-        on_step: Called after every step, skipped ones included.
-        log: Given each line of `metrics.jsonl` as a dict of its own, for an experiment tracker; on ranks, on the first
-            alone. What it raises ends the run as it is, with a checkpoint from which to resume.
         watch: Called before every batch is loaded; a MemoryLimitError of it ends the run with a checkpoint.
 
     Raises:
@@ -108,47 +91,24 @@ class Trainer:
 
     step: Step
     plan: Plan
+    options: RunOptions
     _: KW_ONLY
-    out: Path
-    steps: int | None = None
-    epochs: int | None = None
-    evaluate_every: int | None = None
-    checkpoint_every: int | None = None
-    keep_checkpoints: int = 2
-    async_checkpoints: bool = False
-    prefetch_batches: int = 0
     measure: Callable[[Step, Any], int] | None = None
-    measure_every: int | None = None
-    tensorboard: bool = False
-    overwrite: bool = False
-    resume: bool = False
-    on_step: Callable[[Progress], None] | None = None
-    log: LogFunction | None = None
     watch: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
-        if (self.steps is None) == (self.epochs is None):
-            raise UsageError(f"steps={self.steps} and epochs={self.epochs}: give one of them")
-        for name in ("steps", "epochs", "evaluate_every", "checkpoint_every", "keep_checkpoints", "measure_every"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise UsageError(f"{name}={value!r} is not a whole number above 0")
-        if self.async_checkpoints and self.checkpoint_every is None:
-            raise UsageError(
-                "async_checkpoints=True needs checkpoint_every=: only checkpoints during the run are written in the"
-                " background"
-            )
+        self.out = self.options.out
+        self.options.check()
         _check_plan(self.plan, self.step)
-        if self.tensorboard:
+        if self.options.tensorboard:
             require_tensorboard()
-        self.out = Path(self.out)
         self._ranks = self.step.options.ranks
-        once(self._ranks, lambda: check_folder(self.out, overwrite=self.overwrite, resume=self.resume))
-        self._stream = BatchStream(self.step.workload, self.prefetch_batches)
+        once(self._ranks, lambda: check_folder(self.out, overwrite=self.options.overwrite, resume=self.options.resume))
+        self._stream = BatchStream(self.step.workload, self.options.prefetch_batches)
         self._recoveries_noted = self._events_noted = 0
         self._saved_step: int | None = None
         self._writing: checkpoint.Writing | None = None
-        self._buffers = HostBuffers() if self.async_checkpoints else None
+        self._buffers = HostBuffers() if self.options.async_checkpoints else None
         self._is_between_steps = True
         self._is_reading = self._is_unused = self._is_agreed = self._is_refused = self._is_logging = False
 
@@ -166,13 +126,13 @@ class Trainer:
             OutputError: A file can't be written, or another run has the folder.
             WorkloadError: The workload's batches or its `evaluate` break their contract.
         """
-        with held_by_ranks(self._ranks, self.out, overwrite=self.overwrite, resume=self.resume):
+        with held_by_ranks(self._ranks, self.out, overwrite=self.options.overwrite, resume=self.options.resume):
             return self._fit()
 
     def _fit(self) -> RunRecord:
         self._history = self._prepare()
         self._retries_before = allocation_retries(self.step) or 0
-        metrics, events = self.out / METRICS, self.out / TENSORBOARD if self.tensorboard else None
+        metrics, events = self.out / METRICS, self.out / TENSORBOARD if self.options.tensorboard else None
         with (
             contextlib.closing(self._stream),
             deferred_interrupts() as interrupt,
@@ -201,7 +161,7 @@ class Trainer:
     def _prepare(self) -> History:
         """Prepare the folder, and restore the training's state where the run is resumed."""
         self._happened: list[tuple[str, str]] = []
-        if self.resume:
+        if self.options.resume:
             return self._restore()
         once(self._ranks, self._begin_folder)
         if self._ranks.size > 1:  # what Python's generator draws would differ, and so would batches shuffled with it
@@ -209,7 +169,7 @@ class Trainer:
         return History(self.step.workload)
 
     def _begin_folder(self) -> None:
-        if self.overwrite and self.out.exists():
+        if self.options.overwrite and self.out.exists():
             clear_folder(self.out)
         codec.write_atomic(self.out / PLAN, codec.encode(self.plan))
 
@@ -239,11 +199,11 @@ class Trainer:
     # During
 
     def _train(self, interrupt: Held) -> None:
-        if self._is_due(self.evaluate_every) and not self._is_evaluated():
+        if self._is_due(self.options.evaluate_every) and not self._is_evaluated():
             self._evaluate()  # the run was interrupted just before
-        if self._saved_step is None and self.checkpoint_every is not None:
+        if self._saved_step is None and self.options.checkpoint_every is not None:
             self._save()
-        while self.steps is None or self.step.steps < self.steps:
+        while self.options.steps is None or self.step.steps < self.options.steps:
             read = self._next_batch(interrupt)
             if read is None:
                 break
@@ -270,7 +230,7 @@ class Trainer:
             if self.watch is not None:
                 self.watch()
             started = time.perf_counter()
-            batch = self._stream.next_batch(self.epochs)
+            batch = self._stream.next_batch(self.options.epochs)
             self._is_unused = batch is not None
             if batch is not None and self._ranks.size > 1:
                 samples = samples_of(self.step.workload, batch[0])
@@ -316,7 +276,8 @@ class Trainer:
         first = 3 if self.step.held_bytes else 2
         if self.measure is None or number < first:
             return False
-        return number == first if self.measure_every is None else (number - first) % self.measure_every == 0
+        every = self.options.measure_every
+        return number == first if every is None else (number - first) % every == 0
 
     def _measured(self, batch: Any) -> tuple[StepResult, int]:
         before, self.step.last = self.step.steps, None
@@ -329,13 +290,13 @@ class Trainer:
     def _after(self, progress: Progress) -> None:
         """Log a step, and evaluate and write a checkpoint where they are due."""
         self._write_line(step_line(progress))
-        if self.on_step is not None:
-            self.on_step(progress)
+        if self.options.on_step is not None:
+            self.options.on_step(progress)
         if progress.skipped:
             return
-        if self._is_due(self.evaluate_every):
+        if self._is_due(self.options.evaluate_every):
             self._evaluate()
-        if self._is_due(self.checkpoint_every):
+        if self._is_due(self.options.checkpoint_every):
             self._save(buffers=self._buffers)
 
     def _note_events(self, progress: Progress | None = None) -> None:
@@ -397,7 +358,7 @@ class Trainer:
             self.step,
             self.plan,
             position or self._stream.position(),
-            keep_checkpoints=self.keep_checkpoints,
+            keep_checkpoints=self.options.keep_checkpoints,
             buffers=buffers,
         )
         if buffers is None:
@@ -414,9 +375,9 @@ class Trainer:
     def _write_line(self, line: dict[str, Any]) -> None:
         self._log.write(line)
         self._history.add(line)
-        if self.log is not None and self._is_first:
+        if self.options.log is not None and self._is_first:
             self._is_logging = True
-            self.log(copy.deepcopy(line))  # its own, to change
+            self.options.log(copy.deepcopy(line))  # its own, to change
             self._is_logging = False
 
     def _write_record(self, record: RunRecord) -> None:
@@ -432,7 +393,7 @@ class Trainer:
 
     def _fail(self, error: BaseException) -> None:
         """Write a checkpoint and the record, as far as possible, when the run ends in an exception."""
-        self.log = None  # another error would hide this one
+        self.options = dataclasses.replace(self.options, log=None)  # another error would hide this one
         with contextlib.suppress(MemfitError):
             self._note_events()
         is_interrupted = isinstance(error, KeyboardInterrupt | SystemExit)

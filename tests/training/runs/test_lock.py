@@ -24,6 +24,7 @@ from memfit.errors import OutputError
 from memfit.training.runs import lock
 from memfit.training.runs.folder import held_folder
 from memfit.training.runs.lock import LOCK, Holder, holder_of, locked
+from memfit.training.runs.run_options import RunOptions
 from memfit.training.step import Step
 from memfit.training.trainer import Trainer
 from tests.processes import on_two_spawned_ranks
@@ -269,7 +270,7 @@ def test_ranks_of_one_run_share_a_folder(tmp_path: Path) -> None:
 
 def _trained(cases: SimpleNamespace, out: Path, on_step: Callable[[Any], None] | None = None, **options: Any) -> None:
     workload = cases.workload()
-    Trainer(Step(workload), cases.plan(workload), out=out, steps=3, on_step=on_step, **options).fit()
+    Trainer(Step(workload), cases.plan(workload), RunOptions(out=out, steps=3, on_step=on_step, **options)).fit()
 
 
 @pytest.mark.parametrize("options", [{"overwrite": True}, {"resume": True}])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
 
@@ -11,6 +12,7 @@ from memfit.errors import BudgetError, MemoryLimitError
 from memfit.hardware.host import free_bytes, own_bytes
 from memfit.ir.plan import Plan
 from memfit.training.optimizers import state_of
+from memfit.training.runs.run_options import RunOptions
 from memfit.training.step import Step
 from memfit.units import format_bytes
 from memfit.workload import Workload, tensors_of
@@ -21,32 +23,29 @@ _LEAST_ROOM_BYTES = 2**24
 
 
 def host_needs(
-    plan: Plan,
-    workload: Workload,
-    levers_bytes: Mapping[str, int],
-    *,
-    prefetch_batches: int = 0,
-    async_checkpoints: bool = False,
-    recover: bool = False,
+    plan: Plan, workload: Workload, levers_bytes: Mapping[str, int], options: RunOptions | None = None
 ) -> dict[str, int]:
     """Return the host memory that a run takes beyond what is taken now, by what asks for it, as arguments say it.
 
     Args:
         workload: What is trained, on the device that it is trained on.
         levers_bytes: What the plan's levers put there, by their names.
+        options: Those of the run; None for steps alone.
     """
+    options = options or RunOptions(out=Path())
     parameters = list(workload.model.parameters())
     is_on_host = all(p.device.type == "cpu" for p in parameters)
     batch_bytes = bytes_of(tensors_of(workload.batch))
     there = bytes_of([*parameters, *workload.model.buffers(), *state_of(workload.optimizer)]) + batch_bytes
-    made = (prefetch_batches + 1) * batch_bytes if prefetch_batches else 0
+    ahead = options.prefetch_batches
+    made = (ahead + 1) * batch_bytes if ahead else 0
     needs = {
         "steps of the plan": max(0, plan.predicted.peak_upper_bytes - there) if is_on_host else 0,
         **levers_bytes,
-        f"prefetch_batches={prefetch_batches}": made if is_on_host else 2 * made,  # for a GPU, in pinned memory too
+        f"prefetch_batches={ahead}": made if is_on_host else 2 * made,  # for a GPU, in pinned memory too
         "writing checkpoints": checkpoint_bytes(workload),
-        "async_checkpoints=True": _copied_bytes(plan, workload) if async_checkpoints else 0,
-        "recover=True": bytes_of(workload.model.buffers()) if recover and is_on_host else 0,
+        "async_checkpoints=True": _copied_bytes(plan, workload) if options.async_checkpoints else 0,
+        "recover=True": bytes_of(workload.model.buffers()) if options.recover and is_on_host else 0,
     }
     return {name: count for name, count in needs.items() if count}
 

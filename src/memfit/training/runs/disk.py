@@ -11,6 +11,7 @@ from memfit.errors import OutputError
 from memfit.ir.plan import Plan
 from memfit.training.guards.host_memory import stored_bytes
 from memfit.training.runs import checkpoint_folders
+from memfit.training.runs.run_options import RunOptions
 from memfit.units import format_bytes
 from memfit.workload import Workload
 
@@ -18,28 +19,17 @@ _REST_BYTES = 2**24  # upper bound seen for the record, the views, the report an
 _LINE_BYTES = 600  # upper bound for a step's line in the log
 
 
-def check_disk(
-    out: Path,
-    plan: Plan,
-    workload: Workload,
-    *,
-    steps: int | None,
-    checkpoint_every: int | None,
-    keep_checkpoints: int,
-) -> None:
+def check_disk(plan: Plan, workload: Workload, options: RunOptions) -> None:
     """Refuse a run that needs more disk space than is free.
-
-    Args:
-        out: The run's folder, which need not exist.
-        steps: Total number of optimizer updates; None if unknown.
-        checkpoint_every: Steps between checkpoints; None for one at the end.
 
     Raises:
         OutputError: Disk space or the file size limit is too small.
     """
+    out, steps, keep_checkpoints = options.out, options.steps, options.keep_checkpoints
     model_bytes, state_bytes = stored_bytes(plan, workload)
     each = model_bytes + state_bytes
-    written = 1 if checkpoint_every is None else 2 + (keep_checkpoints if steps is None else steps // checkpoint_every)
+    every = options.checkpoint_every
+    written = 1 if every is None else 2 + (keep_checkpoints if steps is None else steps // every)
     at_once = min(written, keep_checkpoints + 1)  # the oldest is removed after the newest is written
     replaced_bytes = _bytes_there(out)
     needed = at_once * each + _REST_BYTES + _LINE_BYTES * (steps or 0)
