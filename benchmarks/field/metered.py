@@ -22,7 +22,7 @@ from memfit._torch.replacement import replaced
 from memfit.cli import app
 from memfit.hardware.cpu_allocations import allocated_between
 from memfit.pipeline import _fit
-from memfit.training.guards import beside
+from memfit.training.guards import loop_memory as beside
 
 _UPDATED, _PLANNING = "benchmarks: updated", "benchmarks: planning"
 

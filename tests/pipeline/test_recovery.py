@@ -32,7 +32,7 @@ from memfit.levers.stack import applied
 from memfit.levers.switch import lower_candidates
 from memfit.pipeline import predicted_snapshots
 from memfit.recipes.byte_lm import SeededBatches
-from memfit.training.guards import rollback
+from memfit.training.guards import recovery as rollback
 from memfit.training.guards.recovery import Recovery
 from memfit.training.runs.checkpoint_folders import latest
 from memfit.training.runs.log import Progress

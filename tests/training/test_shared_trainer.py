@@ -15,8 +15,8 @@ import torch
 
 from memfit.errors import MemfitError, MemoryLimitError, OutputError, RankError
 from memfit.ir.sharding import Sharding
-from memfit.training.interrupt import PREEMPTED
 from memfit.training.runs.run_options import RunOptions
+from memfit.training.stopping import PREEMPTED
 from memfit.training.trainer import Trainer
 from tests.covering import each
 from tests.processes import on_ranks

@@ -28,7 +28,7 @@ from memfit.ir.plan import Plan
 from memfit.ir.run_record import RunRecord
 from memfit.rng import rng_state
 from memfit.training import trainer as trainer_module
-from memfit.training.loss_scaling import LossScaler
+from memfit.training.loss import LossScaler
 from memfit.training.runs import checkpoint
 from memfit.training.runs.run_options import RunOptions
 from memfit.training.step import Step, StepOptions

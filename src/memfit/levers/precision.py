@@ -16,7 +16,7 @@ from memfit.levers.bf16_weights import bf16_weights
 from memfit.levers.casts import autocast, is_cast, kept_in_fp32, tf32, uncast
 from memfit.levers.conflicts import ADAPTING, Conflict
 from memfit.levers.lever import Lever, Rung, Running, Setting
-from memfit.training.loss_scaling import LossScaler
+from memfit.training.loss import LossScaler
 from memfit.workload import Workload, samples_of
 
 NO_UPDATES = "Workload.bf16_updates=None"

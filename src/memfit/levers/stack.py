@@ -19,10 +19,9 @@ from memfit.levers.lever import Running
 from memfit.levers.microbatches import microbatch_size_of
 from memfit.recomputation.generators import foreign_generators, preserved
 from memfit.tape import LoopWorkload
-from memfit.training.loop import DescribedLoop
+from memfit.training.loop import DescribedLoop, TapedStep
 from memfit.training.refusals import check_supported
 from memfit.training.step import Step, StepOptions
-from memfit.training.taped import TapedStep
 from memfit.workload import Loop, Workload, fingerprint, samples_of
 
 if TYPE_CHECKING:  # distributed packages take a second to import

@@ -62,11 +62,9 @@ from memfit.tape import (
     outside_autocast,
 )
 from memfit.tracebacks import public
-from memfit.training.guards.beside import beside_text, held_beside
-from memfit.training.guards.growth import Growth
-from memfit.training.loop_log import LoopLog
-from memfit.training.runs.log import LogFunction
-from memfit.training.taped import CombinedOptimizers
+from memfit.training.guards.loop_memory import Growth, beside_text, held_beside
+from memfit.training.loop import CombinedOptimizers
+from memfit.training.runs.log import LogFunction, LoopLog
 from memfit.units import format_bytes, format_seconds, read_budget
 from memfit.words import LOOP
 from memfit.workload import fingerprint, tensors_of

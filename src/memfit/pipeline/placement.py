@@ -17,7 +17,7 @@ from memfit.ir.device import Device
 from memfit.ir.plan import Plan
 from memfit.levers.stack import check_plan, check_workload
 from memfit.ranks.meta_models import Initialisation, is_on_meta
-from memfit.training.prefetch import on_device
+from memfit.training.batches import on_device
 from memfit.workload import Workload, described, tensors_of
 
 

@@ -14,7 +14,7 @@ from memfit.levers import registry
 from memfit.planner.batch_coupling import coupling
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import Progress, costs_of, predict, silent
-from memfit.training.accumulation_window import gradient_values
+from memfit.training.loss import gradient_values
 from memfit.units import format_bytes
 from memfit.workload import Workload, samples_of
 

@@ -23,12 +23,11 @@ from memfit.ir.trace import Phase
 from memfit.ranks.one_process import Share, SingleProcess, T
 from memfit.rng import rng_preserved
 from memfit.tracebacks import public
-from memfit.training.accumulation_window import Window, checked_loss, gradient_entries, gradient_values
+from memfit.training.batches import on_device
 from memfit.training.guards.ledger import Ledger, ledger_of
-from memfit.training.loss_scaling import LossScaler
-from memfit.training.nonfinite import FirstNotFinite, watching
+from memfit.training.loss import FirstNotFinite, LossScaler, Window, gradient_entries, gradient_values, watching
 from memfit.training.optimizers import parameters_of
-from memfit.training.prefetch import on_device
+from memfit.training.refusals import checked_loss
 from memfit.workload import Workload, part_of, samples_of, tensors_of
 
 _CPU = torch.device("cpu")
@@ -560,3 +559,22 @@ def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
 def _norm_of(norms: list[torch.Tensor]) -> torch.Tensor:
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
     return norm
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Set a model to evaluation mode without gradients; restore training flags and random states afterwards."""
+    with rng_preserved(), torch.no_grad(), modes_restored(model):
+        model.eval()
+        yield
+
+
+@contextmanager
+def modes_restored(model: nn.Module) -> Iterator[None]:
+    """Restore the training flags of a model's modules when the context is left."""
+    flags = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in flags:
+            module.training = training

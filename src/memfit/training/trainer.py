@@ -7,14 +7,12 @@ import copy
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from msgspec.structs import replace
-from torch import nn
 
 from memfit.errors import (
     DamagedCheckpointError,
@@ -30,12 +28,10 @@ from memfit.ir import codec
 from memfit.ir.plan import Plan, uses_text
 from memfit.ir.run_record import RunRecord
 from memfit.ranks.together import once
-from memfit.rng import rng_preserved, rng_state, set_rng_state
+from memfit.rng import rng_state, set_rng_state
 from memfit.training.batches import BatchStream
 from memfit.training.guards.ledger import allocation_retries, device_of
 from memfit.training.guards.recovery import OutOfMemoryObserver, Recovery
-from memfit.training.interrupt import deferred_interrupts
-from memfit.training.meeting import meet
 from memfit.training.runs import checkpoint, checkpoint_folders
 from memfit.training.runs.folder import (
     METRICS,
@@ -47,19 +43,21 @@ from memfit.training.runs.folder import (
     held_by_ranks,
     remove_leftovers,
 )
-from memfit.training.runs.history import History, resumed_history
-from memfit.training.runs.host_buffers import HostBuffers
 from memfit.training.runs.log import (
+    History,
     Log,
     NoLog,
     Progress,
     evaluation_line,
     event_line,
     require_tensorboard,
+    resumed_history,
     step_line,
 )
 from memfit.training.runs.run_options import RunOptions
-from memfit.training.step import Step, StepResult
+from memfit.training.runs.tensor_files import HostBuffers
+from memfit.training.step import Step, StepResult, evaluation_mode
+from memfit.training.stopping import deferred_interrupts, meet
 from memfit.units import format_bytes
 from memfit.workload import fingerprint, samples_of
 
@@ -463,25 +461,6 @@ def _precision_text(loaded: checkpoint.Loaded, step: Step, plan: Plan) -> str:
         done.append(f"weights are {'widened from' if was == 'bf16-true' else 'rounded to'} bf16")
     text = f"{loaded.path} was written with precision={was!r}; training continues with {is_now!r}"
     return "; ".join([text, *(done or ["weights and optimizer state are unchanged"])])
-
-
-@contextlib.contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Set a model to evaluation mode without gradients; restore training flags and random states afterwards."""
-    with rng_preserved(), torch.no_grad(), modes_restored(model):
-        model.eval()
-        yield
-
-
-@contextlib.contextmanager
-def modes_restored(model: nn.Module) -> Iterator[None]:
-    """Restore the training flags of a model's modules when the context is left."""
-    flags = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, training in flags:
-            module.training = training
 
 
 def _figures(values: Mapping[str, float]) -> dict[str, float]:

@@ -24,10 +24,10 @@ from memfit.errors import CheckpointError, OutputError
 from memfit.ir import codec
 from memfit.rng import check_rng_state, rng_preserved, rng_state, set_rng_state
 from memfit.training.batches import BatchStream
-from memfit.training.loss_scaling import LossScaler
+from memfit.training.loss import LossScaler
 from memfit.training.runs import checkpoint, checkpoint_folders
-from memfit.training.runs.host_buffers import HostBuffers
-from memfit.training.runs.packing import pack, read_tensors, unpack, write_tensors
+from memfit.training.runs.state import pack, unpack
+from memfit.training.runs.tensor_files import HostBuffers, read_tensors, write_tensors
 from memfit.training.step import Step, StepOptions
 from memfit.workload import LossScaling, Workload
 from tests.training.conftest import restored

@@ -18,7 +18,7 @@ from torch import nn
 import memfit
 from memfit.errors import OutputError
 from memfit.ir.plan import Plan
-from memfit.training.runs.disk import _REST_BYTES, check_disk
+from memfit.training.guards.host_resources import _REST_BYTES, check_disk
 from memfit.training.runs.run_options import RunOptions
 from memfit.training.step import Step
 from memfit.training.trainer import Trainer

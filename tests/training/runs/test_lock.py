@@ -21,9 +21,8 @@ import psutil
 import pytest
 
 from memfit.errors import OutputError
-from memfit.training.runs import lock
-from memfit.training.runs.folder import held_folder
-from memfit.training.runs.lock import LOCK, Holder, holder_of, locked
+from memfit.training.runs import folder as lock
+from memfit.training.runs.folder import LOCK, Holder, held_folder, holder_of, locked
 from memfit.training.runs.run_options import RunOptions
 from memfit.training.step import Step
 from memfit.training.trainer import Trainer
@@ -33,7 +32,7 @@ _HOLDS = """
 import multiprocessing, os, pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from memfit.training.runs.lock import locked
+from memfit.training.runs.folder import locked
 with locked(pathlib.Path(sys.argv[1])):
     if sys.argv[2] == "forks":
         child = os.fork()

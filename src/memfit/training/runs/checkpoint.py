@@ -56,10 +56,17 @@ from memfit.training.runs.checkpoint_folders import (
     remove,
     step_of,
 )
-from memfit.training.runs.host_buffers import HostBuffers
-from memfit.training.runs.packing import read_tensors, write_tensors
-from memfit.training.runs.shards import Stored, has_shards, own_shards, shard_count, shard_name
 from memfit.training.runs.state import TrainingState, collect, prepare_restore
+from memfit.training.runs.tensor_files import (
+    HostBuffers,
+    Stored,
+    has_shards,
+    own_shards,
+    read_tensors,
+    shard_count,
+    shard_name,
+    write_tensors,
+)
 from memfit.training.step import Step
 from memfit.version import __version__
 from memfit.workload import Workload, fingerprint
