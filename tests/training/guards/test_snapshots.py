@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memfit.ir.plan import Plan
-from memfit.training.guards import snapshots as module
+from memfit.training.guards import recovery as module
 from memfit.training.guards.recovery import MOST_SNAPSHOTS, Snapshots, all_snapshots
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
