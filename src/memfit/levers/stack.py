@@ -72,7 +72,7 @@ def described(levers: Levers, workload: Workload) -> Iterator[DescribedLoop]:
     """Run the user's own loop, as `Workload.loop` says, until the context is left."""
     loop = workload.loop or Loop()
     with applied(levers, workload) as step:
-        program = DescribedLoop(step, loop)
+        program = DescribedLoop(step.workload, step.options, loop)
         with program.holding():
             yield program
 
