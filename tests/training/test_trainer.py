@@ -638,7 +638,7 @@ def test_the_next_checkpoint_waits_for_the_one_before(
     run: Run, cases: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its copies are in the same memory."""
-    held, begin, finish = HeldWrites(monkeypatch), checkpoint.begin, checkpoint.Writing.finish
+    held, begin, finish = HeldWrites(monkeypatch), checkpoint.Writing, checkpoint.Writing.finish
     seen: list[list[str]] = []
 
     def begun(*args: Any, **options: Any) -> Any:
@@ -646,12 +646,12 @@ def test_the_next_checkpoint_waits_for_the_one_before(
         held.hold()
         return begin(*args, **options)
 
-    def finished(writing: checkpoint.Writing) -> Path:
+    def finished(writing: Any) -> Path:
         held.let_go()
         return finish(writing)
 
-    monkeypatch.setattr(checkpoint, "begin", begun)
-    monkeypatch.setattr(checkpoint.Writing, "finish", finished)
+    monkeypatch.setattr(checkpoint, "Writing", begun)
+    monkeypatch.setattr(begin, "finish", finished)
     run.fit(checkpoint_every=1, keep_checkpoints=9, steps=4, async_checkpoints=True)
     assert seen == [[f"checkpoint-{n}" for n in range(count)] for count in range(5)]
 

@@ -351,7 +351,7 @@ class Trainer:
         """Write a checkpoint; with `buffers`, a thread does, and `_finish_writing` comes later."""
         self._finish_writing()
         self._log.sync()
-        self._writing = checkpoint.begin(
+        self._writing = checkpoint.Writing(
             self.out,
             self.step,
             self.plan,
