@@ -97,7 +97,12 @@ class Trainer:
     def __post_init__(self) -> None:
         self.out = self.options.out
         self.options.check()
-        _check_plan(self.plan, self.step)
+        own = fingerprint(self.step.workload)
+        if self.plan.fingerprint != own:
+            raise PlanMismatchError(
+                f"the plan is for the workload {self.plan.workload!r} with fingerprint {self.plan.fingerprint}; the"
+                f" workload {self.step.workload.name!r} has {own}: make a plan for this workload"
+            )
         if self.options.tensorboard:
             require_tensorboard()
         self._ranks = self.step.options.ranks
@@ -124,29 +129,27 @@ class Trainer:
             OutputError: A file can't be written, or another run has the folder.
             WorkloadError: The workload's batches or its `evaluate` break their contract.
         """
-        with held_by_ranks(self._ranks, self.out, overwrite=self.options.overwrite, resume=self.options.resume):
-            return self._fit()
-
-    def _fit(self) -> RunRecord:
-        self._history = self._prepare()
-        self._retries_before = allocation_retries(self.step) or 0
-        metrics, events = self.out / METRICS, self.out / TENSORBOARD if self.options.tensorboard else None
-        with (
-            contextlib.closing(self._stream),
-            deferred_interrupts() as interrupt,
-            Log(metrics, events, self.step.steps) if self._is_first else NoLog() as self._log,
-        ):
-            try:
-                for kind, text in self._happened:
-                    self.note(kind, text)
-                self._write_record(self._history.record("running", self.step.steps))
-                self._train(interrupt)
-            except BaseException as e:
-                self._fail(e)
-                raise
-            record = self._history.record("finished", self.step.steps)
-            self._write_record(record)
-        return record
+        overwrite, resume = self.options.overwrite, self.options.resume
+        with held_by_ranks(self._ranks, self.out, overwrite=overwrite, resume=resume):
+            self._history, happened = self._resumed() if resume else (self._begun(), [])
+            self._retries_before = allocation_retries(self.step) or 0
+            metrics, events = self.out / METRICS, self.out / TENSORBOARD if self.options.tensorboard else None
+            with (
+                contextlib.closing(self._stream),
+                deferred_interrupts() as interrupt,
+                Log(metrics, events, self.step.steps) if self._is_first else NoLog() as self._log,
+            ):
+                try:
+                    for kind, text in happened:
+                        self.note(kind, text)
+                    self._write_record(self._history.record("running", self.step.steps))
+                    self._train(interrupt)
+                except BaseException as e:
+                    self._fail(e)
+                    raise
+                record = self._history.record("finished", self.step.steps)
+                self._write_record(record)
+            return record
 
     def note(self, kind: str, text: str) -> None:
         """Log an unusual event, such as a refused checkpoint."""
@@ -156,31 +159,26 @@ class Trainer:
 
     # Before
 
-    def _prepare(self) -> History:
-        """Prepare the folder, and restore the training's state where the run is resumed."""
-        self._happened: list[tuple[str, str]] = []
-        if self.options.resume:
-            return self._restore()
-        once(self._ranks, self._begin_folder)
+    def _begun(self) -> History:
+        """Prepare the folder of a run that begins."""
+
+        def begin() -> None:
+            if self.options.overwrite and self.out.exists():
+                clear_folder(self.out)
+            codec.write_atomic(self.out / PLAN, codec.encode(self.plan))
+
+        once(self._ranks, begin)
         if self._ranks.size > 1:  # what Python's generator draws would differ, and so would batches shuffled with it
             set_rng_state(once(self._ranks, rng_state))
         return History(self.step.workload)
 
-    def _begin_folder(self) -> None:
-        if self.options.overwrite and self.out.exists():
-            clear_folder(self.out)
-        codec.write_atomic(self.out / PLAN, codec.encode(self.plan))
-
-    def _restore(self) -> History:
+    def _resumed(self) -> tuple[History, list[tuple[str, str]]]:
+        """Restore the training's state; return the history so far, and the events of resuming: kinds and texts."""
         loaded, damages = checkpoint.read_newest(self.out, self.step, self.plan.levers.precision)
         self._stream.seek(loaded.state.position)
         loaded.restore()
         history = resumed_history(
-            self.step.workload,
-            self.out / RUN,
-            self.out / METRICS,
-            loaded.step_count,
-            is_writing=self._is_first,
+            self.step.workload, self.out / RUN, self.out / METRICS, loaded.step_count, is_writing=self._is_first
         )
 
         def tidy() -> list[Path]:
@@ -189,10 +187,10 @@ class Trainer:
             codec.write_atomic(self.out / PLAN, codec.encode(self.plan))
             return aside
 
-        self._happened = _resumed(loaded, self.step, self.plan, damages, once(self._ranks, tidy))
+        happened = _events_of_resuming(loaded, self.step, self.plan, damages, once(self._ranks, tidy))
         self._saved_step = loaded.step_count
         set_rng_state(loaded.state.rng)
-        return history
+        return history, happened
 
     # During
 
@@ -401,7 +399,13 @@ class Trainer:
         recovers = isinstance(self.step.recovery, Recovery) and not self._is_between_steps
         is_undone = isinstance(error, OutOfMemoryError) and not error.is_torn and recovers
         is_alone = self._ranks.size > 1 and not self._is_agreed  # the others don't write their parts
-        self._end_writing(error, is_alone)
+        if not is_alone:
+            try:
+                self._finish_writing()
+            except MemfitError as e:
+                error.add_note(f"memfit: {e}")
+        elif self._writing is not None:
+            self._writing.discard()
         is_undone = is_undone or self._is_refused  # the batch that a plan does not hold
         if (is_resumable or is_undone) and self._saved_step != self.step.steps and not is_alone:
             with contextlib.suppress(MemfitError):
@@ -418,18 +422,8 @@ class Trainer:
         with contextlib.suppress(MemfitError):
             self._write_record(self._history.record("failed", self.step.steps, text))
 
-    def _end_writing(self, error: BaseException, is_alone: bool) -> None:
-        """Finish the checkpoint that is being written, if there is one; where other ranks don't, discard it."""
-        if not is_alone:
-            try:
-                self._finish_writing()
-            except MemfitError as e:
-                error.add_note(f"memfit: {e}")
-        elif self._writing is not None:
-            self._writing.discard()
 
-
-def _resumed(
+def _events_of_resuming(
     loaded: checkpoint.Loaded, step: Step, plan: Plan, damages: list[DamagedCheckpointError], aside: list[Path]
 ) -> list[tuple[str, str]]:
     """Return the events to log for a resumed run: kinds and texts."""
@@ -468,12 +462,3 @@ def _figures(values: Mapping[str, float]) -> dict[str, float]:
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
             return {str(name): float(value) for name, value in values.items()}
     raise WorkloadError(f"Workload.evaluate returned {str(values)[:100]}: return a dict of names and floats")
-
-
-def _check_plan(plan: Plan, step: Step) -> None:
-    own = fingerprint(step.workload)
-    if plan.fingerprint != own:
-        raise PlanMismatchError(
-            f"the plan is for the workload {plan.workload!r} with fingerprint {plan.fingerprint}; the workload"
-            f" {step.workload.name!r} has {own}: make a plan for this workload"
-        )
