@@ -49,7 +49,7 @@ def train_with_bar(plan: Plan, workload: Workload, options: RunOptions) -> RunRe
 
 
 def plan_of(path: Path | None, folder: Path | None) -> Plan | None:
-    """Return the plan of a file, or else of the run's folder to go on from, where that is for the ranks that are there.
+    """Load the plan from `path`, or else from the run that is resumed, if it was made for this number of ranks.
 
     Raises:
         PlanError: The file can't be read, or is not a plan.

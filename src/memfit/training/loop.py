@@ -111,7 +111,7 @@ def _requiring_gradient(leaf: Any) -> Any:
     return leaf.detach().requires_grad_() if is_floating else leaf
 
 
-Tensors = dict[int, torch.Tensor]
+TensorsByNumber = dict[int, torch.Tensor]
 
 
 class TapedStep(Step):
@@ -129,7 +129,7 @@ class TapedStep(Step):
     ) -> None:
         super().__init__(workload, StepOptions(autocast=autocast))
         self.tape = workload.tape
-        self._left: Tensors = {}
+        self._left: TensorsByNumber = {}
         self._roots = [workload.model.get_submodule(name) for name in self.tape.roots]
         self._named = [
             {**dict(root.named_buffers(remove_duplicate=False)), **dict(root.named_parameters(remove_duplicate=False))}
@@ -154,7 +154,7 @@ class TapedStep(Step):
         """
         parameters = [p for root in self._roots for p in root.parameters()]
         gradients = [p.grad for p in parameters]
-        tensors: Tensors = {}
+        tensors: TensorsByNumber = {}
         microbatches = []
         begun = 0
         for index in range(self.tape.passes):
@@ -187,7 +187,7 @@ class TapedStep(Step):
         of_pass = (entry.microbatch == index and entry.phase in ("forward", "backward") for entry in self.tape.entries)
         return next(i for i, is_of_pass in enumerate(of_pass) if is_of_pass)
 
-    def _play(self, entries: Iterable[Entry], tensors: Tensors, batch: Any, tells: bool = False) -> None:
+    def _play(self, entries: Iterable[Entry], tensors: TensorsByNumber, batch: Any, tells: bool = False) -> None:
         phase: tuple[Phase, int] = ("optimizer", 0)
         context: ExecutionContext | None = None
         with contextlib.ExitStack() as stack:
@@ -208,7 +208,7 @@ class TapedStep(Step):
         contexts.enter_context(entry.context.entered())
         return contexts
 
-    def _do(self, entry: Entry, tensors: Tensors, batch: Any) -> None:
+    def _do(self, entry: Entry, tensors: TensorsByNumber, batch: Any) -> None:
         if entry.kind == "update":
             self._optimizers[entry.what].step()
         else:
@@ -221,7 +221,7 @@ class TapedStep(Step):
         for number in entry.drops:
             tensors.pop(number, None)
 
-    def _tensor(self, reference: Reference, tensors: Tensors, batch: Any) -> torch.Tensor:
+    def _tensor(self, reference: Reference, tensors: TensorsByNumber, batch: Any) -> torch.Tensor:
         if isinstance(reference, ResultTensor):
             return tensors[reference.number]
         if isinstance(reference, ModuleTensor):

@@ -178,7 +178,7 @@ class FirstNotFinite:
 
 @contextlib.contextmanager
 def watching(model: nn.Module) -> Iterator[FirstNotFinite]:
-    """Watch every module's outputs and their gradients, until the context is left."""
+    """Watch every module's outputs and their gradients."""
     first = FirstNotFinite()
     with contextlib.ExitStack() as stack:
         for name, module in model.named_modules():

@@ -120,7 +120,7 @@ def _is_count(count: Any) -> bool:
 
 
 def _wrong_loss(value: Any) -> str:
-    """Return what a loss function returned in the place of a loss, and how to return one."""
+    """Return the error's text: the value in the place of a loss, and how to return one."""
     if value is None:
         return "Workload.loss_fn returned None: end it with `return loss`"
     if isinstance(value, torch.Tensor):

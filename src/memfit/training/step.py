@@ -38,7 +38,7 @@ _UNRELATED = (
 )
 
 
-class InBackward(Protocol):
+class BackwardUpdates(Protocol):
     """Updates each parameter in the backward pass, as soon as its gradient is there."""
 
     def taken(self) -> AbstractContextManager[object]:
@@ -101,7 +101,7 @@ class StepOptions:
     around: Callable[[], AbstractContextManager[object]] | None = None
     scaler: LossScaler | None = None
     update: Callable[[], object] | None = None
-    in_backward: InBackward | None = None
+    in_backward: BackwardUpdates | None = None
     masters: Mapping[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     prediction: Prediction | None = None
     predicted_peak_bytes: int | None = None
@@ -349,7 +349,7 @@ class Step:
         with limit, nullcontext() if self.options.around is None else self.options.around():
             yield
 
-    def _rehearse(self, share: Share, updating: InBackward) -> None:
+    def _rehearse(self, share: Share, updating: BackwardUpdates) -> None:
         """Run a step that leaves nothing: where gradients are used as soon as they are there, errors come too late."""
         buffers = list(self.workload.model.buffers())
         before = [buffer.clone() for buffer in buffers]
@@ -400,7 +400,9 @@ class Step:
         cuts = [(start, min(start + piece, samples)) for start in range(0, samples, piece)]
         return [(part_of(self.workload, batch, start, stop), stop - start) for start, stop in cuts]
 
-    def _accumulate(self, share: Share, parameters: list[nn.Parameter], updating: InBackward | None = None) -> float:
+    def _accumulate(
+        self, share: Share, parameters: list[nn.Parameter], updating: BackwardUpdates | None = None
+    ) -> float:
         """Run every microbatch forward and backward; return the mean loss of the whole batch."""
         self._phase("optimizer", 0)
         ranks = self.options.ranks
@@ -571,7 +573,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def modes_restored(model: nn.Module) -> Iterator[None]:
-    """Restore the training flags of a model's modules when the context is left."""
+    """Restore the training flags of a model's modules at the end of the context."""
     flags = [(module, module.training) for module in model.modules()]
     try:
         yield

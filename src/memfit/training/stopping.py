@@ -99,7 +99,7 @@ def meet(ranks: SingleProcess, error: BaseException | None, samples: int | None,
 
 
 def _written(writing: Writing | None) -> float:
-    """Return what a rank tells of its files of a checkpoint."""
+    """Return the state of this rank's files of a checkpoint, as a number for the others."""
     if writing is None:
         return _WRITTEN
     if writing.is_going_on:

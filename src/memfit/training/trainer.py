@@ -45,9 +45,9 @@ from memfit.training.runs.folder import (
 )
 from memfit.training.runs.log import (
     History,
-    Log,
-    NoLog,
+    NoRunLog,
     Progress,
+    RunLog,
     evaluation_line,
     event_line,
     require_tensorboard,
@@ -137,7 +137,7 @@ class Trainer:
             with (
                 contextlib.closing(self._stream),
                 deferred_interrupts() as interrupt,
-                Log(metrics, events, self.step.steps) if self._is_first else NoLog() as self._log,
+                RunLog(metrics, events, self.step.steps) if self._is_first else NoRunLog() as self._log,
             ):
                 try:
                     for kind, text in happened:
@@ -152,7 +152,7 @@ class Trainer:
             return record
 
     def note(self, kind: str, text: str) -> None:
-        """Log an unusual event, such as a refused checkpoint."""
+        """RunLog an unusual event, such as a refused checkpoint."""
         if self._is_first:
             _log.warning("%s: %s", kind, text)
         self._write_line(event_line(self.step.steps, self._stream.epoch, kind, text))
@@ -284,7 +284,7 @@ class Trainer:
         return result, int(self._ranks.most([peak_bytes])[0])
 
     def _after(self, progress: Progress) -> None:
-        """Log a step, and evaluate and write a checkpoint where they are due."""
+        """RunLog a step, and evaluate and write a checkpoint where they are due."""
         self._write_line(step_line(progress))
         if self.options.on_step is not None:
             self.options.on_step(progress)
@@ -296,7 +296,7 @@ class Trainer:
             self._save(buffers=self._buffers)
 
     def _note_events(self, progress: Progress | None = None) -> None:
-        """Log what happened to steps since the last call: larger batches, a peak over the budget, and recoveries."""
+        """RunLog what happened to steps since the last call: larger batches, a peak over the budget, and recoveries."""
         if progress is not None and (progress.peak_bytes or 0) > self.plan.budget_bytes:
             predicted = progress.predicted_peak_bytes or self.plan.predicted.peak_bytes
             self.step.note(
@@ -310,7 +310,7 @@ class Trainer:
         self._note_recovery()
 
     def _note_recovery(self) -> None:
-        """Log steps that ran out of memory since the last call; the plan taken then becomes the run's plan."""
+        """RunLog steps that ran out of memory since the last call; the plan taken then becomes the run's plan."""
         recovery = self.step.recovery
         if not isinstance(recovery, OutOfMemoryObserver):
             return

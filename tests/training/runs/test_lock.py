@@ -22,7 +22,7 @@ import pytest
 
 from memfit.errors import OutputError
 from memfit.training.runs import folder as lock
-from memfit.training.runs.folder import LOCK, Holder, held_folder, holder_of, locked
+from memfit.training.runs.folder import LOCK, LockHolder, held_folder, holder_of, locked
 from memfit.training.runs.run_options import RunOptions
 from memfit.training.step import Step
 from memfit.training.trainer import Trainer
@@ -68,9 +68,9 @@ def without_locks(*_: Any) -> None:
     raise OSError(errno.ENOLCK, "No locks available")
 
 
-def left_by(folder: Path, **changes: Any) -> Holder:
+def left_by(folder: Path, **changes: Any) -> LockHolder:
     """Write the lock of a run that is not ended: of this process, but for some fields."""
-    holder = msgspec.structs.replace(Holder.here(), **changes)
+    holder = msgspec.structs.replace(LockHolder.here(), **changes)
     folder.mkdir(exist_ok=True)
     (folder / LOCK).write_bytes(msgspec.json.encode(holder))
     return holder

@@ -34,7 +34,7 @@ _LINE_BYTES = 600  # upper bound for a step's line in the log
 def host_needs(
     plan: Plan, workload: Workload, levers_bytes: Mapping[str, int], options: RunOptions | None = None
 ) -> dict[str, int]:
-    """Return the host memory that a run takes beyond what is taken now, by what asks for it, as arguments say it.
+    """Return the additional bytes of host memory that a run needs, by the argument that is responsible.
 
     Args:
         workload: What is trained, on the device that it is trained on.
@@ -60,7 +60,7 @@ def host_needs(
 
 
 def checkpoint_bytes(workload: Workload) -> int:
-    """Return what writing a checkpoint takes of the host's memory: copies of what is not there, or not contiguous."""
+    """Return the bytes that writing a checkpoint copies in host memory: tensors elsewhere, or not contiguous."""
     files = [*workload.model.parameters(), *workload.model.buffers()], state_of(workload.optimizer)
     return max(bytes_of(t for t in file if t.device.type != "cpu" or not t.is_contiguous()) for file in files)
 

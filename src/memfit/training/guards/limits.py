@@ -31,7 +31,7 @@ Named = Callable[[Any], Mapping[str, Iterable[torch.Tensor]]]
 """Returns the tensors that a step holds when it begins on a batch, by category."""
 
 
-class _Held(weakref.ref[Any]):
+class _LiveStorage(weakref.ref[Any]):
     """A storage that is alive, and its bytes."""
 
     __slots__ = ("key", "nbytes")
@@ -71,7 +71,7 @@ class CpuLimit(EagerMode):
         self._named, self._workspace_bytes = named, workspace_bytes
         self._as_run = as_run
         self.has_looked_up = False
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _LiveStorage] = {}
         self._needed: dict[Any, tuple[int, int]] = {}
         self._outer: CpuLimit | None = None
         self._batch: Any = None
@@ -124,7 +124,7 @@ class CpuLimit(EagerMode):
         storage, key = tensor.untyped_storage(), storage_key_of(tensor)
         if key in self._held:
             return
-        held = _Held(storage, self._freed)
+        held = _LiveStorage(storage, self._freed)
         held.key, held.nbytes = key, storage.nbytes()
         self._held[key] = held
         self.held_bytes += held.nbytes

@@ -345,7 +345,7 @@ class _Parts:
 
 
 def _parts_of(state: TrainingState, ranks: SingleProcess) -> _Parts:
-    """Return what a rank writes of a state. Its tensors are those of the state."""
+    """Return a rank's files of a state. Their tensors are those of the state."""
     texts: dict[str, str] = {}
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     metadata: dict[str, dict[str, str]] = {}

@@ -183,7 +183,7 @@ def _checkpoints(out: Path) -> list[Path]:
     return [path for path in out.iterdir() if checkpoint_folders.step_of(path) is not None]
 
 
-class Holder(msgspec.Struct, frozen=True, kw_only=True):
+class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
     """The process that holds a folder.
 
     Attributes:
@@ -204,7 +204,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     command: str
 
     @classmethod
-    def here(cls) -> Holder:
+    def here(cls) -> LockHolder:
         """Return the record of this process."""
         return cls(
             pid=os.getpid(),
@@ -242,13 +242,13 @@ def locked(folder: Path) -> Iterator[None]:
         holding = _held.get(folder)
     if holding is not None:
         if holding[0] != threading.get_ident():
-            raise _refusal(folder, Holder.here(), "another thread of this process")
+            raise _refusal(folder, LockHolder.here(), "another thread of this process")
         yield
         return
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = _acquire(folder / LOCK, Holder.here())
+        descriptor = _acquire(folder / LOCK, LockHolder.here())
     except OSError as e:
         _remove_empty(created)
         raise OutputError(f"can't write to out={str(folder)!r}: {e.strerror or e}") from e
@@ -272,15 +272,15 @@ def locked(folder: Path) -> Iterator[None]:
             _remove_empty(created)
 
 
-def holder_of(folder: Path) -> Holder | None:
+def holder_of(folder: Path) -> LockHolder | None:
     """Return the holder named in a folder's lock file; None where it can't be read."""
     try:
-        return msgspec.json.decode((folder / LOCK).read_bytes(), type=Holder)
+        return msgspec.json.decode((folder / LOCK).read_bytes(), type=LockHolder)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None
 
 
-def _acquire(path: Path, own: Holder) -> int | None:
+def _acquire(path: Path, own: LockHolder) -> int | None:
     """Open and lock the file, and write this process's record; return None where a rank of the same run holds it."""
     ends = time.monotonic() + _AT_ONCE_SECONDS
     while True:
@@ -300,7 +300,7 @@ def _acquire(path: Path, own: Holder) -> int | None:
         time.sleep(_AT_ONCE_SECONDS / 10)
 
 
-def _try(path: Path, descriptor: int, own: Holder) -> Literal["held", "shared", "again"]:
+def _try(path: Path, descriptor: int, own: LockHolder) -> Literal["held", "shared", "again"]:
     """Try to take the lock; return "again" where it is being taken or released at this moment."""
     is_locked = _lock(descriptor)
     holder = holder_of(path.parent)
@@ -338,7 +338,7 @@ def _lock(descriptor: int) -> bool | None:
         raise
 
 
-def _is_alive(path: Path, holder: Holder, own: Holder, is_locked: bool | None) -> bool:
+def _is_alive(path: Path, holder: LockHolder, own: LockHolder, is_locked: bool | None) -> bool:
     """Tell whether the process that a lock's file names still runs.
 
     Args:
@@ -354,7 +354,7 @@ def _is_alive(path: Path, holder: Holder, own: Holder, is_locked: bool | None) -
     return _beats(path, holder)
 
 
-def _has_ended(holder: Holder, own: Holder) -> bool:
+def _has_ended(holder: LockHolder, own: LockHolder) -> bool:
     """Tell whether a process on this host has ended; one with its id and another start time is another process."""
     if (holder.machine, holder.processes) != (own.machine, own.processes):
         return False
@@ -367,7 +367,7 @@ def _has_ended(holder: Holder, own: Holder) -> bool:
         return False
 
 
-def _beats(path: Path, holder: Holder) -> bool:
+def _beats(path: Path, holder: LockHolder) -> bool:
     """Tell whether a run is alive: it updates the file's modification time."""
     _log.warning(
         "%s is in use by %s, on another host or in another container: waiting to see whether that run still writes",
@@ -433,7 +433,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _refusal(folder: Path, own: Holder, who: str, holder: Holder | None = None) -> OutputError:
+def _refusal(folder: Path, own: LockHolder, who: str, holder: LockHolder | None = None) -> OutputError:
     what_to_do = "give another out=, wait until that run ends, or stop it"
     if holder is not None and holder.machine == own.machine and holder.processes != own.processes:
         what_to_do += " (it is in another container of this host)"

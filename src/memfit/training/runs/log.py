@@ -70,7 +70,7 @@ class Progress:
     allocation_retries: int | None = None
 
 
-class Log:
+class RunLog:
     """A writer of the log; use it as a context manager.
 
     Args:
@@ -90,7 +90,7 @@ class Log:
         except OSError as e:
             raise OutputError(f"can't write {metrics}: {e.strerror or e}") from e
 
-    def __enter__(self) -> Log:
+    def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -127,7 +127,7 @@ class Log:
             self._writer.flush()
 
 
-class NoLog(Log):
+class NoRunLog(RunLog):
     """The log of a rank that writes none: the first one's is that of the run."""
 
     def __init__(self) -> None:
