@@ -152,7 +152,7 @@ class Trainer:
             return record
 
     def note(self, kind: str, text: str) -> None:
-        """RunLog an unusual event, such as a refused checkpoint."""
+        """Log an unusual event, such as a refused checkpoint."""
         if self._is_first:
             _log.warning("%s: %s", kind, text)
         self._write_line(event_line(self.step.steps, self._stream.epoch, kind, text))
@@ -284,7 +284,7 @@ class Trainer:
         return result, int(self._ranks.most([peak_bytes])[0])
 
     def _after(self, progress: Progress) -> None:
-        """RunLog a step, and evaluate and write a checkpoint where they are due."""
+        """Log a step, and evaluate and write a checkpoint where they are due."""
         self._write_line(step_line(progress))
         if self.options.on_step is not None:
             self.options.on_step(progress)
@@ -296,7 +296,7 @@ class Trainer:
             self._save(buffers=self._buffers)
 
     def _note_events(self, progress: Progress | None = None) -> None:
-        """RunLog what happened to steps since the last call: larger batches, a peak over the budget, and recoveries."""
+        """Log what happened to steps since the last call: larger batches, a peak over the budget, and recoveries."""
         if progress is not None and (progress.peak_bytes or 0) > self.plan.budget_bytes:
             predicted = progress.predicted_peak_bytes or self.plan.predicted.peak_bytes
             self.step.note(
@@ -307,17 +307,13 @@ class Trainer:
         for kind, text in self.step.events[self._events_noted :]:
             self._write_line(event_line(self.step.steps, self._stream.epoch, kind, text))
         self._events_noted = len(self.step.events)
-        self._note_recovery()
-
-    def _note_recovery(self) -> None:
-        """RunLog steps that ran out of memory since the last call; the plan taken then becomes the run's plan."""
         recovery = self.step.recovery
         if not isinstance(recovery, OutOfMemoryObserver):
             return
         for event in recovery.events[self._recoveries_noted :]:
             self.note("out of memory", str(event))
         self._recoveries_noted = len(recovery.events)
-        if recovery.plan is not self.plan:
+        if recovery.plan is not self.plan:  # the plan taken then becomes the run's plan
             self.plan = recovery.plan
             if self._is_first:
                 codec.write_atomic(self.out / PLAN, codec.encode(self.plan))
