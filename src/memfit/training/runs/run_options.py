@@ -12,7 +12,7 @@ from memfit.training.runs.log import LogFunction, Progress
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The options of `memfit.train`, as it takes them.
+    """The options of `memfit.train`, as it takes them; its docstring has those that are not named here.
 
     Attributes:
         out: Folder of the run: `run.json`, `plan.json`, `metrics.jsonl`, `checkpoint-<step>/`, `tensorboard/`.
