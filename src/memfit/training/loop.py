@@ -170,17 +170,14 @@ class TapedStep(Step):
         """Run one forward pass, and return the tensors that the loop holds after it."""
         index, tensors, batch = microbatch
         tensors = dict(tensors)
-        self._play(self._forward(index), tensors, batch)
+        forward = [e for e in self.tape.entries if e.phase == "forward" and e.microbatch == index]
+        self._play(forward, tensors, batch)
         return tensors
 
     def gradients(self, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
         """Run the step once, for observers of its forward and backward passes; return no gradients."""
         self(batch)
         return math.nan, {}
-
-    def _forward(self, index: int) -> list[Entry]:
-        """Return the entries of the forward pass before a backward pass."""
-        return [entry for entry in self.tape.entries if entry.phase == "forward" and entry.microbatch == index]
 
     def _begin_of(self, index: int) -> int:
         """Return the position of a forward pass's first entry; of the backward pass where it has none."""

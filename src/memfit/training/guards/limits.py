@@ -242,11 +242,8 @@ def _made_bytes(func: Any, args: Any, kwargs: Any) -> int:
         return max((t.nbytes for t in arguments), default=0)
     before = {storage_key_of(fake) for fake in fakes.values()}
     outputs = {storage_key_of(t): t for t in tree_leaves(out) if isinstance(t, torch.Tensor)}
-    return sum(_storage_bytes(t) for key, t in outputs.items() if key not in before)
-
-
-def _storage_bytes(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage().nbytes()) if tensor.layout is torch.strided else 0
+    made = (t for key, t in outputs.items() if key not in before and t.layout is torch.strided)
+    return sum(int(t.untyped_storage().nbytes()) for t in made)
 
 
 def has_room(wanted_bytes: int, device: torch.device) -> bool:

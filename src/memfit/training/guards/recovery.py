@@ -175,7 +175,8 @@ class Recovery(OutOfMemoryObserver):
             if isinstance(outcome, StepResult):
                 self._rollback.settle()
                 return outcome
-            _release()
+            gc.collect()  # cycles that hold tensors of the failed step
+            accelerators.release_cache()
             if self._ranks.is_updating:  # the other ranks have updated, and this one has not
                 raise self._error(outcome, attempt, is_torn=True)
             self._tell(outcome)
@@ -270,12 +271,6 @@ class Recovery(OutOfMemoryObserver):
                 " with a lower budget=, allow more by numerics=, or give the step more memory"
             )
         return OutOfMemoryError(text, step=number, is_torn=is_torn)
-
-
-def _release() -> None:
-    """Free reference cycles, and release the allocator's cache to the device."""
-    gc.collect()
-    accelerators.release_cache()
 
 
 class _Buffer(NamedTuple):

@@ -153,20 +153,14 @@ def _checked_model_state(
     found = {}
     for name, tensor in tensors.items():
         saved = found[name] = _read(state.model, name, tensor)
-        _check_like(
-            f"the model's {name}", tensor, saved.to(tensor.dtype) if converts and _fit(tensor, saved) else saved
-        )
+        is_converted = converts and {tensor.dtype, saved.dtype} == {torch.float32, torch.bfloat16}
+        _check_like(f"the model's {name}", tensor, saved.to(tensor.dtype) if is_converted else saved)
     return {**found, **{name: found[target] for name, target in state.aliases.items()}, **extras}
 
 
 def _read(tensors: Tensors | Stored, key: str, own: torch.Tensor) -> torch.Tensor:
     """Return a saved tensor; of one that ranks share, this rank's part, as its own is."""
     return tensors.like(key, own) if isinstance(tensors, Stored) else tensors[key]
-
-
-def _fit(own: torch.Tensor, saved: torch.Tensor) -> bool:
-    """Tell whether one of two tensors is in fp32, and the other in bf16."""
-    return {own.dtype, saved.dtype} == {torch.float32, torch.bfloat16}
 
 
 def _check_names(what: str, own: set[str], saved: set[str]) -> None:
