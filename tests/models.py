@@ -22,7 +22,7 @@ from memfit.ir.trace import Trace
 from memfit.levers.casts import autocast
 from memfit.recomputation.regions import checkpointed
 from memfit.solver.candidates import Option
-from memfit.training.loss_scaling import LossScaler
+from memfit.training.loss import LossScaler
 from memfit.training.step import Step, StepOptions
 from memfit.workload import Workload, batch_size_of
 

@@ -31,7 +31,7 @@ from memfit.pipeline import _train
 from memfit.training.runs import checkpoint_folders
 from memfit.training.runs.folder import METRICS, RUN, VIEWS
 from memfit.training.runs.log import read_lines
-from memfit.training.runs.packing import read_tensors
+from memfit.training.runs.tensor_files import read_tensors
 
 MAX_RESTARTS = 4
 PLAN_FILE, REACH_FILE, RESULT_FILE = "plan.json", "reach.json", "result.json"

@@ -19,7 +19,7 @@ from memfit import Workload, structure
 from memfit.errors import brought_by
 from memfit.ir import codec
 from memfit.recipes.brain_segmentation import brain_segmentation, load_slabs, segment
-from memfit.training.trainer import evaluation_mode
+from memfit.training.step import evaluation_mode
 
 Patch = tuple[int, int, int]
 

@@ -12,6 +12,7 @@ from memfit.cli import plan_commands, run, training
 from memfit.errors import BudgetError
 from memfit.hardware import accelerators, heap
 from memfit.ir.plan import Plan
+from memfit.training.runs.run_options import RunOptions
 from memfit.units import read_budget
 from tests.workloads import tiny
 
@@ -115,6 +116,6 @@ def test_the_bar_says_how_long_code_takes_to_make(
     plan: Plan, code_seconds: float, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     compiled = replace(plan, code_seconds=code_seconds)
-    training.train_with_bar(compiled, tiny(), steps=1, out=tmp_path / "run")
+    training.train_with_bar(compiled, tiny(), RunOptions(out=tmp_path / "run", steps=1))
     lines = capsys.readouterr().err.splitlines()
     assert any(line == said or line.startswith(f"{said}: ") for line in lines), lines

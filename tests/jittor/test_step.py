@@ -13,7 +13,7 @@ from memfit.errors import CheckpointError, MemoryLimitError, NonFiniteError, Usa
 from memfit.ir.remat import Region
 from memfit.jittor import Step, Workload, memory, seed
 from memfit.jittor.variables import is_trainable, named_variables
-from memfit.training.loss_scaling import LossScaler
+from memfit.training.loss import LossScaler
 from memfit.workload import LossScaling
 from tests.jittor.models import mlp, residuals
 

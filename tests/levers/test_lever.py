@@ -20,7 +20,7 @@ from memfit.levers import registry
 from memfit.levers.lever import Lever, LeversOn
 from memfit.levers.stack import applied, host_bytes_of
 from memfit.levers.switch import candidates_of
-from memfit.training.guards import host_memory
+from memfit.training.guards import host_resources as host_memory
 from memfit.workload import Workload
 from tests.workloads import tiny
 

@@ -71,7 +71,7 @@ def test_transformers_reads_it(tmp_path: Path) -> None:
     )
     step = Step(given)
     step(tokens)
-    checkpoint.save(tmp_path / "run", step, make_plan(given), BatchStream(given).position())
+    checkpoint.Writing(tmp_path / "run", step, make_plan(given), BatchStream(given).position()).finish()
     whole = pipeline.consolidate(tmp_path / "run", tmp_path / "whole", max_file_bytes=1000)
     model.config.save_pretrained(whole)
     loaded = transformers.GPT2LMHeadModel.from_pretrained(whole)

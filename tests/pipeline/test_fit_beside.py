@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memfit
-from memfit.training.guards.beside import beside_text, held_beside
+from memfit.training.guards.loop_memory import beside_text, held_beside
 
 DIM, ROWS = 128, 64
 

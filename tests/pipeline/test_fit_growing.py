@@ -12,7 +12,7 @@ from torch.optim import AdamW
 
 import memfit
 from memfit.errors import InfeasibleError
-from memfit.training.guards import growth
+from memfit.training.guards import loop_memory as growth
 from tests.measuring import peak_bytes_of
 from tests.pipeline.loops import deep
 

@@ -18,7 +18,7 @@ from memfit._torch.fake import FakeTensor
 from memfit.capture.measured_peak import measure_peak_bytes
 from memfit.errors import UsageError
 from memfit.ir.plan import Plan
-from memfit.training.guards import growth
+from memfit.training.guards import loop_memory as growth
 from memfit.training.runs.checkpoint_folders import latest
 from memfit.workload import Workload, tensors_of
 

@@ -32,10 +32,11 @@ from memfit.levers.stack import applied
 from memfit.levers.switch import lower_candidates
 from memfit.pipeline import _apply
 from memfit.recipes.byte_lm import SeededBatches
-from memfit.training.guards import rollback
+from memfit.training.guards import recovery as rollback
 from memfit.training.guards.recovery import Recovery
 from memfit.training.runs.checkpoint_folders import latest
 from memfit.training.runs.log import StepRecord
+from memfit.training.runs.run_options import RunOptions
 from memfit.training.runs.state import collect
 from memfit.training.trainer import Trainer
 from memfit.workload import Workload
@@ -455,7 +456,7 @@ def test_a_run_that_no_plan_saves_stops_with_a_checkpoint_that_is_gone_on_from(
                     handle = workload.model.register_forward_hook(lambda *_: raises(MemoryError()))
 
             seed()
-            Trainer(step, plan, out=tmp_path / out, steps=6, on_step=arm, **options).fit()
+            Trainer(step, plan, RunOptions(out=tmp_path / out, steps=6, on_step=arm, **options)).fit()
             return state_of(step)
 
     plan = memfit.plan(trained_on(kind), budget="90%", numerics="exact", precisions=["32-true"], points=1)

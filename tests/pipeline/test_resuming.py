@@ -18,6 +18,7 @@ from memfit.ir.plan import Plan, Precision
 from memfit.ir.run_record import RunRecord
 from memfit.levers.stack import applied
 from memfit.training.runs import checkpoint
+from memfit.training.runs.run_options import RunOptions
 from memfit.training.trainer import Trainer
 from memfit.workload import Workload, fingerprint
 from tests.models import BUILDERS
@@ -51,7 +52,7 @@ def train(precision: Precision, updates: Any, out: Path, **options: Any) -> tupl
     plan = replace(plan, levers=replace(plan.levers, precision=precision, microbatch_size=2))
     torch.manual_seed(1)
     with applied(plan.levers, workload) as step:
-        record = Trainer(step, plan, out=out, **options).fit()
+        record = Trainer(step, plan, RunOptions(out=out, **options)).fit()
     return workload, record
 
 

@@ -27,7 +27,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "in a step": (Step, "compute_loss"),
     "before the update": (Step, "_update"),
     "before its shards": (checkpoint, "write_tensors"),
-    "before the sums": (checkpoint, "_write_manifest"),
+    "before the sums": (checkpoint.Writing, "_publish"),
     "before the rename": (checkpoint, "_move"),
     "before old ones go": (checkpoint, "prune"),
     "in an evaluation": (Trainer, "_evaluate"),

@@ -20,7 +20,7 @@ from memfit.ir import codec
 from memfit.ir.plan import Plan
 from memfit.ir.remat import Region
 from memfit.ir.sharding import Sharding
-from memfit.training.guards import rollback
+from memfit.training.guards import recovery as rollback
 from memfit.training.guards.recovery import Recovery
 from memfit.training.step import Step
 from memfit.workload import Workload

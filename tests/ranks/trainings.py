@@ -16,6 +16,7 @@ from memfit.ir.plan import Levers, Plan
 from memfit.ir.run_record import RunRecord
 from memfit.ir.sharding import Sharding
 from memfit.levers.stack import applied
+from memfit.training.runs.run_options import RunOptions
 from memfit.training.step import Step
 from memfit.training.trainer import Trainer
 from memfit.workload import LossScaling, Workload
@@ -110,7 +111,7 @@ def fit(sharding: Sharding | None, out: Path, kind: Kind = "adamw", seed: int = 
     if not options.get("resume"):
         torch.manual_seed(5)
     with applied(plan.levers, given) as step:
-        record: RunRecord = Trainer(step, plan, out=out, **options).fit()
+        record: RunRecord = Trainer(step, plan, RunOptions(out=out, **options)).fit()
         return state_of(step), record
 
 

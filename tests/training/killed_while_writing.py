@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from memfit.training.runs.run_options import RunOptions
 from memfit.training.step import Step
 from memfit.training.trainer import Trainer
 from tests.training.conftest import make_plan, make_workload
@@ -25,4 +26,4 @@ if __name__ == "__main__":
     HeldWrites(pytest.MonkeyPatch())
     given = make_workload("shuffled")
     options: dict[str, Any] = {"checkpoint_every": 4, "async_checkpoints": True, "on_step": _die}
-    Trainer(Step(given), make_plan(given), out=Path(sys.argv[1]), steps=8, **options).fit()
+    Trainer(Step(given), make_plan(given), RunOptions(out=Path(sys.argv[1]), steps=8, **options)).fit()

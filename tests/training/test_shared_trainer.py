@@ -15,7 +15,8 @@ import torch
 
 from memfit.errors import MemfitError, MemoryLimitError, OutputError, RankError
 from memfit.ir.sharding import Sharding
-from memfit.training.interrupt import PREEMPTED
+from memfit.training.runs.run_options import RunOptions
+from memfit.training.stopping import PREEMPTED
 from memfit.training.trainer import Trainer
 from tests.covering import each
 from tests.processes import on_ranks
@@ -103,13 +104,13 @@ def stopped(rank: int, act: str, who: int, out: Path) -> Iterator[Any]:
     torch.manual_seed(5)
     with step_of(given, plan) as step:
         try:
-            Trainer(step, plan, out=out, steps=9).fit()
+            Trainer(step, plan, RunOptions(out=out, steps=9)).fit()
         except BaseException as e:
             yield type(e).__name__, str(e), step.steps
             yield getattr(e, "__notes__", [])
     given = workload(seed=7)
     with step_of(given, plan) as step:
-        Trainer(step, plan, out=out, steps=6, resume=True).fit()
+        Trainer(step, plan, RunOptions(out=out, steps=6, resume=True)).fit()
         yield state_of(step)
 
 
@@ -162,12 +163,14 @@ def with_a_slow_writer(rank: int, sharding: Sharding, out: Path) -> Iterator[Any
         trainer = Trainer(
             step,
             plan,
-            out=out / "goes-on",
-            steps=9,
-            checkpoint_every=4,
-            keep_checkpoints=9,
-            async_checkpoints=True,
-            on_step=on_step,
+            RunOptions(
+                out=out / "goes-on",
+                steps=9,
+                checkpoint_every=4,
+                keep_checkpoints=9,
+                async_checkpoints=True,
+                on_step=on_step,
+            ),
         )
         trainer.fit()
         yield is_same(state_of(step), expected), seen
@@ -204,7 +207,9 @@ def full_for_one(rank: int, out: Path) -> Iterator[Any]:
             if rank == 1 and progress.step == 3:
                 held.end(trainer)
 
-        trainer = Trainer(step, plan, out=out, steps=9, checkpoint_every=2, async_checkpoints=True, on_step=on_step)
+        trainer = Trainer(
+            step, plan, RunOptions(out=out, steps=9, checkpoint_every=2, async_checkpoints=True, on_step=on_step)
+        )
         with pytest.raises(OutputError) as e:
             trainer.fit()
         yield str(e.value), step.steps, names(out), getattr(e.value, "__notes__", [])
@@ -234,11 +239,13 @@ def stopped_while_writing(rank: int, out: Path) -> Iterator[Any]:
                 held.let_go()
 
         with pytest.raises(SystemExit) as e:
-            Trainer(step, plan, out=out, steps=9, checkpoint_every=2, async_checkpoints=True, on_step=on_step).fit()
+            Trainer(
+                step, plan, RunOptions(out=out, steps=9, checkpoint_every=2, async_checkpoints=True, on_step=on_step)
+            ).fit()
         yield e.value.code, step.steps
     given = workload(seed=7)
     with step_of(given, plan) as step:
-        Trainer(step, plan, out=out, steps=6, checkpoint_every=2, async_checkpoints=True, resume=True).fit()
+        Trainer(step, plan, RunOptions(out=out, steps=6, checkpoint_every=2, async_checkpoints=True, resume=True)).fit()
         yield state_of(step)
 
 
@@ -258,7 +265,7 @@ def over_its_memory(rank: int, out: Path) -> Iterator[Any]:
             raise MemoryLimitError("full", limit_bytes=1, held_bytes=1, requested_bytes=1, by_category={}, where="here")
 
     with step_of(given, plan) as step, pytest.raises(MemoryLimitError) as e:
-        Trainer(step, plan, out=out, steps=9, watch=watch).fit()
+        Trainer(step, plan, RunOptions(out=out, steps=9), watch=watch).fit()
     yield str(e.value), step.steps
 
 
@@ -275,7 +282,7 @@ def overflowing(rank: int, sharding: Sharding, out: Path) -> Iterator[Any]:
     given = dataclasses.replace(given, loss_scaling=scaling)
     plan = plan_for(given, sharding, "fp16")
     with step_of(given, plan) as step:
-        record = Trainer(step, plan, out=out, steps=3).fit()
+        record = Trainer(step, plan, RunOptions(out=out, steps=3)).fit()
         assert step.scaler is not None
         yield step.scaler.state_dict(), record.steps, state_of(step)
 
@@ -292,7 +299,7 @@ def not_empty(rank: int, out: Path) -> Iterator[Any]:
     plan = plan_for(given, ZERO3)
     with step_of(given, plan) as step:
         with pytest.raises(MemfitError) as e:
-            Trainer(step, plan, out=out, steps=1)
+            Trainer(step, plan, RunOptions(out=out, steps=1))
         yield type(e.value).__name__, str(e.value)
 
 

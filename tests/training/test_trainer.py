@@ -28,8 +28,9 @@ from memfit.ir.plan import Plan
 from memfit.ir.run_record import RunRecord
 from memfit.rng import rng_state
 from memfit.training import trainer as trainer_module
-from memfit.training.loss_scaling import LossScaler
+from memfit.training.loss import LossScaler
 from memfit.training.runs import checkpoint
+from memfit.training.runs.run_options import RunOptions
 from memfit.training.step import Step, StepOptions
 from memfit.training.trainer import Trainer
 from memfit.workload import Workload
@@ -52,7 +53,8 @@ class Run:
         workload = self.cases.workload(self.kind, seed=seed, **self.changes)
         step = Step(workload, StepOptions(scaler=LossScaler() if scaler else None))
         options = {"out": self.out} | ({"steps": 8} if "epochs" not in options else {}) | options
-        return Trainer(step, self.cases.plan(workload), **options)
+        own = {name: options.pop(name) for name in ("measure", "watch") if name in options}
+        return Trainer(step, self.cases.plan(workload), RunOptions(**options), **own)
 
     def fit(self, **options: Any) -> Any:
         trainer = self.trainer(**options)
@@ -636,7 +638,7 @@ def test_the_next_checkpoint_waits_for_the_one_before(
     run: Run, cases: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its copies are in the same memory."""
-    held, begin, finish = HeldWrites(monkeypatch), checkpoint.begin, checkpoint.Writing.finish
+    held, begin, finish = HeldWrites(monkeypatch), checkpoint.Writing, checkpoint.Writing.finish
     seen: list[list[str]] = []
 
     def begun(*args: Any, **options: Any) -> Any:
@@ -644,12 +646,12 @@ def test_the_next_checkpoint_waits_for_the_one_before(
         held.hold()
         return begin(*args, **options)
 
-    def finished(writing: checkpoint.Writing) -> Path:
+    def finished(writing: Any) -> Path:
         held.let_go()
         return finish(writing)
 
-    monkeypatch.setattr(checkpoint, "begin", begun)
-    monkeypatch.setattr(checkpoint.Writing, "finish", finished)
+    monkeypatch.setattr(checkpoint, "Writing", begun)
+    monkeypatch.setattr(begin, "finish", finished)
     run.fit(checkpoint_every=1, keep_checkpoints=9, steps=4, async_checkpoints=True)
     assert seen == [[f"checkpoint-{n}" for n in range(count)] for count in range(5)]
 
@@ -842,4 +844,4 @@ def test_a_plan_for_another_workload_is_refused(run: Run, cases: SimpleNamespace
     plan = cases.plan(cases.workload(kind="none", width=8))
     workload: Workload = cases.workload()
     with pytest.raises(PlanMismatchError, match=plan.fingerprint):
-        Trainer(Step(workload), plan, out=run.out, steps=1)
+        Trainer(Step(workload), plan, RunOptions(out=run.out, steps=1))

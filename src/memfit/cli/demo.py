@@ -18,6 +18,7 @@ from memfit.recipes import byte_lm
 from memfit.report.estimates import estimate_page
 from memfit.report.tables import comparison_table, frontier_table, plan_table
 from memfit.training.runs.folder import VIEWS, held_folder
+from memfit.training.runs.run_options import RunOptions
 from memfit.units import format_bytes
 
 _COMPARED_STEPS = 4  # of which the first is not timed
@@ -56,12 +57,14 @@ def run_demo(folder: Path, steps: int | None, budget: str, device: str, overwrit
         record = train_with_bar(
             plan,
             workload,
-            out=folder,
-            steps=steps,
-            evaluate_every=max(1, steps // 3),
-            measure_every=10,
-            compare_steps=_COMPARED_STEPS,
-            overwrite=overwrite,
+            RunOptions(
+                out=folder,
+                steps=steps,
+                evaluate_every=max(1, steps // 3),
+                measure_every=10,
+                compare_steps=_COMPARED_STEPS,
+                overwrite=overwrite,
+            ),
         )
         report = pipeline.write_report(folder)
         comparison = codec.read(folder / VIEWS, Views).comparison

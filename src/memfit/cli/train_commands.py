@@ -185,6 +185,7 @@ def train(
     from memfit.cli.training import plan_of, settle_memory, train_with_bar
     from memfit.report.summary import retries_text, waiting_text
     from memfit.training.runs.folder import check_folder
+    from memfit.training.runs.run_options import RunOptions
 
     if plan is None and not launched_rank():  # before it is planned; others may come when the first has begun to write
         check_folder(output, overwrite=overwrite, resume=resume)
@@ -212,9 +213,7 @@ def train(
                 progress=progress,
             )
         settle_memory(read, host_budget, runs_plain=compare > 0)
-    record = train_with_bar(
-        read,
-        loaded,
+    options = RunOptions(
         out=output,
         steps=steps,
         epochs=epochs,
@@ -225,15 +224,16 @@ def train(
         prefetch_batches=prefetch_batches,
         measure_every=measure_every,
         compare_steps=compare,
+        tensorboard=tensorboard,
+        resume=resume,
+        overwrite=overwrite,
         recover=recover,
         limit_bytes=limit_bytes,
         adaptive=adaptive,
         host_budget=host_budget,
         log=log_function,
-        tensorboard=tensorboard,
-        resume=resume,
-        overwrite=overwrite,
     )
+    record = train_with_bar(read, loaded, options)
     if launched_rank():  # the first shows it
         return
     if as_json:

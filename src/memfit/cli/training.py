@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from memfit import pipeline
 from memfit.cli.output import note, stages
 from memfit.hardware import heap
 from memfit.hardware.host import free_bytes
 from memfit.ir.plan import Plan
 from memfit.ir.run_record import RunRecord
+from memfit.pipeline._train import trained
 from memfit.ranks.environment import launched_size
 from memfit.training.runs.folder import PLAN
 from memfit.training.runs.log import StepRecord
+from memfit.training.runs.run_options import RunOptions
 from memfit.units import format_bytes, format_seconds, parse_budget
 from memfit.workload import Workload
 
 
-def train_with_bar(plan: Plan, workload: Workload, *, steps: int | None, **arguments: Any) -> RunRecord:
+def train_with_bar(plan: Plan, workload: Workload, options: RunOptions) -> RunRecord:
     """Train with `memfit.train`, and show progress: loss, step time, and the last measured peak."""
     peak = ""
-    total = steps if steps is not None else _steps_of(workload, arguments.get("epochs"))
+    total = options.steps if options.steps is not None else _steps_of(workload, options.epochs)
     is_prepared = False
     prepare = f"prepare, make code (about {format_seconds(plan.code_seconds)})" if plan.code_seconds else "prepare"
     with stages() as report:
@@ -42,13 +43,13 @@ def train_with_bar(plan: Plan, workload: Workload, *, steps: int | None, **argum
             note = f"loss {progress.loss:.4f}, {format_seconds(progress.seconds)} a step{peak}"
             report("train", progress.step, total, note)
 
-        if not arguments.get("compare_steps"):
+        if not options.compare_steps:
             report(prepare, 0, 1)
-        return pipeline.train(plan, workload, steps=steps, progress=compared, on_step=on_step, **arguments)
+        return trained(plan, workload, replace(options, progress=compared, on_step=on_step))
 
 
 def plan_of(path: Path | None, folder: Path | None) -> Plan | None:
-    """Return the plan of a file, or else of the run's folder to go on from, where that is for the ranks that are there.
+    """Load the plan from `path`, or else from the run that is resumed, if it was made for this number of ranks.
 
     Raises:
         PlanError: The file can't be read, or is not a plan.

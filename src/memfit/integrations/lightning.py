@@ -24,9 +24,8 @@ from memfit.ranks.environment import check_shared, launched_size
 from memfit.ranks.launch import joined
 from memfit.ranks.one_process import SingleProcess
 from memfit.rng import rng_preserved
-from memfit.training.loop_log import LoopLog
 from memfit.training.optimizers import parameters_of
-from memfit.training.runs.log import LogFunction
+from memfit.training.runs.log import LogFunction, LoopLog
 from memfit.words import Words
 from memfit.workload import Workload, batch_size_of
 

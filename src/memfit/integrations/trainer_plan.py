@@ -32,7 +32,7 @@ from memfit.planner.prediction import costs_of, predict
 from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import once
 from memfit.sharding.one_rank import of_engine
-from memfit.training.trainer import evaluation_mode
+from memfit.training.step import evaluation_mode
 from memfit.units import format_bytes
 from memfit.words import Words
 from memfit.workload import Workload, part_of, tensors_of

@@ -24,9 +24,8 @@ from memfit.ranks.group import Group
 from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import agreed
 from memfit.rng import rng_preserved
-from memfit.training.loop_log import LoopLog
-from memfit.training.runs.log import LogFunction
-from memfit.training.trainer import modes_restored
+from memfit.training.runs.log import LogFunction, LoopLog
+from memfit.training.step import modes_restored
 from memfit.words import Words
 from memfit.workload import Workload, batch_size_of, tensors_of
 

@@ -33,7 +33,7 @@ from memfit.jittor.internals import keep_gradients
 from memfit.jittor.regions import checkpointed
 from memfit.jittor.variables import is_trainable, named_variables, slots_of, variables_of
 from memfit.jittor.workload import Workload, batch_size_of, first, split, trainables
-from memfit.training.loss_scaling import LossScaler
+from memfit.training.loss import LossScaler
 from memfit.training.step import StepResult
 
 _POOL_BLOCK_BYTES = 5 * 2**20  # blocks in which Jittor's pools place tensors of 1 to 5 MiB

@@ -18,10 +18,9 @@ from memfit.levers.lever import LeversOn, Running
 from memfit.levers.microbatches import microbatch_size_of
 from memfit.recomputation.generators import foreign_generators, preserved
 from memfit.tape import LoopWorkload
-from memfit.training.loop import DescribedLoop
+from memfit.training.loop import DescribedLoop, TapedStep
 from memfit.training.refusals import check_supported
 from memfit.training.step import Step, StepOptions
-from memfit.training.taped import TapedStep
 from memfit.workload import Loop, Workload, fingerprint, samples_of
 
 if TYPE_CHECKING:  # distributed packages take a second to import
@@ -72,7 +71,7 @@ def described(levers: Levers, workload: Workload) -> Iterator[DescribedLoop]:
     """Run the user's own loop, as `Workload.loop` says, until the context is left."""
     loop = workload.loop or Loop()
     with applied(levers, workload) as step:
-        program = DescribedLoop(step, loop)
+        program = DescribedLoop(step.workload, step.options, loop)
         with program.holding():
             yield program
 

@@ -35,12 +35,12 @@ from memfit.planner.batch_coupling import without_coupled
 from memfit.planner.captures import capture_levers
 from memfit.ranks.together import check_same
 from memfit.report.memory_snapshot import write_snapshot
-from memfit.training.guards.growth import Growth
-from memfit.training.guards.host_memory import check_host, host_needs
+from memfit.training.guards.host_resources import check_host
+from memfit.training.guards.host_resources import host_needs
 from memfit.training.guards.ledger import device_of, held_tensors
 from memfit.training.guards.limits import AcceleratorLimit, CpuLimit
-from memfit.training.guards.recovery import OutOfMemoryObserver, Recovery
-from memfit.training.guards.snapshots import Snapshots
+from memfit.training.guards.loop_memory import Growth
+from memfit.training.guards.recovery import OutOfMemoryObserver, Recovery, Snapshots
 from memfit.training.step import Step
 from memfit.workload import Workload
 

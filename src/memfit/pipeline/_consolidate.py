@@ -8,7 +8,7 @@ from pathlib import Path
 from memfit.errors import CheckpointError, OutputError, UsageError
 from memfit.ir import codec
 from memfit.training.runs import checkpoint, checkpoint_folders
-from memfit.training.runs.packing import write_tensors
+from memfit.training.runs.tensor_files import write_tensors
 
 MAX_FILE_BYTES = 5 * 10**9
 """A file's size from which the model goes on in the next one: as many bytes of the host's memory are used."""

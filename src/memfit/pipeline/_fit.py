@@ -51,11 +51,14 @@ from memfit.progress import silent
 from memfit.recomputation.probe import checking
 from memfit.tape import CallNumber, Geometry, LoopWorkload, RecordedStep
 from memfit.tracebacks import public
-from memfit.training.guards.beside import beside_text, held_beside
-from memfit.training.guards.growth import Growth
-from memfit.training.loop_log import LoopLog
+from memfit.training.guards.loop_memory import Growth
+from memfit.training.guards.loop_memory import beside_text
+from memfit.training.guards.loop_memory import held_beside
+from memfit.training.loop import CombinedOptimizers
 from memfit.training.runs.log import LogFunction
-from memfit.units import format_bytes, read_budget
+from memfit.training.runs.log import LoopLog
+from memfit.units import format_bytes
+from memfit.units import read_budget
 from memfit.words import LOOP
 from memfit.workload import tensors_of
 

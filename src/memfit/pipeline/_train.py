@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from memfit.ir import codec
 from memfit.ir.module_table import module_table
 from memfit.ir.plan import Levers, Plan
 from memfit.ir.run_record import Comparison, RunRecord, Views
+from memfit.ir.sharding import Sharding
 from memfit.ir.simulate import simulate
 from memfit.levers.stack import check_plan, host_bytes_of
 from memfit.pipeline._apply import apply
@@ -30,10 +32,12 @@ from memfit.ranks.together import once
 from memfit.report.html import write as write_html
 from memfit.report.notebook import ReportFile
 from memfit.report.notebook_progress import Bars, with_bars
-from memfit.training.guards.host_memory import HostWatch, check_host, host_needs
-from memfit.training.runs.disk import check_disk
+from memfit.training.guards.host_resources import HostWatch, check_disk, check_host, host_needs
 from memfit.training.runs.folder import METRICS, PLAN, REPORT, RUN, VIEWS, held_by_ranks, holds_a_start, is_begun
-from memfit.training.runs.log import LogFunction, StepRecord, read_lines
+from memfit.training.runs.log import LogFunction
+from memfit.training.runs.log import StepRecord
+from memfit.training.runs.log import read_lines
+from memfit.training.runs.run_options import RunOptions
 from memfit.training.trainer import Trainer
 from memfit.units import format_seconds, parse_budget
 from memfit.workload import Workload
@@ -64,7 +68,6 @@ def _train_bars(bars: Bars, arguments: Mapping[str, Any]) -> dict[str, Callable[
 
 @checked
 @with_bars(_train_bars)
-@uninterrupted
 def train(
     plan: Plan,
     workload: Workload,
@@ -132,49 +135,70 @@ def train(
         OutOfMemoryError: A step ran out of memory, and so it did under every lower plan.
         NonFiniteError: The loss or a gradient is not finite.
     """
-    folder = Path(out)
-    check_runs_here(plan, workload, makes_values=not compare_steps)
-    is_shared = plan.levers.sharding is not None
-    if is_shared:
-        _check_for_ranks(adaptive)
-    recovers = adaptive or (_can_undo(plan) if recover is None else recover)
-    is_drawn = resume and (folder / VIEWS).exists() and _plan_in(folder) == plan
-    drawn = None if not is_shared or is_drawn else _views_of_ranks(plan, workload)  # before the ranks are joined
+    return trained(
+        plan,
+        workload,
+        RunOptions(
+            out=Path(out),
+            steps=steps,
+            epochs=epochs,
+            evaluate_every=evaluate_every,
+            checkpoint_every=checkpoint_every,
+            keep_checkpoints=keep_checkpoints,
+            async_checkpoints=async_checkpoints,
+            prefetch_batches=prefetch_batches,
+            measure_every=measure_every,
+            compare_steps=compare_steps,
+            tensorboard=tensorboard,
+            resume=resume,
+            overwrite=overwrite,
+            recover=recover,
+            limit_bytes=limit_bytes,
+            adaptive=adaptive,
+            host_budget=host_budget,
+            progress=progress,
+            on_step=on_step,
+            log=log,
+        ),
+    )
+
+
+@uninterrupted
+def trained(plan: Plan, workload: Workload, options: RunOptions) -> RunRecord:
+    """Train as `memfit.train` does, and return the record of the run."""
+    folder, sharding = options.out, plan.levers.sharding
+    check_runs_here(plan, workload, makes_values=not options.compare_steps)
+    if sharding is not None and options.adaptive:
+        raise UsageError("adaptive=True can't be used with levers.sharding: leave it out")
+    if options.adaptive or options.recover is None:
+        options = replace(options, recover=options.adaptive or _can_undo(sharding))
+    is_drawn = options.resume and (folder / VIEWS).exists() and _plan_in(folder) == plan
+    drawn = None if sharding is None or is_drawn else _views_of_ranks(plan, workload)  # before the ranks are joined
     with ranks_of(plan) as ranks:
-        if is_shared:
-            resume, overwrite = once(ranks, lambda: _where_it_begins(folder, resume, overwrite))
+        if sharding is not None:
+            resume, overwrite = once(ranks, lambda: _where_it_begins(options))
+            options = replace(options, resume=resume, overwrite=overwrite)
         workload = placed(workload, plan)
-        with held_by_ranks(ranks, folder, overwrite=overwrite, resume=resume):
-            host_bytes = None if host_budget is None else parse_budget(host_budget, free_bytes(), "host_budget")
-            check_host(
-                host_needs(
-                    plan,
-                    workload,
-                    host_bytes_of(plan),
-                    prefetch_batches=prefetch_batches,
-                    async_checkpoints=async_checkpoints,
-                    recover=recovers,
-                ),
-                host_bytes,
-            )
-            once(
-                ranks,
-                lambda: check_disk(
-                    folder,
-                    plan,
-                    workload,
-                    steps=steps,
-                    checkpoint_every=checkpoint_every,
-                    keep_checkpoints=keep_checkpoints,
-                ),
-            )
-            comparison = compare(plan, workload, steps=compare_steps, progress=progress) if compare_steps else None
-            if not is_shared:
+        with held_by_ranks(ranks, folder, overwrite=options.overwrite, resume=options.resume):
+            host_bytes = None
+            if options.host_budget is not None:
+                host_bytes = parse_budget(options.host_budget, free_bytes(), "host_budget")
+            check_host(host_needs(plan, workload, host_bytes_of(plan), options), host_bytes)
+            once(ranks, lambda: check_disk(plan, workload, options))
+            comparison = None
+            if options.compare_steps:
+                comparison = compare(plan, workload, steps=options.compare_steps, progress=options.progress)
+            if sharding is None:
                 drawn = views(plan, workload, comparison)
             elif drawn is not None:
                 drawn = msgspec.structs.replace(drawn, comparison=comparison)
             with apply(
-                plan, workload, recover=recovers, adaptive=adaptive, limit_bytes=limit_bytes, snapshots=folder
+                plan,
+                workload,
+                recover=bool(options.recover),
+                adaptive=options.adaptive,
+                limit_bytes=options.limit_bytes,
+                snapshots=folder,
             ) as step:
                 host = HostWatch(step, host_bytes)
                 pending = None if is_drawn else drawn
@@ -189,26 +213,7 @@ def train(
                     draw()  # at the first batch, so that a run that goes on has a report too
                     host.check()
 
-                trainer = Trainer(
-                    step,
-                    plan,
-                    out=folder,
-                    steps=steps,
-                    epochs=epochs,
-                    evaluate_every=evaluate_every,
-                    checkpoint_every=checkpoint_every,
-                    keep_checkpoints=keep_checkpoints,
-                    async_checkpoints=async_checkpoints,
-                    prefetch_batches=prefetch_batches,
-                    measure=measure_peak_bytes,
-                    measure_every=measure_every,
-                    tensorboard=tensorboard,
-                    overwrite=overwrite,
-                    resume=resume,
-                    on_step=on_step,
-                    log=log,
-                    watch=watch,
-                )
+                trainer = Trainer(step, plan, options, measure=measure_peak_bytes, watch=watch)
                 try:
                     return trainer.fit()
                 finally:
@@ -216,18 +221,13 @@ def train(
                         draw()
 
 
-def _can_undo(plan: Plan) -> bool:
+def _can_undo(sharding: Sharding | None) -> bool:
     """Tell whether a step that runs out of memory can be undone."""
-    if plan.levers.sharding is None:
+    if sharding is None:
         return True
     from memfit.ranks.engines import why_not_undone  # distributed packages take a second to import
 
-    return not why_not_undone(plan.levers.sharding)
-
-
-def _check_for_ranks(adaptive: bool) -> None:
-    if adaptive:
-        raise UsageError("adaptive=True can't be used with levers.sharding: leave it out")
+    return not why_not_undone(sharding)
 
 
 def _views_of_ranks(plan: Plan, workload: Workload) -> Views | None:
@@ -237,11 +237,11 @@ def _views_of_ranks(plan: Plan, workload: Workload) -> Views | None:
     return None if is_joined() or launched_rank() else views(plan, workload)
 
 
-def _where_it_begins(folder: Path, resume: bool, overwrite: bool) -> tuple[bool, bool]:
+def _where_it_begins(options: RunOptions) -> tuple[bool, bool]:
     """Return whether a run resumes, and whether it overwrites: it begins where it was ended before a checkpoint."""
-    if not resume or is_begun(folder):
-        return resume, overwrite
-    return False, overwrite or holds_a_start(folder)
+    if not options.resume or is_begun(options.out):
+        return options.resume, options.overwrite
+    return False, options.overwrite or holds_a_start(options.out)
 
 
 def _plan_in(folder: Path) -> Plan | None:

@@ -28,8 +28,7 @@ from memfit.planner.prediction import costs_of
 from memfit.solver.controller import Controller, Expected
 from memfit.training.guards.ledger import device_of
 from memfit.training.guards.limits import CpuLimit
-from memfit.training.guards.recovery import Recovery
-from memfit.training.guards.snapshots import Snapshots
+from memfit.training.guards.recovery import Recovery, Snapshots
 from memfit.training.step import StepResult
 from memfit.units import format_bytes
 from memfit.workload import Workload, tensors_of

@@ -22,7 +22,7 @@ from memfit.ranks.environment import check_shared, launched_size
 from memfit.ranks.meta_models import Initialisation, is_on_meta
 from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import check_same
-from memfit.training.prefetch import on_device
+from memfit.training.batches import on_device
 from memfit.workload import Workload, described, tensors_of
 
 

@@ -21,7 +21,7 @@ from memfit.ir.trace import Trace
 from memfit.levers.microbatches import OF_BATCH_NORM, OF_COUPLING_LOSS, OF_GRADIENT_HOOKS
 from memfit.levers.registry import has_gradient_hooks
 from memfit.rng import rng_state
-from memfit.training.trainer import evaluation_mode
+from memfit.training.step import evaluation_mode
 from memfit.workload import Workload, has_data, part_of, samples_of
 
 SAMPLES = 8

@@ -37,7 +37,7 @@ from memfit.structure.proposal import (
     replace_module,
     replace_parameters,
 )
-from memfit.training.trainer import evaluation_mode
+from memfit.training.step import evaluation_mode
 from memfit.workload import Workload, samples_of
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d

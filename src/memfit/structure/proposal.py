@@ -31,7 +31,7 @@ from memfit.levers.stack import applied
 from memfit.pipeline import estimate
 from memfit.report.rendering import text_of
 from memfit.report.summary import MISSING, clean, ratio_text
-from memfit.training.trainer import evaluation_mode
+from memfit.training.step import evaluation_mode
 from memfit.units import format_bytes, format_seconds
 from memfit.workload import Workload, samples_of
 

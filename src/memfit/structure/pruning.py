@@ -33,7 +33,7 @@ from memfit.structure.proposal import (
     refresh_statistics,
     replace_parameters,
 )
-from memfit.training.trainer import evaluation_mode
+from memfit.training.step import evaluation_mode
 from memfit.workload import Loss, Workload, slice_batch
 
 Importance = Literal["l1", "batch-norm"]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from memfit.errors import OutputError, WorkloadError
 from memfit.ir import codec
-from memfit.training.trainer import evaluation_mode
+from memfit.training.step import evaluation_mode
 from memfit.workload import Workload, batch_size_of, slice_batch, tensors_of
 
 _KEY_BYTES = 16

@@ -1,10 +1,10 @@
-"""Refuses workloads that memfit can't run, by name, before anything is captured."""
+"""Refuses workloads that memfit can't run, by name: before anything is captured, and by the loss that they return."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from memfit._torch.modules import own_parameters
 from memfit.errors import WorkloadError
-from memfit.workload import Workload, tensors_of
+from memfit.workload import Workload, described, tensors_of
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
@@ -93,3 +93,48 @@ def _needs_closure(optimizer: Any) -> bool:
         return False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return any(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters)
+
+
+def checked_loss(value: Any) -> tuple[torch.Tensor, torch.Tensor | float | None]:
+    """Return a loss and its count.
+
+    Raises:
+        WorkloadError: The value is neither a scalar with a gradient nor a pair of such a scalar and a count.
+    """
+    is_pair = isinstance(value, tuple) and len(value) == 2
+    loss, count = value if is_pair else (value, None)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or (is_pair and not _is_count(count)):
+        raise WorkloadError(_wrong_loss(value))
+    if not loss.requires_grad:
+        raise WorkloadError(
+            "Workload.loss_fn returned a loss without a gradient: compute it with the first argument of loss_fn, the"
+            " model, and without .detach() or torch.no_grad()"
+        )
+    return loss, count.reshape(()) if isinstance(count, torch.Tensor) and count.dim() else count
+
+
+def _is_count(count: Any) -> bool:
+    if isinstance(count, torch.Tensor):
+        return count.numel() == 1 and not count.requires_grad
+    return isinstance(count, int | float)
+
+
+def _wrong_loss(value: Any) -> str:
+    """Return the error's text: the value in the place of a loss, and how to return one."""
+    if value is None:
+        return "Workload.loss_fn returned None: end it with `return loss`"
+    if isinstance(value, torch.Tensor):
+        return (
+            f"Workload.loss_fn returned a tensor of shape {tuple(value.shape)}: return one number, such as loss.mean()"
+        )
+    if isinstance(value, int | float):
+        return f"Workload.loss_fn returned the number {value}, not a tensor: return the loss without .item()"
+    if isinstance(value, Mapping) and "loss" in value:
+        return f"Workload.loss_fn returned {described(value)}: return only the loss, such as output['loss']"
+    if isinstance(value, tuple) and len(value) == 2:
+        parts = " and ".join(described(part) for part in value)
+        return (
+            f"Workload.loss_fn returned {parts}: return one scalar tensor, or (sum, count): a sum with a gradient, and"
+            " a count without one, its divisor"
+        )
+    return f"Workload.loss_fn returned {described(value)}: return one scalar tensor, or (sum, count)"

@@ -23,12 +23,11 @@ from memfit.ir.trace import Phase
 from memfit.ranks.one_process import Share, SingleProcess, T
 from memfit.rng import rng_preserved
 from memfit.tracebacks import public
-from memfit.training.accumulation_window import Window, checked_loss, gradient_entries, gradient_values
+from memfit.training.batches import on_device
 from memfit.training.guards.ledger import Ledger, ledger_of
-from memfit.training.loss_scaling import LossScaler
-from memfit.training.nonfinite import FirstNotFinite, watching
+from memfit.training.loss import FirstNotFinite, LossScaler, Window, gradient_entries, gradient_values, watching
 from memfit.training.optimizers import parameters_of
-from memfit.training.prefetch import on_device
+from memfit.training.refusals import checked_loss
 from memfit.workload import Workload, part_of, samples_of, tensors_of
 
 _CPU = torch.device("cpu")
@@ -39,7 +38,7 @@ _UNRELATED = (
 )
 
 
-class InBackward(Protocol):
+class BackwardUpdates(Protocol):
     """Updates each parameter in the backward pass, as soon as its gradient is there."""
 
     def taken(self) -> AbstractContextManager[object]:
@@ -102,7 +101,7 @@ class StepOptions:
     around: Callable[[], AbstractContextManager[object]] | None = None
     scaler: LossScaler | None = None
     update: Callable[[], object] | None = None
-    in_backward: InBackward | None = None
+    in_backward: BackwardUpdates | None = None
     masters: Mapping[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     prediction: Prediction | None = None
     predicted_peak_bytes: int | None = None
@@ -350,7 +349,7 @@ class Step:
         with limit, nullcontext() if self.options.around is None else self.options.around():
             yield
 
-    def _rehearse(self, share: Share, updating: InBackward) -> None:
+    def _rehearse(self, share: Share, updating: BackwardUpdates) -> None:
         """Run a step that leaves nothing: where gradients are used as soon as they are there, errors come too late."""
         buffers = list(self.workload.model.buffers())
         before = [buffer.clone() for buffer in buffers]
@@ -401,7 +400,9 @@ class Step:
         cuts = [(start, min(start + piece, samples)) for start in range(0, samples, piece)]
         return [(part_of(self.workload, batch, start, stop), stop - start) for start, stop in cuts]
 
-    def _accumulate(self, share: Share, parameters: list[nn.Parameter], updating: InBackward | None = None) -> float:
+    def _accumulate(
+        self, share: Share, parameters: list[nn.Parameter], updating: BackwardUpdates | None = None
+    ) -> float:
         """Run every microbatch forward and backward; return the mean loss of the whole batch."""
         self._phase("optimizer", 0)
         ranks = self.options.ranks
@@ -560,3 +561,22 @@ def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
 def _norm_of(norms: list[torch.Tensor]) -> torch.Tensor:
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
     return norm
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Set a model to evaluation mode without gradients; restore training flags and random states afterwards."""
+    with rng_preserved(), torch.no_grad(), modes_restored(model):
+        model.eval()
+        yield
+
+
+@contextmanager
+def modes_restored(model: nn.Module) -> Iterator[None]:
+    """Restore the training flags of a model's modules at the end of the context."""
+    flags = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in flags:
+            module.training = training

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from msgspec.structs import replace
-from torch import nn
 
 from memfit.errors import (
     DamagedCheckpointError,
@@ -29,12 +28,10 @@ from memfit.ir import codec
 from memfit.ir.plan import Plan, uses_text
 from memfit.ir.run_record import RunRecord
 from memfit.ranks.together import once
-from memfit.rng import rng_preserved, rng_state, set_rng_state
+from memfit.rng import rng_state, set_rng_state
 from memfit.training.batches import BatchStream
 from memfit.training.guards.ledger import allocation_retries, device_of
 from memfit.training.guards.recovery import OutOfMemoryObserver, Recovery
-from memfit.training.interrupt import deferred_interrupts
-from memfit.training.meeting import meet
 from memfit.training.runs import checkpoint, checkpoint_folders
 from memfit.training.runs.folder import (
     METRICS,
@@ -46,19 +43,21 @@ from memfit.training.runs.folder import (
     held_by_ranks,
     remove_leftovers,
 )
-from memfit.training.runs.history import History, resumed_history
-from memfit.training.runs.host_buffers import HostBuffers
 from memfit.training.runs.log import (
-    Log,
-    LogFunction,
-    NoLog,
+    History,
+    NoRunLog,
+    RunLog,
     StepRecord,
     evaluation_line,
     event_line,
     require_tensorboard,
+    resumed_history,
     step_line,
 )
-from memfit.training.step import Step, StepResult
+from memfit.training.runs.run_options import RunOptions
+from memfit.training.runs.tensor_files import HostBuffers
+from memfit.training.step import Step, StepResult, evaluation_mode
+from memfit.training.stopping import deferred_interrupts, meet
 from memfit.units import format_bytes
 from memfit.workload import fingerprint, samples_of
 
@@ -76,26 +75,8 @@ class Trainer:
     meet the conditions of `BatchStream`.
 
     Args:
-        out: Folder of the run: `run.json`, `plan.json`, `metrics.jsonl`, `checkpoint-<step>/`, `tensorboard/`.
-        steps: Total number of optimizer updates, those before resuming included (> 0). Either this or `epochs`.
-        epochs: Total number of passes over the workload's batches (> 0).
-        evaluate_every: Steps between evaluations (> 0); None evaluates at the end only.
-        checkpoint_every: Steps between checkpoints (> 0), the first before the first step, so that a folder that can't
-            be written is noticed then; None writes one at the end only.
-        prefetch_batches: Number of batches to load ahead; see `BatchStream`.
-        keep_checkpoints: Number of checkpoints to keep (> 0).
-        async_checkpoints: Whether a thread writes those of `checkpoint_every` from copies in host memory, while steps
-            run. The next one, and the end of the run, wait for it. The first and the last are written at once.
+        options: The options of the run; see `RunOptions`.
         measure: `measure(step, batch)` runs one step and returns its peak allocated bytes.
-        measure_every: Steps between measurements (> 0), from the second step on, or the third where ranks keep buckets;
-            None measures that one alone.
-        tensorboard: Whether to write TensorBoard scalars too.
-        overwrite: Whether to replace the run in `out`.
-        resume: Whether to resume from the newest undamaged checkpoint in `out`, under `plan`, whichever plan and
-            precision the checkpoint has. Damaged ones are set aside and reported.
-        on_step: Called after every step, skipped ones included.
-        log: Given each line of `metrics.jsonl` as a dict of its own, for an experiment tracker; on ranks, on the first
-            alone. What it raises ends the run as it is, with a checkpoint from which to resume.
         watch: Called before every batch is loaded; a MemoryLimitError of it ends the run with a checkpoint.
 
     Raises:
@@ -108,47 +89,29 @@ class Trainer:
 
     step: Step
     plan: Plan
+    options: RunOptions
     _: KW_ONLY
-    out: Path
-    steps: int | None = None
-    epochs: int | None = None
-    evaluate_every: int | None = None
-    checkpoint_every: int | None = None
-    keep_checkpoints: int = 2
-    async_checkpoints: bool = False
-    prefetch_batches: int = 0
     measure: Callable[[Step, Any], int] | None = None
-    measure_every: int | None = None
-    tensorboard: bool = False
-    overwrite: bool = False
-    resume: bool = False
-    on_step: Callable[[StepRecord], None] | None = None
-    log: LogFunction | None = None
     watch: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
-        if (self.steps is None) == (self.epochs is None):
-            raise UsageError(f"steps={self.steps} and epochs={self.epochs}: give one of them")
-        for name in ("steps", "epochs", "evaluate_every", "checkpoint_every", "keep_checkpoints", "measure_every"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise UsageError(f"{name}={value!r} is not a whole number above 0")
-        if self.async_checkpoints and self.checkpoint_every is None:
-            raise UsageError(
-                "async_checkpoints=True needs checkpoint_every=: only checkpoints during the run are written in the"
-                " background"
+        self.out = self.options.out
+        self.options.check()
+        own = fingerprint(self.step.workload)
+        if self.plan.fingerprint != own:
+            raise PlanMismatchError(
+                f"the plan is for the workload {self.plan.workload!r} with fingerprint {self.plan.fingerprint}; the"
+                f" workload {self.step.workload.name!r} has {own}: make a plan for this workload"
             )
-        _check_plan(self.plan, self.step)
-        if self.tensorboard:
+        if self.options.tensorboard:
             require_tensorboard()
-        self.out = Path(self.out)
         self._ranks = self.step.options.ranks
-        once(self._ranks, lambda: check_folder(self.out, overwrite=self.overwrite, resume=self.resume))
-        self._stream = BatchStream(self.step.workload, self.prefetch_batches)
+        once(self._ranks, lambda: check_folder(self.out, overwrite=self.options.overwrite, resume=self.options.resume))
+        self._stream = BatchStream(self.step.workload, self.options.prefetch_batches)
         self._recoveries_noted = self._events_noted = 0
         self._saved_step: int | None = None
         self._writing: checkpoint.Writing | None = None
-        self._buffers = HostBuffers() if self.async_checkpoints else None
+        self._buffers = HostBuffers() if self.options.async_checkpoints else None
         self._is_between_steps = True
         self._is_reading = self._is_unused = self._is_agreed = self._is_refused = self._is_logging = False
 
@@ -166,29 +129,27 @@ class Trainer:
             OutputError: A file can't be written, or another run has the folder.
             WorkloadError: The workload's batches or its `evaluate` break their contract.
         """
-        with held_by_ranks(self._ranks, self.out, overwrite=self.overwrite, resume=self.resume):
-            return self._fit()
-
-    def _fit(self) -> RunRecord:
-        self._history = self._prepare()
-        self._retries_before = allocation_retries(self.step) or 0
-        metrics, events = self.out / METRICS, self.out / TENSORBOARD if self.tensorboard else None
-        with (
-            contextlib.closing(self._stream),
-            deferred_interrupts() as interrupt,
-            Log(metrics, events, self.step.steps) if self._is_first else NoLog() as self._log,
-        ):
-            try:
-                for kind, text in self._happened:
-                    self.note(kind, text)
-                self._write_record(self._history.record("running", self.step.steps))
-                self._train(interrupt)
-            except BaseException as e:
-                self._fail(e)
-                raise
-            record = self._history.record("finished", self.step.steps)
-            self._write_record(record)
-        return record
+        overwrite, resume = self.options.overwrite, self.options.resume
+        with held_by_ranks(self._ranks, self.out, overwrite=overwrite, resume=resume):
+            self._history, happened = self._resumed() if resume else (self._begun(), [])
+            self._retries_before = allocation_retries(self.step) or 0
+            metrics, events = self.out / METRICS, self.out / TENSORBOARD if self.options.tensorboard else None
+            with (
+                contextlib.closing(self._stream),
+                deferred_interrupts() as interrupt,
+                RunLog(metrics, events, self.step.steps) if self._is_first else NoRunLog() as self._log,
+            ):
+                try:
+                    for kind, text in happened:
+                        self.note(kind, text)
+                    self._write_record(self._history.record("running", self.step.steps))
+                    self._train(interrupt)
+                except BaseException as e:
+                    self._fail(e)
+                    raise
+                record = self._history.record("finished", self.step.steps)
+                self._write_record(record)
+            return record
 
     def note(self, kind: str, text: str) -> None:
         """Log an unusual event, such as a refused checkpoint."""
@@ -198,31 +159,26 @@ class Trainer:
 
     # Before
 
-    def _prepare(self) -> History:
-        """Prepare the folder, and restore the training's state where the run is resumed."""
-        self._happened: list[tuple[str, str]] = []
-        if self.resume:
-            return self._restore()
-        once(self._ranks, self._begin_folder)
+    def _begun(self) -> History:
+        """Prepare the folder of a run that begins."""
+
+        def begin() -> None:
+            if self.options.overwrite and self.out.exists():
+                clear_folder(self.out)
+            codec.write_atomic(self.out / PLAN, codec.encode(self.plan))
+
+        once(self._ranks, begin)
         if self._ranks.size > 1:  # what Python's generator draws would differ, and so would batches shuffled with it
             set_rng_state(once(self._ranks, rng_state))
         return History(self.step.workload)
 
-    def _begin_folder(self) -> None:
-        if self.overwrite and self.out.exists():
-            clear_folder(self.out)
-        codec.write_atomic(self.out / PLAN, codec.encode(self.plan))
-
-    def _restore(self) -> History:
+    def _resumed(self) -> tuple[History, list[tuple[str, str]]]:
+        """Restore the training's state; return the history so far, and the events of resuming: kinds and texts."""
         loaded, damages = checkpoint.read_newest(self.out, self.step, self.plan.levers.precision)
         self._stream.seek(loaded.state.position)
         loaded.restore()
         history = resumed_history(
-            self.step.workload,
-            self.out / RUN,
-            self.out / METRICS,
-            loaded.step_count,
-            is_writing=self._is_first,
+            self.step.workload, self.out / RUN, self.out / METRICS, loaded.step_count, is_writing=self._is_first
         )
 
         def tidy() -> list[Path]:
@@ -231,19 +187,19 @@ class Trainer:
             codec.write_atomic(self.out / PLAN, codec.encode(self.plan))
             return aside
 
-        self._happened = _resumed(loaded, self.step, self.plan, damages, once(self._ranks, tidy))
+        happened = _events_of_resuming(loaded, self.step, self.plan, damages, once(self._ranks, tidy))
         self._saved_step = loaded.step_count
         set_rng_state(loaded.state.rng)
-        return history
+        return history, happened
 
     # During
 
     def _train(self, interrupt: Held) -> None:
-        if self._is_due(self.evaluate_every) and not self._is_evaluated():
+        if self._is_due(self.options.evaluate_every) and not self._is_evaluated():
             self._evaluate()  # the run was interrupted just before
-        if self._saved_step is None and self.checkpoint_every is not None:
+        if self._saved_step is None and self.options.checkpoint_every is not None:
             self._save()
-        while self.steps is None or self.step.steps < self.steps:
+        while self.options.steps is None or self.step.steps < self.options.steps:
             read = self._next_batch(interrupt)
             if read is None:
                 break
@@ -270,7 +226,7 @@ class Trainer:
             if self.watch is not None:
                 self.watch()
             started = time.perf_counter()
-            batch = self._stream.next_batch(self.epochs)
+            batch = self._stream.next_batch(self.options.epochs)
             self._is_unused = batch is not None
             if batch is not None and self._ranks.size > 1:
                 samples = samples_of(self.step.workload, batch[0])
@@ -316,7 +272,8 @@ class Trainer:
         first = 3 if self.step.held_bytes else 2
         if self.measure is None or number < first:
             return False
-        return number == first if self.measure_every is None else (number - first) % self.measure_every == 0
+        every = self.options.measure_every
+        return number == first if every is None else (number - first) % every == 0
 
     def _measured(self, batch: Any) -> tuple[StepResult, int]:
         before, self.step.last = self.step.steps, None
@@ -329,13 +286,13 @@ class Trainer:
     def _after(self, progress: StepRecord) -> None:
         """Log a step, and evaluate and write a checkpoint where they are due."""
         self._write_line(step_line(progress))
-        if self.on_step is not None:
-            self.on_step(progress)
+        if self.options.on_step is not None:
+            self.options.on_step(progress)
         if progress.skipped:
             return
-        if self._is_due(self.evaluate_every):
+        if self._is_due(self.options.evaluate_every):
             self._evaluate()
-        if self._is_due(self.checkpoint_every):
+        if self._is_due(self.options.checkpoint_every):
             self._save(buffers=self._buffers)
 
     def _note_events(self, progress: StepRecord | None = None) -> None:
@@ -350,17 +307,13 @@ class Trainer:
         for kind, text in self.step.events[self._events_noted :]:
             self._write_line(event_line(self.step.steps, self._stream.epoch, kind, text))
         self._events_noted = len(self.step.events)
-        self._note_recovery()
-
-    def _note_recovery(self) -> None:
-        """Log steps that ran out of memory since the last call; the plan taken then becomes the run's plan."""
         recovery = self.step.recovery
         if not isinstance(recovery, OutOfMemoryObserver):
             return
         for event in recovery.events[self._recoveries_noted :]:
             self.note("out of memory", str(event))
         self._recoveries_noted = len(recovery.events)
-        if recovery.plan is not self.plan:
+        if recovery.plan is not self.plan:  # the plan taken then becomes the run's plan
             self.plan = recovery.plan
             if self._is_first:
                 codec.write_atomic(self.out / PLAN, codec.encode(self.plan))
@@ -392,12 +345,12 @@ class Trainer:
         """Write a checkpoint; with `buffers`, a thread does, and `_finish_writing` comes later."""
         self._finish_writing()
         self._log.sync()
-        self._writing = checkpoint.begin(
+        self._writing = checkpoint.Writing(
             self.out,
             self.step,
             self.plan,
             position or self._stream.position(),
-            keep_checkpoints=self.keep_checkpoints,
+            keep_checkpoints=self.options.keep_checkpoints,
             buffers=buffers,
         )
         if buffers is None:
@@ -414,9 +367,9 @@ class Trainer:
     def _write_line(self, line: dict[str, Any]) -> None:
         self._log.write(line)
         self._history.add(line)
-        if self.log is not None and self._is_first:
+        if self.options.log is not None and self._is_first:
             self._is_logging = True
-            self.log(copy.deepcopy(line))  # its own, to change
+            self.options.log(copy.deepcopy(line))  # its own, to change
             self._is_logging = False
 
     def _write_record(self, record: RunRecord) -> None:
@@ -432,7 +385,7 @@ class Trainer:
 
     def _fail(self, error: BaseException) -> None:
         """Write a checkpoint and the record, as far as possible, when the run ends in an exception."""
-        self.log = None  # another error would hide this one
+        self.options = dataclasses.replace(self.options, log=None)  # another error would hide this one
         with contextlib.suppress(MemfitError):
             self._note_events()
         is_interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
@@ -442,7 +395,13 @@ class Trainer:
         recovers = isinstance(self.step.recovery, Recovery) and not self._is_between_steps
         is_undone = isinstance(error, OutOfMemoryError) and not error.is_torn and recovers
         is_alone = self._ranks.size > 1 and not self._is_agreed  # the others don't write their parts
-        self._end_writing(error, is_alone)
+        if not is_alone:
+            try:
+                self._finish_writing()
+            except MemfitError as e:
+                error.add_note(f"memfit: {e}")
+        elif self._writing is not None:
+            self._writing.discard()
         is_undone = is_undone or self._is_refused  # the batch that a plan does not hold
         if (is_resumable or is_undone) and self._saved_step != self.step.steps and not is_alone:
             with contextlib.suppress(MemfitError):
@@ -459,18 +418,8 @@ class Trainer:
         with contextlib.suppress(MemfitError):
             self._write_record(self._history.record("failed", self.step.steps, text))
 
-    def _end_writing(self, error: BaseException, is_alone: bool) -> None:
-        """Finish the checkpoint that is being written, if there is one; where other ranks don't, discard it."""
-        if not is_alone:
-            try:
-                self._finish_writing()
-            except MemfitError as e:
-                error.add_note(f"memfit: {e}")
-        elif self._writing is not None:
-            self._writing.discard()
 
-
-def _resumed(
+def _events_of_resuming(
     loaded: checkpoint.Loaded, step: Step, plan: Plan, damages: list[DamagedCheckpointError], aside: list[Path]
 ) -> list[tuple[str, str]]:
     """Return the events to log for a resumed run: kinds and texts."""
@@ -504,36 +453,8 @@ def _precision_text(loaded: checkpoint.Loaded, step: Step, plan: Plan) -> str:
     return "; ".join([text, *(done or ["weights and optimizer state are unchanged"])])
 
 
-@contextlib.contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Set a model to evaluation mode without gradients; restore training flags and random states afterwards."""
-    with rng_preserved(), torch.no_grad(), modes_restored(model):
-        model.eval()
-        yield
-
-
-@contextlib.contextmanager
-def modes_restored(model: nn.Module) -> Iterator[None]:
-    """Restore the training flags of a model's modules when the context is left."""
-    flags = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, training in flags:
-            module.training = training
-
-
 def _figures(values: Mapping[str, float]) -> dict[str, float]:
     if isinstance(values, Mapping):
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
             return {str(name): float(value) for name, value in values.items()}
     raise WorkloadError(f"Workload.evaluate returned {str(values)[:100]}: return a dict of names and floats")
-
-
-def _check_plan(plan: Plan, step: Step) -> None:
-    own = fingerprint(step.workload)
-    if plan.fingerprint != own:
-        raise PlanMismatchError(
-            f"the plan is for the workload {plan.workload!r} with fingerprint {plan.fingerprint}; the workload"
-            f" {step.workload.name!r} has {own}: make a plan for this workload"
-        )

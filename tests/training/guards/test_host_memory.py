@@ -17,13 +17,15 @@ from memfit.ir.plan import Plan
 from memfit.ir.remat import Region
 from memfit.ir.sharding import Mode, Sharding
 from memfit.levers.stack import host_bytes_of
-from memfit.training.guards import host_memory
-from memfit.training.guards.host_memory import HostWatch, check_host, checkpoint_bytes, host_needs
+from memfit.training.guards import host_resources as host_memory
+from memfit.training.guards.host_resources import HostWatch, check_host, checkpoint_bytes, host_needs
+from memfit.training.runs.run_options import RunOptions
 from memfit.training.step import Step
 from memfit.workload import tensors_of
 from tests.models import BUILDERS, transformer
 
 GIB = 2**30
+OUT = Path()
 
 
 def plan_of(workload: memfit.Workload) -> Plan:
@@ -48,15 +50,16 @@ def test_what_a_run_needs_is_what_is_not_there_yet() -> None:
     batch_bytes = sum(t.nbytes for t in tensors_of(workload.batch))
     buffers = sum(b.nbytes for b in workload.model.buffers())
     there = sum(p.nbytes for p in workload.model.parameters()) + buffers + batch_bytes
-    assert host_needs(plan, workload, {}, prefetch_batches=3, recover=True) == {
+    assert host_needs(plan, workload, {}, RunOptions(out=OUT, prefetch_batches=3, recover=True)) == {
         "steps of the plan": plan.predicted.peak_upper_bytes - there,
         "prefetch_batches=3": 4 * batch_bytes,
         "recover=True": buffers,
     }
-    copies = host_needs(plan, workload, {}, async_checkpoints=True)["async_checkpoints=True"]
+    name, writing = "async_checkpoints=True", RunOptions(out=OUT, async_checkpoints=True)
+    copies = host_needs(plan, workload, {}, writing)[name]
     assert copies == there - batch_bytes + plan.plain.by_category["optimizer state"]
-    assert host_needs(sharded(plan, "ddp"), workload, {}, async_checkpoints=True)["async_checkpoints=True"] == copies
-    parts = host_needs(sharded(plan, "zero3"), workload, {}, async_checkpoints=True)["async_checkpoints=True"]
+    assert host_needs(sharded(plan, "ddp"), workload, {}, writing)[name] == copies
+    parts = host_needs(sharded(plan, "zero3"), workload, {}, writing)[name]
     assert parts == -(-copies // 2)
     before = host_needs(plan, workload, {})["steps of the plan"]
     Step(workload)(workload.batch)

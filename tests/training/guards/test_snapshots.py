@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from memfit.ir.plan import Plan
-from memfit.training.guards import snapshots as module
-from memfit.training.guards.snapshots import MOST, Snapshots, all_snapshots
+from memfit.training.guards import recovery as module
+from memfit.training.guards.recovery import MOST_SNAPSHOTS, Snapshots, all_snapshots
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -45,9 +45,9 @@ def test_on_a_gpu_it_is_the_allocator_s_when_the_error_was_raised(
 
 
 def test_names_are_not_used_twice_and_a_folder_is_not_filled(tmp_path: Path) -> None:
-    said = [of(tmp_path).write(7, None, None) for _ in range(MOST + 2)]  # type: ignore[arg-type]
-    assert said[1].endswith("out-of-memory-7.2.pickle") and len(all_snapshots(tmp_path)) == MOST
-    assert all(f"already has {MOST} snapshots" in text for text in said[MOST:])
+    said = [of(tmp_path).write(7, None, None) for _ in range(MOST_SNAPSHOTS + 2)]  # type: ignore[arg-type]
+    assert said[1].endswith("out-of-memory-7.2.pickle") and len(all_snapshots(tmp_path)) == MOST_SNAPSHOTS
+    assert all(f"already has {MOST_SNAPSHOTS} snapshots" in text for text in said[MOST_SNAPSHOTS:])
 
 
 def test_what_goes_wrong_is_said_and_not_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,10 +24,10 @@ from memfit.errors import CheckpointError, OutputError
 from memfit.ir import codec
 from memfit.rng import check_rng_state, rng_preserved, rng_state, set_rng_state
 from memfit.training.batches import BatchStream
-from memfit.training.loss_scaling import LossScaler
+from memfit.training.loss import LossScaler
 from memfit.training.runs import checkpoint, checkpoint_folders
-from memfit.training.runs.host_buffers import HostBuffers
-from memfit.training.runs.packing import pack, read_tensors, unpack, write_tensors
+from memfit.training.runs.state import pack, unpack
+from memfit.training.runs.tensor_files import HostBuffers, read_tensors, write_tensors
 from memfit.training.step import Step, StepOptions
 from memfit.workload import LossScaling, Workload
 from tests.training.conftest import restored
@@ -55,7 +55,7 @@ def assert_go_on_equally(step: Step, other: Step, rng: dict[str, Any], cases: Si
 
 def save(folder: Path, step: Step, cases: SimpleNamespace, **options: Any) -> Path:
     position = BatchStream(step.workload).position()
-    return checkpoint.save(folder, step, cases.plan(step.workload), position, **options)
+    return checkpoint.Writing(folder, step, cases.plan(step.workload), position, **options).finish()
 
 
 # Values as JSON and tensors
@@ -346,7 +346,7 @@ def test_what_was_begun_holds_the_state_of_that_moment(trained: Step, cases: Sim
     buffers, position = HostBuffers(), BatchStream(trained.workload).position()
     for number in range(2):
         expected, step_count = cases.training_state(trained), trained.steps
-        writing = checkpoint.begin(tmp_path, trained, cases.plan(trained.workload), position, buffers=buffers)
+        writing = checkpoint.Writing(tmp_path, trained, cases.plan(trained.workload), position, buffers=buffers)
         advanced(trained)
         assert checkpoint_folders.latest(tmp_path) == (tmp_path / "checkpoint-3" if number else None)
         path = writing.finish()
@@ -358,7 +358,7 @@ def test_what_was_begun_holds_the_state_of_that_moment(trained: Step, cases: Sim
 def test_what_is_discarded_leaves_nothing(trained: Step, cases: SimpleNamespace, tmp_path: Path) -> None:
     position = BatchStream(trained.workload).position()
     for buffers in (None, HostBuffers()):
-        writing = checkpoint.begin(tmp_path, trained, cases.plan(trained.workload), position, buffers=buffers)
+        writing = checkpoint.Writing(tmp_path, trained, cases.plan(trained.workload), position, buffers=buffers)
         assert [path.name.endswith(".new.tmp") for path in tmp_path.iterdir()] == [True]
         writing.discard()
         assert list(tmp_path.iterdir()) == [] and not writing.is_going_on and not writing.has_failed
@@ -373,7 +373,7 @@ def test_copies_that_find_no_memory_leave_nothing(
     monkeypatch.setattr(HostBuffers, "copied", full)
     position = BatchStream(trained.workload).position()
     with pytest.raises(RuntimeError, match="not enough memory"):
-        checkpoint.begin(tmp_path, trained, cases.plan(trained.workload), position, buffers=HostBuffers())
+        checkpoint.Writing(tmp_path, trained, cases.plan(trained.workload), position, buffers=HostBuffers())
     assert list(tmp_path.iterdir()) == []
 
 

@@ -18,7 +18,8 @@ from torch import nn
 import memfit
 from memfit.errors import OutputError
 from memfit.ir.plan import Plan
-from memfit.training.runs.disk import _REST_BYTES, check_disk
+from memfit.training.guards.host_resources import _REST_BYTES, check_disk
+from memfit.training.runs.run_options import RunOptions
 from memfit.training.step import Step
 from memfit.training.trainer import Trainer
 from memfit.workload import Workload
@@ -64,7 +65,7 @@ def check(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(total, total - free, free))
     arguments = {"steps": 10, "checkpoint_every": None, "keep_checkpoints": 2} | options
-    check_disk(out, plan, wide(), **arguments)  # type: ignore[arg-type]
+    check_disk(plan, wide(), RunOptions(out=out, **arguments))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_a_small_disk_is_noticed_before_the_first_step(plan: Plan, small_disk: P
 
 def test_a_disk_without_any_room_is_noticed_when_the_folder_is_taken(cases: SimpleNamespace, small_disk: Path) -> None:
     workload = cases.workload()
-    trainer = Trainer(Step(workload), cases.plan(workload), out=small_disk / "run", steps=1)
+    trainer = Trainer(Step(workload), cases.plan(workload), RunOptions(out=small_disk / "run", steps=1))
     with (small_disk / "filler").open("wb") as filler, pytest.raises(OSError):
         while True:
             filler.write(bytes(2**20))

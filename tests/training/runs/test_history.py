@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from memfit.training.runs.history import History
+from memfit.training.runs.log import History
 from tests.models import twice
 
 

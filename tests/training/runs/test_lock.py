@@ -21,9 +21,9 @@ import psutil
 import pytest
 
 from memfit.errors import OutputError
-from memfit.training.runs import lock
-from memfit.training.runs.folder import held_folder
-from memfit.training.runs.lock import LOCK, Holder, holder_of, locked
+from memfit.training.runs import folder as lock
+from memfit.training.runs.folder import LOCK, LockHolder, held_folder, holder_of, locked
+from memfit.training.runs.run_options import RunOptions
 from memfit.training.step import Step
 from memfit.training.trainer import Trainer
 from tests.processes import on_two_spawned_ranks
@@ -32,7 +32,7 @@ _HOLDS = """
 import multiprocessing, os, pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from memfit.training.runs.lock import locked
+from memfit.training.runs.folder import locked
 with locked(pathlib.Path(sys.argv[1])):
     if sys.argv[2] == "forks":
         child = os.fork()
@@ -68,9 +68,9 @@ def without_locks(*_: Any) -> None:
     raise OSError(errno.ENOLCK, "No locks available")
 
 
-def left_by(folder: Path, **changes: Any) -> Holder:
+def left_by(folder: Path, **changes: Any) -> LockHolder:
     """Write the lock of a run that is not ended: of this process, but for some fields."""
-    holder = msgspec.structs.replace(Holder.here(), **changes)
+    holder = msgspec.structs.replace(LockHolder.here(), **changes)
     folder.mkdir(exist_ok=True)
     (folder / LOCK).write_bytes(msgspec.json.encode(holder))
     return holder
@@ -269,7 +269,7 @@ def test_ranks_of_one_run_share_a_folder(tmp_path: Path) -> None:
 
 def _trained(cases: SimpleNamespace, out: Path, on_step: Callable[[Any], None] | None = None, **options: Any) -> None:
     workload = cases.workload()
-    Trainer(Step(workload), cases.plan(workload), out=out, steps=3, on_step=on_step, **options).fit()
+    Trainer(Step(workload), cases.plan(workload), RunOptions(out=out, steps=3, on_step=on_step, **options)).fit()
 
 
 @pytest.mark.parametrize("options", [{"overwrite": True}, {"resume": True}])

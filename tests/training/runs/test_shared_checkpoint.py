@@ -31,7 +31,7 @@ def saved(rank: int, sharding: Sharding | None, kind: Kind, folder: Path) -> Ite
     with step_of(given, plan) as step:
         for _ in range(4):
             step(given.batch)
-        checkpoint.save(folder, step, plan, BatchStream(given).position())
+        checkpoint.Writing(folder, step, plan, BatchStream(given).position()).finish()
         yield state_of(step)
 
 
@@ -44,7 +44,7 @@ def loaded(rank: int, sharding: Sharding | None, kind: Kind, folder: Path, again
         assert not damages
         before = state_of(step)
         found.restore()
-        checkpoint.save(again, step, plan, found.state.position)
+        checkpoint.Writing(again, step, plan, found.state.position).finish()
         yield before, state_of(step), len(given.optimizer.state)
 
 
@@ -138,7 +138,7 @@ def full_on_one(rank: int, sharding: Sharding, folder: Path) -> Iterator[Any]:
 
             patch.setattr(checkpoint, "write_tensors", full)
         with pytest.raises(OutputError, match="No space left on device") as e:
-            checkpoint.save(folder, step, plan, BatchStream(given).position())
+            checkpoint.Writing(folder, step, plan, BatchStream(given).position()).finish()
         yield getattr(e.value, "__notes__", [])
 
 

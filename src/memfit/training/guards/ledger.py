@@ -100,6 +100,9 @@ def ledger_of(step: Step) -> Ledger:
     peak_bytes, reserved_bytes, retries = _measured(step, device)
     if peak_bytes is not None:
         held[IN_THE_STEP] = peak_bytes - sum(held.values())
+    pinned = None
+    if torch.cuda.is_initialized():
+        pinned = int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
     return Ledger(
         steps=step.steps,
         predicted_bytes=_grouped({} if step.options.prediction is None else step.options.prediction.by_category),
@@ -111,7 +114,7 @@ def ledger_of(step: Step) -> Ledger:
         allocation_retries=retries,
         host_bytes=psutil.Process().memory_info().rss,
         host_free_bytes=free_bytes(),
-        pinned_bytes=_pinned_bytes(),
+        pinned_bytes=pinned,
     )
 
 
@@ -150,9 +153,3 @@ def _measured(step: Step, device: torch.device) -> tuple[int | None, int | None,
     if (peaks := accelerators.peaks(device)) is not None:
         return *peaks, allocation_retries(step)
     return (step.limit.peak_bytes or None if isinstance(step.limit, CpuLimit) else None), None, None
-
-
-def _pinned_bytes() -> int | None:
-    if not torch.cuda.is_initialized():
-        return None
-    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))

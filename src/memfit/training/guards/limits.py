@@ -31,7 +31,7 @@ Named = Callable[[Any], Mapping[str, Iterable[torch.Tensor]]]
 """Returns the tensors that a step holds when it begins on a batch, by category."""
 
 
-class _Held(weakref.ref[Any]):
+class _LiveStorage(weakref.ref[Any]):
     """A storage that is alive, and its bytes."""
 
     __slots__ = ("key", "nbytes")
@@ -71,7 +71,7 @@ class CpuLimit(EagerMode):
         self._named, self._workspace_bytes = named, workspace_bytes
         self._as_run = as_run
         self.has_looked_up = False
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _LiveStorage] = {}
         self._needed: dict[Any, tuple[int, int]] = {}
         self._outer: CpuLimit | None = None
         self._batch: Any = None
@@ -124,7 +124,7 @@ class CpuLimit(EagerMode):
         storage, key = tensor.untyped_storage(), storage_key_of(tensor)
         if key in self._held:
             return
-        held = _Held(storage, self._freed)
+        held = _LiveStorage(storage, self._freed)
         held.key, held.nbytes = key, storage.nbytes()
         self._held[key] = held
         self.held_bytes += held.nbytes
@@ -242,11 +242,8 @@ def _made_bytes(func: Any, args: Any, kwargs: Any) -> int:
         return max((t.nbytes for t in arguments), default=0)
     before = {storage_key_of(fake) for fake in fakes.values()}
     outputs = {storage_key_of(t): t for t in tree_leaves(out) if isinstance(t, torch.Tensor)}
-    return sum(_storage_bytes(t) for key, t in outputs.items() if key not in before)
-
-
-def _storage_bytes(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage().nbytes()) if tensor.layout is torch.strided else 0
+    made = (t for key, t in outputs.items() if key not in before and t.layout is torch.strided)
+    return sum(int(t.untyped_storage().nbytes()) for t in made)
 
 
 def has_room(wanted_bytes: int, device: torch.device) -> bool:

@@ -56,13 +56,20 @@ from memfit.training.runs.checkpoint_folders import (
     remove,
     step_of,
 )
-from memfit.training.runs.host_buffers import HostBuffers
-from memfit.training.runs.packing import read_tensors, write_tensors
-from memfit.training.runs.shards import Stored, has_shards, own_shards, shard_count, shard_name
 from memfit.training.runs.state import TrainingState, collect, prepare_restore
+from memfit.training.runs.tensor_files import (
+    HostBuffers,
+    Stored,
+    has_shards,
+    own_shards,
+    read_tensors,
+    shard_count,
+    shard_name,
+    write_tensors,
+)
 from memfit.training.step import Step
 from memfit.version import __version__
-from memfit.workload import Workload, fingerprint
+from memfit.workload import fingerprint
 
 _IN_SHARDS = ("model", "optimizer")
 
@@ -83,21 +90,10 @@ class Loaded:
     restore: Callable[[], None]
 
 
-def save(folder: Path, step: Step, plan: Plan, position: dict[str, Any], *, keep_checkpoints: int = 2) -> Path:
-    """Write the checkpoint of a step, and remove old ones; see `begin`."""
-    return begin(folder, step, plan, position, keep_checkpoints=keep_checkpoints).finish()
+class Writing:
+    """A checkpoint that is being written: its files, on each rank, and then its place.
 
-
-def begin(
-    folder: Path,
-    step: Step,
-    plan: Plan,
-    position: dict[str, Any],
-    *,
-    keep_checkpoints: int = 2,
-    buffers: HostBuffers | None = None,
-) -> Writing:
-    """Begin to write the checkpoint of a step; all ranks of a step that is shared call it.
+    All ranks of a step that is shared make one.
 
     Args:
         folder: The folder of checkpoints; `checkpoint-<step>` in it is created or replaced.
@@ -108,72 +104,50 @@ def begin(
             again when the checkpoint is finished. None leaves the writing to `finish`, and the state as it is until
             then to the caller.
 
+    Attributes:
+        path: Its place.
+        step_count: The step that it is of.
+
     Raises:
         OutputError: The folder can't be written.
         CheckpointError: A part of the state is neither JSON nor a tensor.
     """
-    ranks, step_count = step.options.ranks, step.steps
-    path = folder / f"checkpoint-{step_count}"
-    own = path.with_name(f".{path.name}.{os.getpid()}.new.tmp")
-    parts: list[_Parts] = []
-
-    def prepare() -> Path:
-        with _writing(path):
-            part = _parts_of(collect(step, position), ranks)
-            if buffers is not None:
-                part = dataclasses.replace(part, tensors=buffers.copied(part.tensors))
-            parts.append(part)
-            if ranks.rank == 0:
-                _make_folder(own, plan)
-            return own
-
-    def write() -> dict[str, FileEntry]:
-        with _writing(path):
-            return _write(new, parts.pop(), ranks.rank == 0)
-
-    def publish(entries: dict[str, FileEntry]) -> None:
-        with _writing(path):
-            _write_manifest(new, step.workload, step_count, entries)
-            _move(new, path)
-            prune(folder, step_count, keep_checkpoints)
-
-    try:
-        new = each(ranks, prepare)[0]
-    except BaseException:
-        if ranks.rank == 0:
-            shutil.rmtree(own, ignore_errors=True)
-        raise
-    return Writing(path, step_count, new, ranks, write, publish, in_thread=buffers is not None)
-
-
-class Writing:
-    """A checkpoint that is being written: its files, on each rank, and then its place.
-
-    Args:
-        write: Writes this rank's files.
-        publish: Gives the checkpoint its place, on the first rank, when all have written theirs.
-        in_thread: Whether a thread writes, from now on; else `finish` does.
-
-    Attributes:
-        path: Its place.
-        step_count: The step that it is of.
-    """
 
     def __init__(
         self,
-        path: Path,
-        step_count: int,
-        new: Path,
-        ranks: SingleProcess,
-        write: Callable[[], dict[str, FileEntry]],
-        publish: Callable[[dict[str, FileEntry]], None],
+        folder: Path,
+        step: Step,
+        plan: Plan,
+        position: dict[str, Any],
         *,
-        in_thread: bool,
+        keep_checkpoints: int = 2,
+        buffers: HostBuffers | None = None,
     ) -> None:
-        self.path, self.step_count = path, step_count
-        self._new, self._ranks, self._publish = new, ranks, publish
-        self._written = _started(write) if in_thread else None
-        self._write = write if self._written is None else self._written.result
+        self.path, self.step_count = folder / f"checkpoint-{step.steps}", step.steps
+        self._workload, self._ranks, self._keep = step.workload, step.options.ranks, keep_checkpoints
+        self._parts: list[_Parts] = []
+        own = self.path.with_name(f".{self.path.name}.{os.getpid()}.new.tmp")
+
+        def prepare() -> Path:
+            with _as_output_error(self.path):
+                part = _parts_of(collect(step, position), self._ranks)
+                if buffers is not None:
+                    part = dataclasses.replace(part, tensors=buffers.copied(part.tensors))
+                self._parts.append(part)
+                if self._ranks.rank == 0:
+                    own.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.rmtree(own, ignore_errors=True)
+                    own.mkdir()
+                    (own / PLAN).write_bytes(codec.encode(plan))
+                return own
+
+        try:
+            self._new = each(self._ranks, prepare)[0]
+        except BaseException:
+            if self._ranks.rank == 0:
+                shutil.rmtree(own, ignore_errors=True)
+            raise
+        self._written = None if buffers is None else _started(self._write)
 
     @property
     def is_going_on(self) -> bool:
@@ -192,7 +166,7 @@ class Writing:
             OutputError: The checkpoint can't be written, on some rank; earlier ones are unchanged.
         """
         try:
-            written = each(self._ranks, self._write)
+            written = each(self._ranks, self._write if self._written is None else self._written.result)
             once(self._ranks, lambda: self._publish({name: e for part in written for name, e in part.items()}))
         finally:
             self.discard()
@@ -204,6 +178,38 @@ class Writing:
             wait([self._written])
         if self._ranks.rank == 0:
             shutil.rmtree(self._new, ignore_errors=True)
+
+    def _write(self) -> dict[str, FileEntry]:
+        """Write this rank's files, beside the plan that is there already; return them by name."""
+        parts, folder = self._parts.pop(), self._new
+        with _as_output_error(self.path):
+            for name, text in parts.texts.items():
+                (folder / name).write_text(text)
+            for name, tensors in parts.tensors.items():
+                write_tensors(tensors, folder / name, parts.metadata.get(name))
+            mode = (folder / PLAN).stat().st_mode
+            entries = {}
+            for name in [*([PLAN] if self._ranks.rank == 0 else []), *parts.texts, *parts.tensors]:
+                (folder / name).chmod(mode)
+                entries[name] = FileEntry(_sha256(folder / name), (folder / name).stat().st_size)
+                _sync(folder / name)
+            return entries
+
+    def _publish(self, entries: dict[str, FileEntry]) -> None:
+        """Give the checkpoint its place, on the first rank."""
+        with _as_output_error(self.path):
+            manifest = Checkpoint(
+                memfit_version=__version__,
+                torch_version=str(torch.__version__),
+                workload=self._workload.name,
+                fingerprint=fingerprint(self._workload),
+                step=self.step_count,
+                files=entries,
+            )
+            codec.write_atomic(self._new / MANIFEST, codec.encode(manifest.sealed()))
+            _sync(self._new)
+            _move(self._new, self.path)
+            prune(self.path.parent, self.step_count, self._keep)
 
 
 def _started(work: Callable[[], dict[str, FileEntry]]) -> Future[dict[str, FileEntry]]:
@@ -222,7 +228,7 @@ def _started(work: Callable[[], dict[str, FileEntry]]) -> Future[dict[str, FileE
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _as_output_error(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as e:
@@ -241,9 +247,7 @@ def read(path: Path, step: Step, precision: Precision | None = None, *, is_check
         DamagedCheckpointError: The checkpoint is missing or damaged.
         CheckpointError: The checkpoint has another workload, optimizer, scheduler or loss scaler.
     """
-    manifest = codec.read(path / MANIFEST, Checkpoint, error=DamagedCheckpointError)
-    if manifest != manifest.sealed():
-        raise DamagedCheckpointError(f"{path / MANIFEST} is damaged: its SHA-256 differs from the recorded one")
+    manifest = _manifest_of(path)
     if step_of(path) not in (None, manifest.step):
         raise DamagedCheckpointError(f"{path} was renamed: it is the checkpoint of step {manifest.step}")
     _check_names(path, manifest)
@@ -279,9 +283,7 @@ def read_model(path: Path) -> Stored:
     Raises:
         DamagedCheckpointError: The checkpoint is missing or damaged.
     """
-    manifest = codec.read(path / MANIFEST, Checkpoint, error=DamagedCheckpointError)
-    if manifest != manifest.sealed():
-        raise DamagedCheckpointError(f"{path / MANIFEST} is damaged: its SHA-256 differs from the recorded one")
+    manifest = _manifest_of(path)
     _check_names(path, manifest)
     _check_files(path, manifest)
     return _stored(path, manifest, "model")
@@ -343,7 +345,7 @@ class _Parts:
 
 
 def _parts_of(state: TrainingState, ranks: SingleProcess) -> _Parts:
-    """Return what a rank writes of a state. Its tensors are those of the state."""
+    """Return a rank's files of a state. Their tensors are those of the state."""
     texts: dict[str, str] = {}
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     metadata: dict[str, dict[str, str]] = {}
@@ -361,42 +363,6 @@ def _parts_of(state: TrainingState, ranks: SingleProcess) -> _Parts:
             if stem == "model":
                 metadata[f"{stem}.safetensors"] = {"format": "pt", **notes}
     return _Parts(texts, tensors, metadata)
-
-
-def _make_folder(new: Path, plan: Plan) -> None:
-    """Make the temporary folder of a checkpoint, with the plan in it."""
-    new.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir()
-    (new / PLAN).write_bytes(codec.encode(plan))
-
-
-def _write(folder: Path, parts: _Parts, is_first: bool) -> dict[str, FileEntry]:
-    """Write a rank's files of a checkpoint, in which the plan is already; return them by name."""
-    for name, text in parts.texts.items():
-        (folder / name).write_text(text)
-    for name, tensors in parts.tensors.items():
-        write_tensors(tensors, folder / name, parts.metadata.get(name))
-    mode = (folder / PLAN).stat().st_mode
-    entries = {}
-    for name in [*([PLAN] if is_first else []), *parts.texts, *parts.tensors]:
-        (folder / name).chmod(mode)
-        entries[name] = FileEntry(_sha256(folder / name), (folder / name).stat().st_size)
-        _sync(folder / name)
-    return entries
-
-
-def _write_manifest(folder: Path, workload: Workload, step_count: int, entries: dict[str, FileEntry]) -> None:
-    manifest = Checkpoint(
-        memfit_version=__version__,
-        torch_version=str(torch.__version__),
-        workload=workload.name,
-        fingerprint=fingerprint(workload),
-        step=step_count,
-        files=entries,
-    )
-    codec.write_atomic(folder / MANIFEST, codec.encode(manifest.sealed()))
-    _sync(folder)
 
 
 def _move(new: Path, path: Path) -> None:
@@ -423,6 +389,13 @@ def _sha256(path: Path) -> str:
 
 
 # Reading
+
+
+def _manifest_of(path: Path) -> Checkpoint:
+    manifest = codec.read(path / MANIFEST, Checkpoint, error=DamagedCheckpointError)
+    if manifest != manifest.sealed():
+        raise DamagedCheckpointError(f"{path / MANIFEST} is damaged: its SHA-256 differs from the recorded one")
+    return manifest
 
 
 def _check_names(path: Path, manifest: Checkpoint) -> None:

@@ -14,7 +14,7 @@ import msgspec
 
 from memfit.errors import CheckpointError, OutputError, UsageError
 from memfit.ir import codec
-from memfit.training.runs.shards import is_shard_name
+from memfit.training.runs.tensor_files import is_shard_name
 
 MANIFEST = "checkpoint.json"
 PLAN = "plan.json"

@@ -1,25 +1,57 @@
-"""The folder of a run: checks that a run may write to it, and removes only memfit's own files."""
+"""The folder of a run: checks that a run may write to it, its lock, and removes only memfit's own files.
+
+The second of two processes that would write to a folder is refused, with the first's name. Whether a run is alive is
+found out by three means, each where the one before is not available:
+
+1. The operating system's lock (`flock`) on `run.lock`. It ends with the process, after `kill -9` too; Linux passes it
+   on to an NFS server. So no lock is stale, and no process id is trusted.
+2. On file systems without such locks, the process that the file names: its id and its start time, since ids are reused.
+3. For a process on another host or in another container, changes of the file's modification time: the run updates it
+   every few seconds. No clocks are compared, since they differ between hosts.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import errno
+import fcntl
+import logging
+import multiprocessing
 import os
 import re
+import shlex
+import socket
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
+
+import msgspec
+import psutil
 
 from memfit.errors import CheckpointError, OutputError, UsageError
 from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import once
-from memfit.training.guards.snapshots import all_snapshots
+from memfit.training.guards.recovery import all_snapshots
 from memfit.training.runs import checkpoint_folders
-from memfit.training.runs.lock import LOCK, locked
 from memfit.training.runs.log import read_lines
 
 RUN, PLAN, METRICS, TENSORBOARD = "run.json", "plan.json", "metrics.jsonl", "tensorboard"
 VIEWS, REPORT = "views.json", "report.html"
 _FILES = (METRICS, RUN, PLAN, VIEWS, REPORT)
 _TEMPORARY = re.compile(r"\..*\.tmp")
+LOCK = "run.lock"
+BEAT_SECONDS = 4.0
+"""Between two updates of the modification time."""
+SILENT_SECONDS = 14.0
+"""Without an update, a process on another host or in another container counts as dead."""
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+_AT_ONCE_SECONDS = 0.5  # within which a process that takes the lock has written its name
+_SAME_START_SECONDS = 1.0  # tolerance between two readings of a process's start time
+_log = logging.getLogger("memfit")
 
 
 @contextlib.contextmanager
@@ -149,3 +181,287 @@ def _check_only_own_in_the_way(out: Path, *, after_step: int | None = None) -> N
 
 def _checkpoints(out: Path) -> list[Path]:
     return [path for path in out.iterdir() if checkpoint_folders.step_of(path) is not None]
+
+
+class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
+    """The process that holds a folder.
+
+    Attributes:
+        started: Its start time, in seconds since the epoch.
+        machine: Identity of the running kernel, which distinguishes hosts of the same name.
+        processes: The process id namespace, which distinguishes containers on a host.
+        group: The group of ranks that it trains with and that share the folder; "" for a single process.
+        since: Time at which it took the lock, in ISO 8601.
+    """
+
+    pid: int
+    started: float
+    host: str
+    machine: str
+    processes: str
+    group: str
+    since: str
+    command: str
+
+    @classmethod
+    def here(cls) -> LockHolder:
+        """Return the record of this process."""
+        return cls(
+            pid=os.getpid(),
+            started=psutil.Process().create_time(),
+            host=socket.gethostname(),
+            machine=_machine(),
+            processes=_process_space(),
+            group=_group(),
+            since=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])[:300],
+        )
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on host {self.host}, since {self.since} ({self.command})"
+
+
+_held: dict[Path, tuple[int, int]] = {}  # by folder: the thread that holds it, and the open file
+_guard = threading.Lock()
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock a folder for this process while the context is entered; a missing folder is created.
+
+    The thread that holds it may enter it again. Ranks of one process group may share it.
+
+    Args:
+        folder: The run's folder. If it was created here and is empty at the end, it is removed again.
+
+    Raises:
+        OutputError: Another process or thread holds the lock, or the folder can't be written.
+    """
+    folder = folder.resolve()
+    with _guard:
+        holding = _held.get(folder)
+    if holding is not None:
+        if holding[0] != threading.get_ident():
+            raise _refusal(folder, LockHolder.here(), "another thread of this process")
+        yield
+        return
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = _acquire(folder / LOCK, LockHolder.here())
+    except OSError as e:
+        _remove_empty(created)
+        raise OutputError(f"can't write to out={str(folder)!r}: {e.strerror or e}") from e
+    if descriptor is None:  # another rank of this run holds it
+        yield
+        return
+    over = threading.Event()
+    beating = threading.Thread(target=_beat, args=(folder / LOCK, descriptor, over), name="memfit-lock", daemon=True)
+    with _guard:
+        _held[folder] = threading.get_ident(), descriptor
+    beating.start()
+    try:
+        yield
+    finally:
+        over.set()
+        beating.join()
+        with _guard:
+            is_held = _held.pop(folder, None) is not None
+        if is_held:  # a forked process holds nothing
+            _release(folder / LOCK, descriptor)
+            _remove_empty(created)
+
+
+def holder_of(folder: Path) -> LockHolder | None:
+    """Return the holder named in a folder's lock file; None where it can't be read."""
+    try:
+        return msgspec.json.decode((folder / LOCK).read_bytes(), type=LockHolder)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def _acquire(path: Path, own: LockHolder) -> int | None:
+    """Open and lock the file, and write this process's record; return None where a rank of the same run holds it."""
+    ends = time.monotonic() + _AT_ONCE_SECONDS
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            outcome = _try(path, descriptor, own)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        if outcome == "held":
+            return descriptor
+        os.close(descriptor)
+        if outcome == "shared":
+            return None
+        if time.monotonic() > ends:
+            raise _refusal(path.parent, own, "another process")
+        time.sleep(_AT_ONCE_SECONDS / 10)
+
+
+def _try(path: Path, descriptor: int, own: LockHolder) -> Literal["held", "shared", "again"]:
+    """Try to take the lock; return "again" where it is being taken or released at this moment."""
+    is_locked = _lock(descriptor)
+    holder = holder_of(path.parent)
+    if is_locked is False and (holder is None or _has_ended(holder, own)):
+        return "again"  # the holder has not written its name yet
+    if holder is not None and _is_alive(path, holder, own, is_locked):
+        if own.group and own.group == holder.group:
+            return "shared"
+        raise _refusal(path.parent, own, str(holder), holder)
+    if not _is_at(path, descriptor):
+        return "again"  # the run that held it has ended since, and removed the file
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, msgspec.json.encode(own), 0)
+    except OSError:  # the disk is full
+        path.unlink()
+        raise
+    if is_locked is None:  # if two take it at once, the last to write has it
+        time.sleep(_AT_ONCE_SECONDS)
+        if (holder := holder_of(path.parent)) != own:
+            raise _refusal(path.parent, own, str(holder), holder)
+    return "held"
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Tell whether the operating system's lock was free; None where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError as e:
+        if e.errno in _NO_LOCKS:
+            return None
+        raise
+
+
+def _is_alive(path: Path, holder: LockHolder, own: LockHolder, is_locked: bool | None) -> bool:
+    """Tell whether the process that a lock's file names still runs.
+
+    Args:
+        is_locked: Whether this process has the operating system's lock; None where there is none.
+    """
+    if is_locked is False:
+        return True
+    if holder.machine == own.machine:
+        if is_locked:  # on one machine that lock is certain
+            return False
+        if holder.processes == own.processes:
+            return not _has_ended(holder, own)
+    return _beats(path, holder)
+
+
+def _has_ended(holder: LockHolder, own: LockHolder) -> bool:
+    """Tell whether a process on this host has ended; one with its id and another start time is another process."""
+    if (holder.machine, holder.processes) != (own.machine, own.processes):
+        return False
+    try:
+        started: float = psutil.Process(holder.pid).create_time()
+        return abs(started - holder.started) > _SAME_START_SECONDS
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.AccessDenied:
+        return False
+
+
+def _beats(path: Path, holder: LockHolder) -> bool:
+    """Tell whether a run is alive: it updates the file's modification time."""
+    _log.warning(
+        "%s is in use by %s, on another host or in another container: waiting to see whether that run still writes",
+        path.parent,
+        holder,
+    )
+    first, ends = _modified(path), time.monotonic() + SILENT_SECONDS
+    while time.monotonic() < ends:
+        if _modified(path) != first:
+            return True
+        time.sleep(SILENT_SECONDS / 20)
+    return False
+
+
+def _modified(path: Path) -> int:
+    """Return a file's modification time; opening the file makes NFS ask the server."""
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _beat(path: Path, descriptor: int, over: threading.Event) -> None:
+    """Update the modification time every few seconds, until `over` is set."""
+    while not over.wait(BEAT_SECONDS):
+        with contextlib.suppress(OSError):
+            os.utime(descriptor)
+
+
+def _release(path: Path, descriptor: int) -> None:
+    """Remove the file, then release the lock: a waiting process then sees that the file is another."""
+    with contextlib.suppress(OSError):
+        if _is_at(path, descriptor):
+            path.unlink()
+    os.close(descriptor)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Tell whether an open file is the one at a path."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _remove_empty(made: list[Path]) -> None:
+    """Remove folders that are still empty, the innermost first."""
+    for path in made:
+        with contextlib.suppress(OSError):
+            path.rmdir()
+
+
+def _after_fork() -> None:
+    """Make a forked process, such as a loader's worker, release the locks: it may outlive their holder."""
+    global _guard
+    _guard = threading.Lock()
+    for _, descriptor in _held.values():
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _refusal(folder: Path, own: LockHolder, who: str, holder: LockHolder | None = None) -> OutputError:
+    what_to_do = "give another out=, wait until that run ends, or stop it"
+    if holder is not None and holder.machine == own.machine and holder.processes != own.processes:
+        what_to_do += " (it is in another container of this host)"
+    elif holder is not None and holder.machine == own.machine:
+        what_to_do += f" (kill {holder.pid}; that run then writes a checkpoint, and resume=True continues from it)"
+    return OutputError(f"out={str(folder)!r} is in use by a run of {who}: {what_to_do}. Nothing was changed")
+
+
+def _machine() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()}, up since {psutil.boot_time():.0f}"
+
+
+def _process_space() -> str:
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
+
+
+def _group() -> str:
+    """Return an identifier of this run's ranks: their rendezvous, or the process that started them."""
+    dist = sys.modules.get("torch.distributed")  # not imported: no ranks
+    if dist is None or not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return ""
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if address and port:
+        place = f"{_machine()} " if address in ("localhost", "127.0.0.1", "::1") else ""
+        return f"{place}{address}:{port} {os.environ.get('TORCHELASTIC_RUN_ID', '')}".strip()
+    parent = multiprocessing.parent_process()
+    return f"children of {parent.pid} on {_machine()}" if parent is not None else ""

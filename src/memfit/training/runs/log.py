@@ -1,17 +1,30 @@
-"""The log of a run: a line for each step in `metrics.jsonl`, and TensorBoard scalars on request."""
+"""The log of a run: a line for each step in `metrics.jsonl`, its record, and TensorBoard scalars on request."""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import json
 import math
 import os
+import statistics
+import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from memfit.errors import OutputError, brought_by
+import torch
+from torch import nn
+
+from memfit.errors import OutputError, UsageError, brought_by
+from memfit.hardware import accelerators
+from memfit.hardware.host import host_name
 from memfit.ir import codec
+from memfit.ir.run_record import Evaluation, Event, RunRecord
+from memfit.version import __version__
+from memfit.workload import Workload, fingerprint
 
 LogFunction = Callable[[dict[str, Any]], object]
 """Takes a record of a step, an evaluation or an event, as `log=` does: a dict of its own, which it may change."""
@@ -57,7 +70,7 @@ class StepRecord:
     allocation_retries: int | None = None
 
 
-class Log:
+class RunLog:
     """A writer of the log; use it as a context manager.
 
     Args:
@@ -77,7 +90,7 @@ class Log:
         except OSError as e:
             raise OutputError(f"can't write {metrics}: {e.strerror or e}") from e
 
-    def __enter__(self) -> Log:
+    def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -114,7 +127,7 @@ class Log:
             self._writer.flush()
 
 
-class NoLog(Log):
+class NoRunLog(RunLog):
     """The log of a rank that writes none: the first one's is that of the run."""
 
     def __init__(self) -> None:
@@ -224,3 +237,149 @@ def _scalars(line: Mapping[str, Any]) -> dict[str, float]:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class History:
+    """Collects the lines of a log into a record.
+
+    Args:
+        started: Start of the run, in ISO 8601; None for now.
+    """
+
+    def __init__(self, workload: Workload, started: str | None = None) -> None:
+        self.started = started or datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self.evaluations: list[Evaluation] = []
+        self.events: list[Event] = []
+        repeated = " (its one batch, repeated)" if workload.batches is None else ""
+        self._workload = f"{workload.name}{repeated}"
+        self._fingerprint = fingerprint(workload)
+        self._losses: tuple[float | None, float | None] = (None, None)
+        self._peak_bytes: int | None = None
+        self._seconds: list[float] = []
+        self._measured_seconds: list[float] = []
+        self._waited: list[tuple[float, float]] = []
+        self._allocation_retries: int | None = None
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Add a line of the log."""
+        if "evaluation" in line:
+            finite = {name: value for name, value in line["evaluation"].items() if value is not None}
+            self.evaluations.append(Evaluation(line["step"], finite))
+            return
+        if "event" in line:
+            self.events.append(Event(line["step"], line["event"]["kind"], line["event"]["text"]))
+            return
+        first, _ = self._losses
+        self._losses = (line["loss"] if first is None else first, line["loss"])
+        peak_bytes = line["peak_bytes"]
+        if peak_bytes is not None:
+            self._peak_bytes = max(peak_bytes, self._peak_bytes or 0)
+        (self._seconds if peak_bytes is None else self._measured_seconds).append(line["seconds"])
+        self._waited.append((line["data_seconds"], line["seconds"]))
+        self._allocation_retries = line.get("allocation_retries")
+
+    def record(
+        self, status: Literal["running", "finished", "failed"], step_count: int, error: str | None = None
+    ) -> RunRecord:
+        """Return the record. Its seconds leave out measured steps, which are slower, unless all were measured."""
+        seconds = self._seconds[1:] or self._measured_seconds or self._seconds
+        return RunRecord(
+            workload=self._workload,
+            fingerprint=self._fingerprint,
+            memfit_version=__version__,
+            torch_version=str(torch.__version__),
+            machine=host_name(),
+            started=self.started,
+            status=status,
+            steps=step_count,
+            measured_peak_bytes=self._peak_bytes,
+            step_seconds=statistics.median(seconds) if seconds else None,
+            first_loss=self._losses[0],
+            last_loss=self._losses[1],
+            data_share=_share(self._waited[1:]),
+            allocation_retries=self._allocation_retries,
+            command=_command(),
+            evaluations=list(self.evaluations),
+            events=list(self.events),
+            error=error,
+        )
+
+
+def _command() -> list[str]:
+    """Return the arguments of the running `memfit train`; empty where another program trains."""
+    program, *words = sys.argv or [""]
+    is_ours = Path(program).stem == "memfit" or Path(program).parts[-2:] == ("memfit", "__main__.py")
+    return words if is_ours and words[:1] == ["train"] else []
+
+
+def _share(waited: list[tuple[float, float]]) -> float | None:
+    """Return the share of the time that steps waited for their batches."""
+    data_seconds, step_seconds = (sum(column) for column in zip(*waited, strict=True)) if waited else (0.0, 0.0)
+    whole = data_seconds + step_seconds
+    return data_seconds / whole if whole else None
+
+
+def resumed_history(
+    workload: Workload, run: Path, metrics: Path, step_count: int, *, is_writing: bool = True
+) -> History:
+    """Return the history of a run up to a step, and truncate its log there where `is_writing`.
+
+    Raises:
+        OutputError: The log can't be read or written.
+    """
+    started = None
+    with contextlib.suppress(UsageError):
+        started = codec.read(run, RunRecord, error=UsageError).started
+    history = History(workload, started)
+    for line in cut_lines(metrics, step_count) if is_writing else lines_until(metrics, step_count):
+        history.add(line)
+    return history
+
+
+class LoopLog:
+    """Gives `log=` a record of each step, with names as in a line of `metrics.jsonl`.
+
+    `step` is its number, from 1. `seconds` is the wall time from the first call of the model to the last update; the
+    device is not waited for. `peak_bytes` is the peak allocated where the step raised the device's peak so far, and
+    None elsewhere and on the CPU. `predicted_peak_bytes` is the plan's, and None before there is one.
+
+    Args:
+        log: Takes the records; what it raises is not handled. None for no records.
+    """
+
+    def __init__(self, log: LogFunction | None) -> None:
+        self._log, self._count = log, 0
+        self._started: float | None = None
+
+    def begin(self, model: nn.Module) -> None:
+        """Note that a step of a model begins, unless one is under way."""
+        if self._log is not None and self._started is None:
+            self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+            self._before = accelerators.peaks(self._device)
+            self._started = self._ended = time.perf_counter()
+
+    def update(self) -> None:
+        """Note that parameters were updated, which may be the end of the step."""
+        self._ended = time.perf_counter()
+
+    def end(self, predicted_peak_bytes: int | None, step: int | None = None) -> None:
+        """Give `log=` the record of the step under way, if there is one.
+
+        Args:
+            predicted_peak_bytes: What the plan predicts; None where the step ran under none.
+            step: Its number; None for one more than the last.
+        """
+        if self._log is None or self._started is None:
+            return
+        seconds, self._started = self._ended - self._started, None
+        self._count = self._count + 1 if step is None else step
+        peaks, before = accelerators.peaks(self._device), self._before
+        is_raised = peaks is not None and before is not None and peaks.allocated_bytes > before.allocated_bytes
+        self._log(
+            {
+                "step": self._count,
+                "seconds": seconds,
+                "peak_bytes": peaks.allocated_bytes if peaks is not None and is_raised else None,
+                "predicted_peak_bytes": predicted_peak_bytes,
+            }
+        )

@@ -1,8 +1,10 @@
-"""The state of a training as JSON and tensors: model, optimizer, scheduler and loss scaler."""
+"""The state of a training as JSON and tensors, which a checkpoint holds instead of a pickle."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +16,15 @@ from memfit._torch.distributed import is_shared
 from memfit.errors import CheckpointError
 from memfit.rng import RngState, rng_state
 from memfit.training.optimizers import parameters_of
-from memfit.training.runs.packing import pack, unpack
-from memfit.training.runs.shards import Stored
+from memfit.training.runs.tensor_files import Stored
 from memfit.training.step import Step
 
 Tensors = dict[str, torch.Tensor]
 _OF_PARAMETER = re.compile(r"optimizer\.state\.([0-9]+)\.")  # the place that `collect` names in `pack`
+# JSON objects are tags, since a state dict may have keys other than strings:
+#   {"dict": [[key, value], ...]}  {"counter": [[key, count], ...]}  {"tuple": [...]}  {"float": "nan"}
+#   {"tensor": key, "order": [1, 0]}  a tensor in the file beside, and its dimensions by descending stride
+_DICTS = (dict, OrderedDict, Counter)
 
 
 @dataclass(frozen=True)
@@ -148,20 +153,14 @@ def _checked_model_state(
     found = {}
     for name, tensor in tensors.items():
         saved = found[name] = _read(state.model, name, tensor)
-        _check_like(
-            f"the model's {name}", tensor, saved.to(tensor.dtype) if converts and _fit(tensor, saved) else saved
-        )
+        is_converted = converts and {tensor.dtype, saved.dtype} == {torch.float32, torch.bfloat16}
+        _check_like(f"the model's {name}", tensor, saved.to(tensor.dtype) if is_converted else saved)
     return {**found, **{name: found[target] for name, target in state.aliases.items()}, **extras}
 
 
 def _read(tensors: Tensors | Stored, key: str, own: torch.Tensor) -> torch.Tensor:
     """Return a saved tensor; of one that ranks share, this rank's part, as its own is."""
     return tensors.like(key, own) if isinstance(tensors, Stored) else tensors[key]
-
-
-def _fit(own: torch.Tensor, saved: torch.Tensor) -> bool:
-    """Tell whether one of two tensors is in fp32, and the other in bf16."""
-    return {own.dtype, saved.dtype} == {torch.float32, torch.bfloat16}
 
 
 def _check_names(what: str, own: set[str], saved: set[str]) -> None:
@@ -269,3 +268,95 @@ def _check_scheduler(scheduler: torch.optim.lr_scheduler.LRScheduler | None, sav
         )
     if scheduler is not None and saved is not None:
         _check_names(f"the {own_kind}", set(scheduler.state_dict()), set(saved["state"]))
+
+
+def pack(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
+    """Return a value as JSON values; its tensors go into `tensors`.
+
+    Args:
+        value: None, bools, numbers, strings and tensors, in dicts, lists and tuples.
+        tensors: Receives the tensors, contiguous, by their place.
+        where: The place of the value, for the keys of tensors and for error messages.
+
+    Raises:
+        CheckpointError: The value holds an object of another kind, which only a pickle could keep.
+    """
+    if value is None or isinstance(value, bool | str) or type(value) is int:
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"float": str(float(value))}
+    if isinstance(value, torch.Tensor):
+        return _pack_tensor(value, tensors, where)
+    if isinstance(value, Mapping) and (type(value) in _DICTS or type(value).__name__ == "defaultdict"):
+        pairs = [[_key(k, where), pack(v, tensors, f"{where}.{k}")] for k, v in value.items()]
+        return {"counter" if isinstance(value, Counter) else "dict": pairs}
+    if type(value) in (list, tuple):
+        items = [pack(v, tensors, f"{where}.{i}") for i, v in enumerate(value)]
+        return items if isinstance(value, list) else {"tuple": items}
+    raise CheckpointError(
+        f"{where} is a {type(value).__qualname__}: a checkpoint can store None, bools, numbers, strings and tensors, in"
+        " dicts, lists and tuples. Remove it from the state_dict()"
+    )
+
+
+def unpack(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return the value that `pack` packed, with new tensors.
+
+    Raises:
+        CheckpointError: The JSON was not made by `pack`, or names a missing tensor.
+    """
+    if node is None or isinstance(node, bool | int | float | str):
+        return node
+    if isinstance(node, list):
+        return [unpack(item, tensors) for item in node]
+    try:
+        tag, content = next(iter(node.items()))
+        if tag == "tensor":
+            return _unpack_tensor(tensors[content], node["order"])
+        if tag == "float":
+            return float(content)
+        if tag == "tuple":
+            return tuple(unpack(item, tensors) for item in content)
+        kind = {"dict": dict, "counter": Counter}[tag]
+        return kind({key: unpack(item, tensors) for key, item in content})
+    except (AttributeError, KeyError, RuntimeError, StopIteration, TypeError, ValueError) as e:
+        raise CheckpointError(f"a checkpoint's state can't have the form {str(node)[:80]!r}") from e
+
+
+def _key(key: Any, where: str) -> str | int:
+    if isinstance(key, str) or type(key) is int:
+        return key
+    raise CheckpointError(
+        f"{where} has the key {key!r}, a {type(key).__qualname__}: a checkpoint can store strings and ints as keys"
+    )
+
+
+def _pack_tensor(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], where: str) -> Any:
+    is_dense = is_shared(type(tensor)) or type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    plain = is_dense and tensor.layout is torch.strided
+    if not plain or tensor.dtype is torch.complex128 or tensor.is_quantized:
+        raise CheckpointError(
+            f"{where} is a {type(tensor).__qualname__} with dtype={tensor.dtype} and layout={tensor.layout}: a"
+            " checkpoint can store plain dense tensors only"
+        )
+    key, n = where, 0
+    while key in tensors:
+        key, n = f"{where}#{n}", n + 1
+    tensor = tensor.detach()
+    if is_shared(type(tensor)):  # its part is contiguous
+        tensors[key] = tensor
+        return {"tensor": key, "order": list(range(tensor.dim()))}
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], d))
+    if not tensor.permute(order).is_contiguous():
+        order = list(range(tensor.dim()))
+    tensors[key] = tensor.contiguous()
+    return {"tensor": key, "order": order}
+
+
+def _unpack_tensor(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """Return a copy of a tensor, with its dimensions laid out in the order given; those of ranks as they are."""
+    if is_shared(type(tensor)):
+        return tensor
+    inverse = sorted(range(len(order)), key=lambda d: order[d])
+    return tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse)

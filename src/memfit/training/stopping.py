@@ -1,17 +1,60 @@
-"""Where ranks meet before each step: all of them run it, on batches of one size, or all stop for the same reason."""
+"""Where a run stops: at signals, deferred until a step is complete, and where ranks meet before each step."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
 from typing import NamedTuple
 
 from memfit.errors import MemoryLimitError, RankError
+from memfit.interrupts import Held, held_back
 from memfit.ranks.one_process import SingleProcess
-from memfit.training.interrupt import PREEMPTED
 from memfit.training.runs.checkpoint import Writing
 
+PREEMPTED = 75
+"""Exit status after SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later", on which a scheduler requeues."""
 _FINE, _LIMIT, _FAILED, _INTERRUPTED, _TERMINATED = range(5)
 _AT_THE_END = -1
 _WRITTEN, _GOING_ON, _CANNOT = range(3)  # the largest counts: all hear of a rank that could not, whoever still writes
+
+_log = logging.getLogger("memfit")
+
+
+@contextlib.contextmanager
+def deferred_interrupts() -> Iterator[Held]:
+    """Defer what signals' handlers raise until `Held.check`, or until the context is left.
+
+    Where SIGTERM has no handler, it raises SystemExit. Ctrl-C after another signal stops at once.
+    """
+    with held_back(ends_steps=False) as held:
+        is_main = threading.current_thread() is threading.main_thread()
+        ours = [signal.SIGTERM] if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else []
+        before = held.on_first, held.stops_at_once
+        held.on_first, held.stops_at_once = _announce, _is_impatient
+        try:
+            for number in ours:
+                held.hold(number, _preempted)
+            yield held
+        finally:
+            held.let_go(ours)
+            held.on_first, held.stops_at_once = before
+        held.check()
+
+
+def _preempted(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(PREEMPTED)
+
+
+def _announce(number: signal.Signals) -> None:
+    _log.warning("%s: stopping after this step, with a checkpoint; Ctrl-C to stop at once", number.name)
+
+
+def _is_impatient(number: signal.Signals, waited_seconds: float) -> bool:
+    return number == signal.SIGINT  # schedulers may send SIGTERM more than once
 
 
 class Meeting(NamedTuple):
@@ -56,7 +99,7 @@ def meet(ranks: SingleProcess, error: BaseException | None, samples: int | None,
 
 
 def _written(writing: Writing | None) -> float:
-    """Return what a rank tells of its files of a checkpoint."""
+    """Return the state of this rank's files of a checkpoint, as a number for the others."""
     if writing is None:
         return _WRITTEN
     if writing.is_going_on:

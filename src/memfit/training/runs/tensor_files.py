@@ -1,4 +1,4 @@
-"""Safetensors files of which each holds a rank's shards, as PyTorch's `HuggingFaceStorageWriter` writes them.
+"""Safetensors files of whole tensors, or of a rank's shards as PyTorch's `HuggingFaceStorageWriter` writes them.
 
 A shard has the name of its tensor, and the file's metadata says where it begins in it. So
 `torch.distributed.checkpoint` reads these files with `HuggingFaceStorageReader`, and this module reads what it writes.
@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from memfit._torch.distributed import chunk_of, is_first_copy, is_shared, local_part
-from memfit.errors import DamagedCheckpointError
+from memfit.errors import CheckpointError, DamagedCheckpointError
+from memfit.hardware.accelerators import pins_memory, synchronize
 
 _SHARD = re.compile(r"(model|optimizer)-shard-([0-9]{5})-of-([0-9]{5})\.safetensors")
 _OFFSETS, _VERSION = "DCP_SHARDING_INFO", "DCP_VERSION"
@@ -185,3 +187,58 @@ class Stored(Mapping[str, torch.Tensor]):
 def _between(low: Sequence[int], high: Sequence[int], start: Sequence[int]) -> tuple[slice, ...]:
     """Return the slices from `low` to `high` of something that begins at `start`."""
     return tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
+
+
+class HostBuffers:
+    """Copies of tensors in host memory, pinned for accelerators that copy faster to it.
+
+    Memory is taken at the first copy, and used again for tensors of the same name, shape and dtype.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, str], torch.Tensor] = {}
+
+    def copied(self, files: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
+        """Return contiguous copies of the tensors of some files, which last until the next call."""
+        before, self._buffers = self._buffers, {}
+        for file, tensors in files.items():
+            for key, tensor in tensors.items():
+                buffer = before.pop((file, key), None)
+                if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                    is_pinned = pins_memory(tensor.device.type)
+                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_pinned)
+                self._buffers[file, key] = buffer.copy_(tensor.detach(), non_blocking=True)
+        for device in {tensor.device for tensors in files.values() for tensor in tensors.values()}:
+            synchronize(device)
+        return {file: {key: self._buffers[file, key] for key in tensors} for file, tensors in files.items()}
+
+
+def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write tensors to a safetensors file, each contiguous; tensors that share a storage are written separately.
+
+    Raises:
+        OSError: The file can't be written.
+    """
+    seen: set[int] = set()
+    separate = {}
+    for key, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        separate[key] = (tensor.clone() if storage in seen else tensor).contiguous()
+        seen.add(storage)
+    try:
+        save_file(separate, path, metadata)
+    except SafetensorError as e:
+        raise OSError(str(e)) from e
+
+
+def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors of a safetensors file, on the CPU, and its metadata.
+
+    Raises:
+        CheckpointError: It is not a safetensors file.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})
+    except (OSError, SafetensorError) as e:
+        raise CheckpointError(f"{path} is not a safetensors file: {e}") from e

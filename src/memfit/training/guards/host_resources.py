@@ -1,16 +1,25 @@
-"""The host's memory that a run takes: counted before it begins, and watched between its steps."""
+"""What a run takes of the host, its memory and its disk: counted before it begins, and watched between its steps.
+
+A full disk at the end costs all of a run's work.
+"""
 
 from __future__ import annotations
 
+import os
+import resource
+import shutil
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
 
-from memfit.errors import BudgetError, MemoryLimitError
+from memfit.errors import BudgetError, MemoryLimitError, OutputError
 from memfit.hardware.host import free_bytes, own_bytes
 from memfit.ir.plan import Plan
 from memfit.training.optimizers import state_of
+from memfit.training.runs import checkpoint_folders
+from memfit.training.runs.run_options import RunOptions
 from memfit.training.step import Step
 from memfit.units import format_bytes
 from memfit.workload import Workload, tensors_of
@@ -18,41 +27,40 @@ from memfit.workload import Workload, tensors_of
 CHECK_SECONDS = 0.5
 """Between two looks at the host's memory."""
 _LEAST_ROOM_BYTES = 2**24
+_REST_BYTES = 2**24  # upper bound seen for the record, the views, the report and the small files of checkpoints
+_LINE_BYTES = 600  # upper bound for a step's line in the log
 
 
 def host_needs(
-    plan: Plan,
-    workload: Workload,
-    levers_bytes: Mapping[str, int],
-    *,
-    prefetch_batches: int = 0,
-    async_checkpoints: bool = False,
-    recover: bool = False,
+    plan: Plan, workload: Workload, levers_bytes: Mapping[str, int], options: RunOptions | None = None
 ) -> dict[str, int]:
-    """Return the host memory that a run takes beyond what is taken now, by what asks for it, as arguments say it.
+    """Return the additional bytes of host memory that a run needs, by the argument that is responsible.
 
     Args:
         workload: What is trained, on the device that it is trained on.
         levers_bytes: What the plan's levers put there, by their names.
+        options: Those of the run; None for steps alone.
     """
+    options = options or RunOptions(out=Path())
     parameters = list(workload.model.parameters())
     is_on_host = all(p.device.type == "cpu" for p in parameters)
     batch_bytes = bytes_of(tensors_of(workload.batch))
     there = bytes_of([*parameters, *workload.model.buffers(), *state_of(workload.optimizer)]) + batch_bytes
-    made = (prefetch_batches + 1) * batch_bytes if prefetch_batches else 0
+    ahead = options.prefetch_batches
+    made = (ahead + 1) * batch_bytes if ahead else 0
     needs = {
         "steps of the plan": max(0, plan.predicted.peak_upper_bytes - there) if is_on_host else 0,
         **levers_bytes,
-        f"prefetch_batches={prefetch_batches}": made if is_on_host else 2 * made,  # for a GPU, in pinned memory too
+        f"prefetch_batches={ahead}": made if is_on_host else 2 * made,  # for a GPU, in pinned memory too
         "writing checkpoints": checkpoint_bytes(workload),
-        "async_checkpoints=True": _copied_bytes(plan, workload) if async_checkpoints else 0,
-        "recover=True": bytes_of(workload.model.buffers()) if recover and is_on_host else 0,
+        "async_checkpoints=True": _copied_bytes(plan, workload) if options.async_checkpoints else 0,
+        "recover=True": bytes_of(workload.model.buffers()) if options.recover and is_on_host else 0,
     }
     return {name: count for name, count in needs.items() if count}
 
 
 def checkpoint_bytes(workload: Workload) -> int:
-    """Return what writing a checkpoint takes of the host's memory: copies of what is not there, or not contiguous."""
+    """Return the bytes that writing a checkpoint copies in host memory: tensors elsewhere, or not contiguous."""
     files = [*workload.model.parameters(), *workload.model.buffers()], state_of(workload.optimizer)
     return max(bytes_of(t for t in file if t.device.type != "cpu" or not t.is_contiguous()) for file in files)
 
@@ -145,3 +153,46 @@ class HostWatch:
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of tensors, each counted once."""
     return sum({id(t): t.nbytes for t in tensors}.values())
+
+
+def check_disk(plan: Plan, workload: Workload, options: RunOptions) -> None:
+    """Refuse a run that needs more disk space than is free.
+
+    Raises:
+        OutputError: Disk space or the file size limit is too small.
+    """
+    out, steps, keep_checkpoints = options.out, options.steps, options.keep_checkpoints
+    model_bytes, state_bytes = stored_bytes(plan, workload)
+    each = model_bytes + state_bytes
+    every = options.checkpoint_every
+    written = 1 if every is None else 2 + (keep_checkpoints if steps is None else steps // every)
+    at_once = min(written, keep_checkpoints + 1)  # the oldest is removed after the newest is written
+    replaced_bytes = _bytes_there(out)
+    needed = at_once * each + _REST_BYTES + _LINE_BYTES * (steps or 0)
+    place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    total, _, free = shutil.disk_usage(place)
+    checkpoints = f"{at_once} checkpoint{'s' if at_once > 1 else ''} of {format_bytes(each)} at a time"
+    if total and needed - replaced_bytes > free:  # some network file systems report a size of 0
+        replaced = (
+            (f" ({format_bytes(replaced_bytes)} of it in use by the present run already)") if replaced_bytes else ""
+        )
+        raise OutputError(
+            f"out={str(out)!r} has {format_bytes(free)} free, and the run needs {format_bytes(needed)}{replaced}:"
+            f" {checkpoints}, the log and the report. Free space there, lower keep_checkpoints= ({keep_checkpoints}),"
+            " or give another out="
+        )
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    largest = max(model_bytes, state_bytes)
+    if limit != resource.RLIM_INFINITY and largest > limit:
+        raise OutputError(
+            f"this process may write files of at most {format_bytes(limit)} (ulimit -f), and the run's largest file"
+            f" needs {format_bytes(largest)}: raise the limit with ulimit -f"
+        )
+
+
+def _bytes_there(out: Path) -> int:
+    """Return the bytes of the checkpoints in a folder, which those of the run replace."""
+    if not out.is_dir():
+        return 0
+    files = (f for path in out.iterdir() if checkpoint_folders.is_ours(path) for f in path.iterdir())
+    return sum(os.stat(file).st_size for file in files)
