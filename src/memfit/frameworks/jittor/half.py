@@ -12,10 +12,9 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jittor as jt
-
-from memfit.jittor.regions import executing
-from memfit.jittor.variables import FLOATS, is_trainable, mapped, modules_of, patched, slots_of
+from memfit.frameworks.jittor.internals import jt
+from memfit.frameworks.jittor.regions import executing
+from memfit.frameworks.jittor.variables import FLOATS, is_trainable, mapped, modules_of, patched, slots_of
 
 NORMALISATIONS = (jt.nn.BatchNorm, jt.nn.LayerNorm, jt.nn.GroupNorm, jt.nn.InstanceNorm)
 

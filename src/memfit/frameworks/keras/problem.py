@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from memfit.frameworks.keras.graph import Graph
+from memfit.frameworks.keras.profile import Cost
+from memfit.frameworks.keras.recompute import Run
 from memfit.ir.remat import Region
-from memfit.keras.graph import Graph
-from memfit.keras.profile import Cost
-from memfit.keras.recompute import Run
 from memfit.solver.activities import ALWAYS, Activity, Tightening
 from memfit.solver.candidates import Option
 from memfit.solver.problem import Problem, Row

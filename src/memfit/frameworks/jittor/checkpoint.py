@@ -24,13 +24,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import jittor as jt
 import numpy as np
 
 from memfit.errors import RecomputationError
-from memfit.jittor.draws import Draws, draws, substituted
-from memfit.jittor.graph import Node, nodes, reached
-from memfit.jittor.variables import emptied, filled, is_trainable, patched, slots_of, variables_of
+from memfit.frameworks.jittor.draws import Draws, draws, substituted
+from memfit.frameworks.jittor.graph import Node, nodes, reached
+from memfit.frameworks.jittor.internals import jt
+from memfit.frameworks.jittor.variables import emptied, filled, is_trainable, patched, slots_of, variables_of
 
 _READS = ("item", "numpy", "fetch_sync", "sync", "data", "tolist", "__bool__", "__int__", "__float__", "__index__")
 _searched: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -178,7 +178,7 @@ def _holders(function: Any, seen: set[int]) -> Iterator[Any]:
         parts = function.values() if isinstance(function, dict) else function
     elif inspect.ismethod(function):
         parts = (function.__self__, function.__func__)
-    elif inspect.isfunction(function) and not function.__module__.startswith(("jittor", "memfit.jittor")):
+    elif inspect.isfunction(function) and not function.__module__.startswith(("jittor", "memfit.frameworks.jittor")):
         used = inspect.getclosurevars(function)
         parts = (*used.nonlocals.values(), *used.globals.values(), *(function.__defaults__ or ()))
     for part in parts:

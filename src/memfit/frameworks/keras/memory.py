@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from memfit.errors import UsageError
-from memfit.keras.tensorflow import tf
+from memfit.frameworks.keras.tensorflow import tf
 
 
 def default_device() -> str:

@@ -18,21 +18,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jittor as jt
 import numpy as np
 from safetensors.numpy import load, save
 
 from memfit.errors import CheckpointError, NonFiniteError, UsageError, WorkloadError
+from memfit.frameworks.jittor import memory
+from memfit.frameworks.jittor.draws import Draws, substituted
+from memfit.frameworks.jittor.half import half
+from memfit.frameworks.jittor.internals import jt, keep_gradients
+from memfit.frameworks.jittor.regions import checkpointed
+from memfit.frameworks.jittor.variables import is_trainable, named_variables, slots_of, variables_of
+from memfit.frameworks.jittor.workload import Workload, batch_size_of, first, split, trainables
 from memfit.ir.codec import write_atomic
 from memfit.ir.plan import Precision
 from memfit.ir.remat import Region
-from memfit.jittor import memory
-from memfit.jittor.draws import Draws, substituted
-from memfit.jittor.half import half
-from memfit.jittor.internals import keep_gradients
-from memfit.jittor.regions import checkpointed
-from memfit.jittor.variables import is_trainable, named_variables, slots_of, variables_of
-from memfit.jittor.workload import Workload, batch_size_of, first, split, trainables
 from memfit.training.loss_scaling import LossScaler
 from memfit.training.step import StepResult
 

@@ -7,19 +7,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import jittor as jt
 import numpy as np
 from msgspec.structs import replace
 
 from memfit.errors import InfeasibleError, PlanMismatchError, RecomputationError, UsageError
+from memfit.frameworks.jittor import memory
+from memfit.frameworks.jittor.half import half
+from memfit.frameworks.jittor.internals import jt
+from memfit.frameworks.jittor.profile import Profile, profile
+from memfit.frameworks.jittor.step import Step
+from memfit.frameworks.jittor.variables import modules_of
+from memfit.frameworks.jittor.workload import Workload, batch_size_of, fingerprint, first
 from memfit.ir.plan import NUMERICS, Candidate, Levers, LeverUse, Numerics, Plan, Precision, Prediction, Solution
 from memfit.ir.remat import Region
-from memfit.jittor import memory
-from memfit.jittor.half import half
-from memfit.jittor.profile import Profile, profile
-from memfit.jittor.step import Step
-from memfit.jittor.variables import modules_of
-from memfit.jittor.workload import Workload, batch_size_of, fingerprint, first
 from memfit.levers import registry
 from memfit.levers.conflicts import JITTOR
 from memfit.levers.microbatches import microbatch_sizes

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import jittor as jt
 import psutil
 
 from memfit.errors import MemoryLimitError, UsageError
-from memfit.jittor.graph import nodes
-from memfit.jittor.variables import is_trainable, named_variables, patched, variables_of
+from memfit.frameworks.jittor.graph import nodes
+from memfit.frameworks.jittor.internals import jt
+from memfit.frameworks.jittor.variables import is_trainable, named_variables, patched, variables_of
 from memfit.units import format_bytes, parse_budget
 
 _WATCHED = ("item", "numpy", "fetch_sync", "sync", "data")

@@ -11,14 +11,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from memfit.errors import InfeasibleError, PlanMismatchError
+from memfit.frameworks.keras.graph import Graph, graph_of
+from memfit.frameworks.keras.memory import default_device, measured_peak, peak_of
+from memfit.frameworks.keras.problem import problem_of
+from memfit.frameworks.keras.profile import profile
+from memfit.frameworks.keras.recompute import Run, recomputed
+from memfit.frameworks.keras.tensorflow import keras, tf
+from memfit.frameworks.keras.workload import Workload, fingerprint
 from memfit.ir.plan import Candidate, Levers, LeverUse, Plan, Prediction, Solution
-from memfit.keras.graph import Graph, graph_of
-from memfit.keras.memory import default_device, measured_peak, peak_of
-from memfit.keras.problem import problem_of
-from memfit.keras.profile import profile
-from memfit.keras.recompute import Run, recomputed
-from memfit.keras.tensorflow import keras, tf
-from memfit.keras.workload import Workload, fingerprint
 from memfit.levers import registry
 from memfit.report.verdict import infeasible_verdict
 from memfit.solver.frontier import Combination, frontier

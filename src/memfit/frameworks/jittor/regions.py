@@ -6,12 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jittor as jt
-
 from memfit.errors import PlanError, PlanMismatchError
+from memfit.frameworks.jittor.checkpoint import checkpoint
+from memfit.frameworks.jittor.internals import jt
+from memfit.frameworks.jittor.variables import modules_of
 from memfit.ir.remat import Region
-from memfit.jittor.checkpoint import checkpoint
-from memfit.jittor.variables import modules_of
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import jittor as jt
+from memfit.frameworks.jittor.internals import jt
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memfit.keras.graph import Graph, Unit
-from memfit.keras.internals import losses_added
-from memfit.keras.memory import held_bytes, peak_of
-from memfit.keras.recompute import Stretch, joined, states_of
-from memfit.keras.tensorflow import keras, tf
-from memfit.keras.workload import Workload
+from memfit.frameworks.keras.graph import Graph, Unit
+from memfit.frameworks.keras.internals import losses_added
+from memfit.frameworks.keras.memory import held_bytes, peak_of
+from memfit.frameworks.keras.recompute import Stretch, joined, states_of
+from memfit.frameworks.keras.tensorflow import keras, tf
+from memfit.frameworks.keras.workload import Workload
 
 _TIMED = 3
 _COUNTED_BYTES = 2**18

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from memfit.keras.tensorflow import keras
+from memfit.frameworks.keras.tensorflow import keras
 
 
 def functional(model: Any) -> Any:
