@@ -9,7 +9,7 @@ from typing import Any
 
 from memfit.errors import WorkloadError
 from memfit.frameworks.keras.graph import Graph
-from memfit.frameworks.keras.tensorflow import keras, tf
+from memfit.frameworks.keras.internals import keras, tf
 
 
 @dataclass(frozen=True)
