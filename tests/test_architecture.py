@@ -85,7 +85,7 @@ def test_every_package_says_what_it_is_for() -> None:
 def test_modules_do_not_share_a_basename() -> None:
     """Rooms that mirror another framework share its nouns: memfit's own name a thing once."""
     package = ROOT / "src" / "memfit"
-    mirrors = {"_torch", "integrations", "jittor", "keras"}
+    mirrors = {"_torch", "integrations", "frameworks"}
     paths = (path.relative_to(package) for path in package.rglob("*.py") if not path.name.startswith("__"))
     names = Counter(path.name for path in paths if path.parts[0] not in mirrors)
     assert [name for name, count in names.items() if count > 1] == []

@@ -8,8 +8,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from memfit import doctor
 from memfit.errors import MissingExtraError, UsageError
+from memfit.frameworks.jittor import doctor
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_onednn_is_linked_from_its_wheels(monkeypatch: pytest.MonkeyPatch, home:
 
 
 def test_the_command_line_shows_the_checks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from memfit.cli.jittor import examine
+    from memfit.cli.jittor_commands import examine
 
     monkeypatch.setattr(doctor, "_version_of", lambda package: None)  # or nothing is said of installing Jittor
     examine(prepare=False, as_json=False)

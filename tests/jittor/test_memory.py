@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from memfit.errors import BudgetError, MemoryLimitError, OutOfMemoryError, UsageError
+from memfit.frameworks.jittor.variables import named_variables
 from memfit.jittor import Step, Workload, memory, seed
-from memfit.jittor.variables import named_variables
 from tests.jittor.models import mlp, residuals
 
 MIB = 2**20
@@ -145,3 +145,9 @@ def test_fusion_use_is_measured() -> None:
     found = memory.fusion_use(lambda: jt.grad(elementwise(x).sum(), x).sync())
     print(f"{found.fused.added_bytes / MIB:.0f} MiB fused, {found.apart.added_bytes / MIB:.0f} MiB apart")
     assert found.saved_bytes > 4 * 16 * MIB
+
+
+def test_modules_are_known_by_the_public_name_too() -> None:
+    from memfit.jittor.memory import limit
+
+    assert limit is memory.limit

@@ -13,10 +13,10 @@ import pytest
 
 import memfit
 from memfit.errors import InfeasibleError, PlanMismatchError, UsageError, WorkloadError
+from memfit.frameworks.jittor.planning import _Cost, _problem
+from memfit.frameworks.jittor.profile import Block, Profile
+from memfit.frameworks.jittor.variables import named_variables
 from memfit.jittor import Step, Workload, apply, load_workload, memory, plan, seed
-from memfit.jittor.planning import _Cost, _problem
-from memfit.jittor.profile import Block, Profile
-from memfit.jittor.variables import named_variables
 from memfit.solver.milp import Solver
 from tests.jittor.models import mlp
 from tests.jittor.workloads import unet

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import memfit.keras as mk
-from memfit.keras.tensorflow import keras, tf
+from memfit.frameworks.keras.internals import keras, tf
 
 layers = keras.layers
 

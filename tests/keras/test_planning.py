@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +11,9 @@ import pytest
 import memfit
 import memfit.keras as mk
 from memfit.errors import BudgetError, InfeasibleError, PlanMismatchError
-from memfit.keras.memory import measured_peak
-from memfit.keras.planning import Planner
-from memfit.keras.recompute import Recomputed
+from memfit.frameworks.keras.memory import measured_peak
+from memfit.frameworks.keras.planning import KerasPlanner
+from memfit.frameworks.keras.recompute import Recomputed
 from tests.keras.models import difference, keras, layers, mlp, resnet, tf, unet, values_after_step, workload
 
 CASES = {"chain": (mlp, 2048), "residual": (resnet, 32), "U-Net": (unet, 32)}
@@ -20,13 +21,13 @@ EAGER = {"residual", "U-Net"}  # peaks of functions with branches differ from tr
 
 
 @pytest.fixture(scope="module")
-def planners() -> Callable[[str], Planner]:
-    known: dict[str, Planner] = {}
+def planners() -> Callable[[str], KerasPlanner]:
+    known: dict[str, KerasPlanner] = {}
 
-    def planner(name: str) -> Planner:
+    def planner(name: str) -> KerasPlanner:
         if name not in known:
             make, samples = CASES[name]
-            known[name] = Planner(
+            known[name] = KerasPlanner(
                 workload(make(), samples, run_eagerly=name in EAGER), points=4, time_limit_seconds=1.0
             )
         return known[name]
@@ -39,7 +40,9 @@ def recomputed_layers(model: Any) -> int:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_measured_peaks_are_within_budgets_and_gradients_stay(name: str, planners: Callable[[str], Planner]) -> None:
+def test_measured_peaks_are_within_budgets_and_gradients_stay(
+    name: str, planners: Callable[[str], KerasPlanner]
+) -> None:
     make, samples = CASES[name]
     planner = planners(name)
     mine = planner.workload
@@ -71,7 +74,7 @@ def test_measured_peaks_are_within_budgets_and_gradients_stay(name: str, planner
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_time_never_grows_with_the_budget(name: str, planners: Callable[[str], Planner]) -> None:
+def test_time_never_grows_with_the_budget(name: str, planners: Callable[[str], KerasPlanner]) -> None:
     planner = planners(name)
     points = planner.frontier
     assert all(a.step_seconds <= b.step_seconds and a.peak_bytes >= b.peak_bytes for a, b in itertools.pairwise(points))
@@ -90,7 +93,7 @@ def test_time_never_grows_with_the_budget(name: str, planners: Callable[[str], P
     planner.measured = known
 
 
-def test_below_the_lowest_peak_numbers_are_said(planners: Callable[[str], Planner]) -> None:
+def test_below_the_lowest_peak_numbers_are_said(planners: Callable[[str], KerasPlanner]) -> None:
     planner = planners("chain")
     with pytest.raises(InfeasibleError, match=r"^Does not fit: needs .* of 1 MiB\. Smallest budget") as e:
         planner.plan("1MiB")
@@ -154,7 +157,7 @@ def test_layers_that_differ_when_called_again_are_left_out() -> None:
         8192,
         run_eagerly=True,
     )
-    planner = Planner(mine, points=4, time_limit_seconds=1.0)
+    planner = KerasPlanner(mine, points=4, time_limit_seconds=1.0)
     plan = planner.plan("0.9x")
     assert any("noise is not recomputed: it returns other values when it is called again" in n for n in plan.notes)
     assert any("penalty is not recomputed: it adds a loss in its call" in n for n in plan.notes)
@@ -170,3 +173,8 @@ def test_a_plan_is_kept_in_a_file_and_refused_for_another_model(tmp_path: Any, p
     assert recomputed_layers(mk.apply(again, mlp())) == recomputed_layers(mk.apply(plan, planner.workload.model))
     with pytest.raises(PlanMismatchError, match="plan again with memfit.keras.plan"):
         mk.apply(again, mlp(depth=5))
+
+
+def test_modules_are_known_by_the_public_name_too() -> None:
+    """Code imports them by it, and pickles of older versions name them so."""
+    assert importlib.import_module("memfit.keras.workload").Workload is mk.Workload

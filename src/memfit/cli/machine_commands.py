@@ -151,7 +151,7 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Check a second framework on this machine, and prepare it."""
-    from memfit.cli.jittor import examine
+    from memfit.cli.jittor_commands import examine
 
     examine(prepare, as_json)
 

@@ -189,7 +189,7 @@ def plan(
     from memfit.report.verdict import plan_verdict
 
     if framework is FrameworkName.jittor:
-        from memfit.cli.jittor import plan_in_jittor
+        from memfit.cli.jittor_commands import plan_in_jittor
 
         if measure is not None:
             raise UsageError("--measure is for workloads in PyTorch: leave it out with --framework jittor")

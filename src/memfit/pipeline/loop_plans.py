@@ -23,7 +23,8 @@ from memfit.pipeline.loop_steps import AND, generators_kept
 from memfit.pipeline.placement import device_kind
 from memfit.planner.captured_steps import Findings
 from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import Progress, costs_of, predict
+from memfit.planner.prediction import costs_of, predict
+from memfit.progress import Progress
 from memfit.tape import LoopWorkload, outside_autocast
 from memfit.units import format_bytes, format_seconds
 from memfit.workload import fingerprint

@@ -31,7 +31,7 @@ from memfit.ir.plan import Levers
 from memfit.levers import registry
 from memfit.levers.stack import applied_to_copy
 from memfit.planner.capture_failures import first_line
-from memfit.planner.prediction import Progress, silent
+from memfit.progress import Progress, silent
 from memfit.rng import rng_preserved
 from memfit.tape import LoopWorkload
 from memfit.training.step import Step

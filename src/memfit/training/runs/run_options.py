@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memfit.errors import UsageError
-from memfit.training.runs.log import LogFunction, Progress
+from memfit.training.runs.log import LogFunction, StepRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class RunOptions:
     adaptive: bool = False
     host_budget: int | float | str | None = None
     progress: Callable[[int, int], None] | None = None
-    on_step: Callable[[Progress], None] | None = None
+    on_step: Callable[[StepRecord], None] | None = None
     log: LogFunction | None = None
 
     def check(self) -> None:

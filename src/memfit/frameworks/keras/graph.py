@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit.errors import WorkloadError
-from memfit.keras import internals
-from memfit.keras.tensorflow import check_backend, keras
+from memfit.frameworks.keras import internals
+from memfit.frameworks.keras.internals import check_backend, keras
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import jittor as jt
 import psutil
 
 from memfit.errors import MemoryLimitError, UsageError
-from memfit.jittor.graph import nodes
-from memfit.jittor.variables import is_trainable, named_variables, patched, variables_of
+from memfit.frameworks.jittor.internals import jt
+from memfit.frameworks.jittor.variables import is_trainable, named_variables, nodes, patched, variables_of
 from memfit.units import format_bytes, parse_budget
 
 _WATCHED = ("item", "numpy", "fetch_sync", "sync", "data")
@@ -116,13 +115,8 @@ def _known(model: Any, optimizer: Any, batch: Any) -> Iterator[tuple[str, list[A
 def optimizer_state(optimizer: Any) -> list[Any]:
     """Return the variables that an optimizer keeps between steps, in the order of its groups."""
     groups = optimizer.param_groups
-    return [
-        v for group in groups for key in sorted(group) if key not in ("params", "grads") for v in _listed(group[key])
-    ]
-
-
-def _listed(value: Any) -> list[Any]:
-    return variables_of(value) if isinstance(value, list | tuple) else []
+    lists = (g[key] for g in groups for key in sorted(g) if key not in ("params", "grads"))
+    return [v for listed in lists if isinstance(listed, list | tuple) for v in variables_of(listed)]
 
 
 def summary(model: Any = None, optimizer: Any = None, batch: Any = None) -> str:
@@ -156,7 +150,11 @@ def limit(budget: int | float | str, *, swap: bool = False) -> Iterator[None]:
     """
     nbytes = parse_budget(budget, device_bytes())
     if swap:
-        with _swapping(nbytes):
+        if os.environ.get("JT_SAVE_MEM") != "1":
+            raise UsageError(
+                "limit(swap=True) needs JT_SAVE_MEM=1 in the program's environment: set it before the program starts"
+            )
+        with jt.flag_scope(**{"device_mem_limit" if jt.flags.use_cuda else "cpu_mem_limit": nbytes}):
             yield
         return
     _limits.append(nbytes)
@@ -165,17 +163,6 @@ def limit(budget: int | float | str, *, swap: bool = False) -> Iterator[None]:
             yield
     finally:
         _limits.pop()
-
-
-@contextlib.contextmanager
-def _swapping(nbytes: int) -> Iterator[None]:
-    if os.environ.get("JT_SAVE_MEM") != "1":
-        raise UsageError(
-            "limit(swap=True) needs JT_SAVE_MEM=1 in the program's environment: set it before the program starts"
-        )
-    flag = "device_mem_limit" if jt.flags.use_cuda else "cpu_mem_limit"
-    with jt.flag_scope(**{flag: nbytes}):
-        yield
 
 
 def limit_bytes() -> int | None:

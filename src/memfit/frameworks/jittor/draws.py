@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import jittor as jt
+from memfit.frameworks.jittor.internals import jt
 
 _WORD = 2**32
 _GOLDEN = 0x9E3779B9

@@ -1,11 +1,30 @@
-"""The seam to private symbols of Keras: what models and layers don't tell publicly."""
+"""Keras and TensorFlow, imported once for the rest of the room, and the seam to what they don't tell publicly."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
-from memfit.keras.tensorflow import keras
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+
+from memfit.errors import UsageError, brought_by
+
+with brought_by("keras", "memfit.keras"):
+    import keras
+    import tensorflow as tf
+
+__all__ = ["keras", "tf"]
+
+
+def check_backend() -> None:
+    """Check that Keras runs on TensorFlow.
+
+    Raises:
+        UsageError: It runs on another backend.
+    """
+    if keras.backend.backend() != "tensorflow":
+        raise UsageError(f"memfit.keras needs KERAS_BACKEND=tensorflow, not {keras.backend.backend()!r}")
 
 
 def functional(model: Any) -> Any:

@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memfit.keras.graph import Graph, Unit
-from memfit.keras.internals import losses_added
-from memfit.keras.memory import held_bytes, peak_of
-from memfit.keras.recompute import Stretch, joined, states_of
-from memfit.keras.tensorflow import keras, tf
-from memfit.keras.workload import Workload
+from memfit.frameworks.keras.graph import Graph, Unit
+from memfit.frameworks.keras.internals import keras, losses_added, tf
+from memfit.frameworks.keras.memory import held_bytes, peak_of
+from memfit.frameworks.keras.recompute import Stretch, joined, states_of
+from memfit.frameworks.keras.workload import Workload
 
 _TIMED = 3
 _COUNTED_BYTES = 2**18
@@ -124,13 +123,7 @@ class _Meter:
 
     def __post_init__(self) -> None:
         """Let the unit run as the step does: in a function whose gradient is made with it, or eagerly."""
-        names = list(self.values)
-
-        def run(*values: Any) -> list[Any]:
-            with keras.StatelessScope(self.state):  # from the same state each time
-                return self.unit.call(dict(zip(names, values, strict=True)), self.training)
-
-        self.function = self._function(run)
+        self.function = self._function(self._forward)
 
     def cost(self, refused: str) -> Cost:
         """Return what the unit takes."""
@@ -190,16 +183,11 @@ class _Meter:
         weights = [v.value for v in self._weights()]
         return [*(v for v in values.values() if v.dtype.is_floating), *weights]
 
-    def _taped(self, values: dict[int, Any]) -> tuple[Any, list[Any], list[Any]]:
-        """Return the tape of the unit's forward pass, its float results, and what gradients are taken of."""
-        targets = self._targets(values)
+    def _backward_peak(self) -> int:
+        targets = self._targets(self.values)
         with tf.GradientTape() as tape:
             tape.watch([t for t in targets if not isinstance(t, tf.Variable)])
-            results = [v for v in self.run(values) if v.dtype.is_floating]
-        return tape, results, targets
-
-    def _backward_peak(self) -> int:
-        tape, results, targets = self._taped(dict(self.values))
+            results = [v for v in self.run(self.values) if v.dtype.is_floating]
         gradients = [tf.ones_like(r) for r in results]
         if not targets or not results:
             return 0
@@ -246,7 +234,7 @@ class _Meter:
         return gradients
 
     def _forward(self, *values: Any) -> Any:
-        with keras.StatelessScope(self.state):
+        with keras.StatelessScope(self.state):  # from the same state each time
             return self.unit.call(dict(zip(self.values, values, strict=True)), self.training)
 
     def _once(self, values: Sequence[Any], number: Any) -> Any:

@@ -24,13 +24,24 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import jittor as jt
 import numpy as np
 
-from memfit.errors import RecomputationError
-from memfit.jittor.draws import Draws, draws, substituted
-from memfit.jittor.graph import Node, nodes, reached
-from memfit.jittor.variables import emptied, filled, is_trainable, patched, slots_of, variables_of
+from memfit.errors import PlanError, PlanMismatchError, RecomputationError
+from memfit.frameworks.jittor.draws import Draws, draws, substituted
+from memfit.frameworks.jittor.internals import jt
+from memfit.frameworks.jittor.variables import (
+    Node,
+    emptied,
+    filled,
+    is_trainable,
+    modules_of,
+    nodes,
+    patched,
+    reached,
+    slots_of,
+    variables_of,
+)
+from memfit.ir.remat import Region
 
 _READS = ("item", "numpy", "fetch_sync", "sync", "data", "tolist", "__bool__", "__int__", "__float__", "__index__")
 _searched: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -50,10 +61,11 @@ def checkpoint(function: Callable[..., Any], *args: Any, parameters: Sequence[An
             missing from `parameters`, which is noticed in the backward pass.
     """
     holders = list(_holders(function, set()))
-    used = [v for holder in holders for v in _variables_in(holder)] if parameters is None else list(parameters)
+    held = (list(h.parameters()) if isinstance(h, jt.Module) else [h] for h in holders)
+    used = [v for variables in held for v in variables] if parameters is None else list(parameters)
     inputs = variables_of((args, kwargs))
     region = _Region(function, emptied((args, kwargs)), inputs, [h for h in holders if isinstance(h, jt.Module)])
-    taped = _unique(v for v in (*inputs, *used) if is_trainable(v))
+    taped = list({v.id: v for v in (*inputs, *used) if is_trainable(v)}.values())
     if jt.flags.no_grad or not taped:
         return region.run(inputs)
     results = region(*taped)
@@ -178,19 +190,11 @@ def _holders(function: Any, seen: set[int]) -> Iterator[Any]:
         parts = function.values() if isinstance(function, dict) else function
     elif inspect.ismethod(function):
         parts = (function.__self__, function.__func__)
-    elif inspect.isfunction(function) and not function.__module__.startswith(("jittor", "memfit.jittor")):
+    elif inspect.isfunction(function) and not function.__module__.startswith(("jittor", "memfit.frameworks.jittor")):
         used = inspect.getclosurevars(function)
         parts = (*used.nonlocals.values(), *used.globals.values(), *(function.__defaults__ or ()))
     for part in parts:
         yield from _holders(part, seen)
-
-
-def _variables_in(holder: Any) -> list[Any]:
-    return list(holder.parameters()) if isinstance(holder, jt.Module) else [holder]
-
-
-def _unique(variables: Iterable[Any]) -> list[Any]:
-    return list({v.id: v for v in variables}.values())
 
 
 def _name_of(function: Any) -> str:
@@ -225,3 +229,88 @@ def _generators() -> tuple[Any, ...]:
     """Return the states of Python's and NumPy's generators, for comparison."""
     _, words, position, *rest = np.random.get_state(legacy=True)
     return random.getstate(), np.asarray(words).tobytes(), position, tuple(rest)
+
+
+@contextlib.contextmanager
+def checkpointed(model: Any, regions: Sequence[Region]) -> Iterator[None]:
+    """Recompute regions of a model in the backward pass, for calls inside this context.
+
+    Args:
+        model: The model; its modules are restored afterwards.
+        regions: Modules by FQN: one, or several in a row in a `jittor.nn.Sequential`.
+
+    Raises:
+        PlanError: A region keeps operators or offloads, which is for PyTorch only.
+        PlanMismatchError: The model has no such modules, or they are not in a row.
+    """
+    modules = modules_of(model)
+    with contextlib.ExitStack() as stack:
+        for region in regions:
+            if region.keep or region.offload:
+                raise PlanError(
+                    f"the plan's levers.regions keep operators or offload in {region.modules[0]!r}, which"
+                    " memfit.jittor can't do: leave out keep= and offload="
+                )
+            for fqn in region.modules:
+                if fqn not in modules:
+                    raise PlanMismatchError(
+                        f"the plan's levers.regions name the module {fqn!r}, which Workload.model does not have"
+                    )
+            members = [modules[fqn] for fqn in region.modules]
+            if len(members) > 1:
+                _check_run(modules, region.modules)
+            together = functools.partial(checkpoint, Chain(region.modules, members))
+            stack.enter_context(executing(members[0], together))
+            for member in members[1:]:
+                stack.enter_context(executing(member, lambda x: x))
+        yield
+
+
+@contextlib.contextmanager
+def executing(module: Any, function: Callable[..., Any]) -> Iterator[None]:
+    """Let calls of a module run another function, inside this context."""
+    own = "execute" in vars(module)
+    before = module.execute
+    module.execute = function
+    try:
+        yield
+    finally:
+        if own:
+            module.execute = before
+        else:
+            del module.execute
+
+
+def _check_run(modules: dict[str, Any], fqns: Sequence[str]) -> None:
+    """Check that modules follow one another in one container, so that no other code uses their intermediate results."""
+    parent = fqns[0].rpartition(".")[0]
+    container = modules.get(parent)
+    names = container.layers if container is not None and is_chain(container) else ()
+    layers = [f"{parent}.{name}" if parent else name for name in names]
+    start = layers.index(fqns[0]) if fqns[0] in layers else 0
+    if layers[start : start + len(fqns)] != list(fqns):
+        raise PlanMismatchError(
+            f"the plan's levers.regions join {', '.join(fqns)}, which no nn.Sequential calls in turn"
+        )
+
+
+def is_chain(module: Any) -> bool:
+    """Return whether a module calls its layers one after the other, and does nothing else."""
+    return isinstance(module, jt.nn.Sequential) and type(module).execute is jt.nn.Sequential.execute
+
+
+class Chain(jt.Module):
+    """Modules called one after the other by their present `execute`, even if it is replaced later."""
+
+    def __init__(self, fqns: Sequence[str], members: Sequence[Any]) -> None:
+        super().__init__()
+        for index, member in enumerate(members):
+            setattr(self, f"member{index}", member)
+        self.fqns = tuple(fqns)
+        self.executes = [member.execute for member in members]
+
+    def execute(self, *args: Any, **kwargs: Any) -> Any:
+        value = self.executes[0](*args, **kwargs)
+        for execute in self.executes[1:]:
+            value = execute(value)
+        return value

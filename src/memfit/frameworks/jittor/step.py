@@ -18,21 +18,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jittor as jt
 import numpy as np
 from safetensors.numpy import load, save
 
 from memfit.errors import CheckpointError, NonFiniteError, UsageError, WorkloadError
+from memfit.frameworks.jittor import memory
+from memfit.frameworks.jittor.checkpoint import checkpointed
+from memfit.frameworks.jittor.draws import Draws, substituted
+from memfit.frameworks.jittor.half import half
+from memfit.frameworks.jittor.internals import jt, keep_gradients
+from memfit.frameworks.jittor.variables import is_trainable, named_variables, slots_of, variables_of
+from memfit.frameworks.jittor.workload import Workload, batch_size_of, first, split, trainables
 from memfit.ir.codec import write_atomic
 from memfit.ir.plan import Precision
 from memfit.ir.remat import Region
-from memfit.jittor import memory
-from memfit.jittor.draws import Draws, substituted
-from memfit.jittor.half import half
-from memfit.jittor.internals import keep_gradients
-from memfit.jittor.regions import checkpointed
-from memfit.jittor.variables import is_trainable, named_variables, slots_of, variables_of
-from memfit.jittor.workload import Workload, batch_size_of, first, split, trainables
 from memfit.training.loss import LossScaler
 from memfit.training.step import StepResult
 
@@ -109,7 +108,14 @@ class Step:
             self._update(gradients, norm)
         if self.scaler is not None:
             self.scaler.update(overflowed=overflowed)
-            self._check_skips()
+            if self.scaler.skips_in_a_row >= self.scaler.settings.max_skips:
+                raise NonFiniteError(
+                    f"the gradients overflowed in {self.scaler.skips_in_a_row} steps in a row at step {self.steps}, and"
+                    f" the loss scale fell to {self.scaler.scale:g}: nothing was updated. The model leaves the range of"
+                    " fp16: use precision='32-true'",
+                    step=self.steps,
+                    value=math.inf,
+                )
         return StepResult(
             loss=loss,
             grad_norm=math.nan if overflowed else norm,
@@ -130,8 +136,7 @@ class Step:
     @contextlib.contextmanager
     def untouched(self) -> Iterator[None]:
         """Restore the model's buffers on leaving."""
-        slots = [(p, n) for _, p, n in slots_of(self.workload.model) if not is_trainable(p[n])]
-        before = [(place, name, place[name]) for place, name in slots]
+        before = [(p, n, p[n]) for _, p, n in slots_of(self.workload.model) if not is_trainable(p[n])]
         for place, name, value in before:
             place[name] = value.detach().stop_grad()
         try:
@@ -146,9 +151,10 @@ class Step:
         parameters = trainables(self.workload)
         model = self.workload.model
         sums: list[Any] = []
-        with substituted(Draws(_mixed_seed(self.seed, self.attempts))):
+        with substituted(Draws((self.seed * 0x9E3779B1 + self.attempts * 0x85EBCA77 + 1) % 2**32)):
             for microbatch in split(batch, self.microbatch_size):
-                with self._precise(), checkpointed(model, self.regions):
+                precise = contextlib.nullcontext() if self.scaler is None else half(model)
+                with precise, checkpointed(model, self.regions):
                     value = self.workload.loss_fn(model, microbatch)
                     target = window.weigh(value, batch_size_of(microbatch))
                     gradients = jt.grad(target, parameters, retain_graph=False)
@@ -158,15 +164,10 @@ class Step:
                     for s, g in zip(sums or gradients, gradients, strict=True)
                 ]
                 del gradients
-                jt.sync([*sums, window.total, *self._buffers()])
+                buffers = (v for v in named_variables(model).values() if not is_trainable(v))
+                jt.sync([*sums, window.total, *buffers])
         factor = window.correction()
         return window.mean_loss(), sums if factor == 1.0 else [(g * factor).stop_grad() for g in sums]
-
-    def _precise(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.scaler is None else half(self.workload.model)
-
-    def _buffers(self) -> list[Any]:
-        return [v for v in named_variables(self.workload.model).values() if not is_trainable(v)]
 
     def _check_finite(self, loss: float, norm: float, gradients: list[Any]) -> None:
         if math.isfinite(loss) and math.isfinite(norm):
@@ -183,17 +184,6 @@ class Step:
             step=self.steps,
             value=norm if math.isfinite(loss) else loss,
         )
-
-    def _check_skips(self) -> None:
-        assert self.scaler is not None  # asked for by the caller
-        if self.scaler.skips_in_a_row >= self.scaler.settings.max_skips:
-            raise NonFiniteError(
-                f"the gradients overflowed in {self.scaler.skips_in_a_row} steps in a row at step {self.steps}, and the"
-                f" loss scale fell to {self.scaler.scale:g}: nothing was updated. The model leaves the range of fp16:"
-                " use precision='32-true'",
-                step=self.steps,
-                value=math.inf,
-            )
 
     def _update(self, gradients: list[Any], norm: float) -> None:
         """Clip, and let the optimizer update the parameters once."""
@@ -237,20 +227,17 @@ class Step:
         fixed = self.fixed_bytes()
         for samples in sorted({max(1, size // share) for share in (8, 4, 2)}):
             if allowed is None or fixed + slope * samples <= allowed:
-                slope = max(0, self._measured(first(batch, samples)) - fixed) / samples
+                part = first(batch, samples)
+                for _ in range(2):  # the first compiles
+                    with memory.measure() as measured:
+                        self.gradients(part)
+                slope = max(0, measured.peak_bytes - fixed) / samples
         return fixed + int(slope * size)
 
     def fixed_bytes(self) -> int:
         """Return the bytes of a step without samples: allocated bytes and gradients."""
         memory.release()
         return memory.held_bytes() + sum(p.nbytes for p in trainables(self.workload))
-
-    def _measured(self, batch: Any) -> int:
-        """Return the peak of the gradients of a batch, after a run that compiles."""
-        for _ in range(2):
-            with memory.measure() as measurement:
-                self.gradients(batch)
-        return measurement.peak_bytes
 
     def save(self, path: str | Path) -> Path:
         """Write parameters, buffers, optimizer state, loss scale and position as safetensors, atomically.
@@ -356,12 +343,8 @@ class _Window:
 
 def _norm(gradients: list[Any]) -> float:
     """Return the global norm of gradients."""
-    squares = [g.float32().sqr().sum() for g in gradients]
-    return math.sqrt(sum(float(v) for v in jt.concat([s.reshape((1,)) for s in squares]).numpy()))
-
-
-def _mixed_seed(seed: int, attempt: int) -> int:
-    return (seed * 0x9E3779B1 + attempt * 0x85EBCA77 + 1) % 2**32
+    squares = jt.concat([g.float32().sqr().sum().reshape((1,)) for g in gradients])
+    return math.sqrt(sum(float(v) for v in squares.numpy()))
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from memfit.errors import UsageError
-from memfit.keras.tensorflow import tf
+from memfit.frameworks.keras.internals import tf
 
 
 def default_device() -> str:
@@ -19,8 +19,8 @@ def held_bytes(device: str) -> int:
     return int(tf.config.experimental.get_memory_info(device)["current"])
 
 
-def reset_peak(device: str) -> None:
-    """Let the peak of a device begin anew.
+def peak_of(run: Callable[[], Any], device: str) -> int:
+    """Return the bytes that TensorFlow allocates at the peak of one run, beyond those held before.
 
     Raises:
         UsageError: TensorFlow does not count the device's memory.
@@ -32,11 +32,6 @@ def reset_peak(device: str) -> None:
             f"TensorFlow does not count the memory of device={device!r} ({e}): for a CPU, set TF_ENABLE_ONEDNN_OPTS=1"
             " in the environment before TensorFlow is imported"
         ) from e
-
-
-def peak_of(run: Callable[[], Any], device: str) -> int:
-    """Return the bytes that TensorFlow allocates at the peak of one run, beyond those held before."""
-    reset_peak(device)
     before = held_bytes(device)
     run()
     return int(tf.config.experimental.get_memory_info(device)["peak"]) - before

@@ -16,14 +16,12 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jittor as jt
-
 from memfit.errors import UsageError
+from memfit.frameworks.jittor.checkpoint import checkpoint, checkpointed, is_chain
+from memfit.frameworks.jittor.half import NORMALISATIONS
+from memfit.frameworks.jittor.internals import jt
+from memfit.frameworks.jittor.variables import modules_of
 from memfit.ir.remat import Region
-from memfit.jittor.checkpoint import checkpoint
-from memfit.jittor.half import NORMALISATIONS
-from memfit.jittor.regions import checkpointed, is_chain
-from memfit.jittor.variables import modules_of
 
 
 @contextlib.contextmanager

@@ -1,8 +1,12 @@
-"""The seam to private symbols of Jittor."""
+"""Jittor, imported in working order for the rest of the room, and the seam to its private symbols."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from memfit.frameworks.jittor import doctor
+
+jt: Any = doctor.load()
 
 
 def keep_gradients(optimizer: Any) -> None:

@@ -52,7 +52,7 @@ VERSION = "1.3.11.0"
 
 _PROGRESS = re.compile(rb"Compiling (\S+?)\((\d+)/(\d+)\)")
 _LONGEST_NAME = 20
-_IMPORT = "from memfit.doctor import _import_jittor; _import_jittor(silent=False)"
+_IMPORT = "from memfit.frameworks.jittor.doctor import _import_jittor; _import_jittor(silent=False)"
 _ONEDNN_FOLDER = "dnnl_lnx_2.2.0_cpu_gomp"
 _EXACT_DIVISION = " -fno-reciprocal-math -mno-recip "  # Note [What Jittor's import trips over], 7
 
@@ -223,11 +223,7 @@ def prepare(progress: Progress | None = None) -> None:
     if _marker().exists():
         return
     home().mkdir(parents=True, exist_ok=True)
-    _compile(progress or _on_stderr)
-    _marker().touch()
-
-
-def _compile(progress: Progress) -> None:
+    tell = progress or _on_stderr
     command = [sys.executable, "-u", "-c", _IMPORT]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as child:
@@ -238,10 +234,11 @@ def _compile(progress: Progress) -> None:
             progress_lines = _PROGRESS.findall(output)
             if progress_lines:
                 name, done, total = progress_lines[-1]
-                progress(f"compile {name.decode()[:_LONGEST_NAME]}", int(done), int(total))
+                tell(f"compile {name.decode()[:_LONGEST_NAME]}", int(done), int(total))
     if child.returncode:
         text = output.decode(errors="replace").replace("\r", "\n")
         raise UsageError(f"Jittor could not be compiled (exit status {child.returncode}): {text[-2000:]}")
+    _marker().touch()
 
 
 def _on_stderr(what: str, done: int, total: int | None) -> None:

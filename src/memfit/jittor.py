@@ -11,15 +11,14 @@ Importing this package imports Jittor; the first time on a machine it is compile
     step = mj.apply(plan, workload)
 """
 
-from memfit import doctor
-
-doctor.load()  # before anything here imports jittor
-
-from memfit.jittor import memory, structure  # noqa: E402
-from memfit.jittor.checkpoint import checkpoint  # noqa: E402
-from memfit.jittor.draws import seed  # noqa: E402
-from memfit.jittor.planning import apply, plan  # noqa: E402
-from memfit.jittor.step import Step  # noqa: E402
-from memfit.jittor.workload import Workload, load_workload  # noqa: E402
+from memfit import frameworks
+from memfit.frameworks.jittor import memory, structure
+from memfit.frameworks.jittor.checkpoint import checkpoint
+from memfit.frameworks.jittor.draws import seed
+from memfit.frameworks.jittor.planning import apply, plan
+from memfit.frameworks.jittor.step import Step
+from memfit.frameworks.jittor.workload import Workload, load_workload
 
 __all__ = ["Step", "Workload", "apply", "checkpoint", "load_workload", "memory", "plan", "seed", "structure"]
+
+frameworks.opened("memfit.frameworks.jittor", __name__)

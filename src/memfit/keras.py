@@ -7,9 +7,12 @@ smaller = memfit.keras.checkpoint_every(model, 4)   # by hand: every four layers
 peak = memfit.keras.measured_peak(lambda: step(smaller))
 """
 
-from memfit.keras.memory import measured_peak
-from memfit.keras.planning import apply, plan
-from memfit.keras.recompute import checkpoint_every
-from memfit.keras.workload import Workload
+from memfit import frameworks
+from memfit.frameworks.keras.memory import measured_peak
+from memfit.frameworks.keras.planning import apply, plan
+from memfit.frameworks.keras.recompute import checkpoint_every
+from memfit.frameworks.keras.workload import Workload
 
 __all__ = ["Workload", "apply", "checkpoint_every", "measured_peak", "plan"]
+
+frameworks.opened("memfit.frameworks.keras", __name__)

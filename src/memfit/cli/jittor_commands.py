@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from rich.markup import escape
 from rich.table import Table
 
-from memfit import doctor
 from memfit.cli.output import out, print_json, stages
 from memfit.errors import UsageError
+from memfit.frameworks.jittor import doctor
 from memfit.ir.plan import Numerics, Plan, Precision
 
 

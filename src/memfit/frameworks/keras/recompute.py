@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from memfit.errors import UsageError, WorkloadError
-from memfit.keras import internals
-from memfit.keras.graph import Graph, Unit, graph_of
-from memfit.keras.tensorflow import keras, tf
+from memfit.frameworks.keras import internals
+from memfit.frameworks.keras.graph import Graph, Unit, graph_of
+from memfit.frameworks.keras.internals import keras, tf
 
 Run = tuple[int, int]
 """A run of units: the first, and one past the last."""

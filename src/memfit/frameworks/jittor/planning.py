@@ -7,30 +7,29 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import jittor as jt
 import numpy as np
-from msgspec.structs import replace
 
-from memfit.errors import InfeasibleError, PlanMismatchError, RecomputationError, UsageError
-from memfit.ir.plan import NUMERICS, Candidate, Levers, LeverUse, Numerics, Plan, Precision, Prediction, Solution
+from memfit.errors import PlanMismatchError, RecomputationError, UsageError
+from memfit.frameworks.jittor import memory
+from memfit.frameworks.jittor.half import half
+from memfit.frameworks.jittor.internals import jt
+from memfit.frameworks.jittor.profile import Profile, profile
+from memfit.frameworks.jittor.step import Step
+from memfit.frameworks.jittor.variables import modules_of
+from memfit.frameworks.jittor.workload import Workload, batch_size_of, fingerprint, first
+from memfit.frameworks.measured_layers import MEASURED, Planner, Progress, infeasible, prediction, silent
+from memfit.ir.plan import NUMERICS, Candidate, Levers, Numerics, Plan, Precision, Prediction
 from memfit.ir.remat import Region
-from memfit.jittor import memory
-from memfit.jittor.half import half
-from memfit.jittor.profile import Profile, profile
-from memfit.jittor.step import Step
-from memfit.jittor.variables import modules_of
-from memfit.jittor.workload import Workload, batch_size_of, fingerprint, first
 from memfit.levers import registry
 from memfit.levers.conflicts import JITTOR
 from memfit.levers.lever import LeversOn
 from memfit.levers.microbatches import microbatch_sizes
-from memfit.progress import Progress, silent
-from memfit.report.verdict import infeasible_verdict
+from memfit.progress import Progress
+from memfit.progress import silent
 from memfit.solver.candidates import Option
 from memfit.solver.frontier import Combination, fastest, frontier
 from memfit.solver.problem import Problem, Row
-from memfit.units import Budget, read_budget
-from memfit.version import __version__
+from memfit.units import read_budget
 
 _ATTEMPTS = 8
 _LEAST_SHARE = 0.005
@@ -77,7 +76,12 @@ def plan(
     wrong = [p for p in precisions if p not in ("32-true", "16-mixed")]
     if wrong or not precisions:
         raise UsageError(f"precisions={list(precisions)} are not for Jittor: use '32-true' and '16-mixed'")
-    return _Planner(workload, asked, numerics, precisions, points, time_limit_seconds, progress).plan()
+    planner = JittorPlanner(workload, numerics, precisions, points, time_limit_seconds, progress)
+    device_bytes, plain_bytes = memory.device_bytes(), planner.plain.peak_bytes
+    return planner.fitting(
+        asked.nbytes(device_bytes=device_bytes, plain_bytes=plain_bytes),
+        asked.share_text("the machine", device_bytes, plain_bytes),
+    )
 
 
 def apply(plan: Plan, workload: Workload) -> Step:
@@ -123,61 +127,68 @@ class _Cost:
 
 
 @dataclass
-class _Planner:
+class JittorPlanner(Planner):
+    """A workload with its modules measured in each precision."""
+
     workload: Workload
-    budget: Budget
-    numerics: Numerics
+    allowed: Numerics
     precisions: Sequence[Precision]
     points: int
     time_limit_seconds: float
     progress: Progress
-    notes: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
     excluded: set[tuple[str, ...]] = field(default_factory=set)
 
-    def plan(self) -> Plan:
+    def __post_init__(self) -> None:
+        self.framework = f"jittor {jt.__version__}"
+        self.fingerprint = fingerprint(self.workload)
+        self.device = "cuda" if jt.flags.use_cuda else "cpu"
         self.batch_size = batch_size_of(self.workload.batch)
         self.couples_batch = any(
             isinstance(m, jt.nn.BatchNorm) and m.is_train for m in modules_of(self.workload.model).values()
         )
         self.profiles = {p: self._profile(p) for p in self.precisions}
         self.costs = {p: self._cost(p) for p in self.precisions}
-        self._take_budget()
-        started = time.monotonic()
-        candidate, prediction = self._choose()
-        points = frontier(self.combinations, self.points, time_limit_seconds=self.time_limit_seconds / 2)
-        return self._as_plan(candidate, prediction, points, time.monotonic() - started)
+        cost = self.costs.get("32-true") or next(iter(self.costs.values()))
+        peak_bytes, seconds = cost.peak_bytes(self.batch_size), cost.seconds(self.batch_size, self.batch_size)
+        self.plain = prediction(peak_bytes, peak_bytes, seconds, "predicted from fewer samples")
 
-    def _take_budget(self) -> None:
-        usable_bytes, plain_bytes = memory.device_bytes(), self._plain().peak_bytes
-        self.budget_bytes = self.budget.nbytes(device_bytes=usable_bytes, plain_bytes=plain_bytes)
-        self.budget_share = self.budget.share_text("the machine", usable_bytes, plain_bytes)
-
-    def _as_plan(self, chosen: Candidate, prediction: Prediction, found: list[Candidate], seconds: float) -> Plan:
-        bound = min(chosen.bound_seconds, chosen.step_seconds)
-        return Plan(
-            memfit_version=__version__,
-            torch_version=f"jittor {jt.__version__}",
-            workload=self.workload.name,
-            fingerprint=fingerprint(self.workload),
-            device="cuda" if jt.flags.use_cuda else "cpu",
-            batch_size=self.batch_size,
-            budget_bytes=self.budget_bytes,
-            budget_share=self.budget_share,
-            levers=chosen.levers,
-            uses=chosen.uses,
-            numerics=chosen.numerics,
-            allowed=self.numerics,
-            plain=self._plain(),
-            predicted=prediction,
-            solution=Solution(
-                status=chosen.status,
-                bound_seconds=bound,
-                gap=max(0.0, 1 - bound / chosen.step_seconds),
-                solve_seconds=seconds,
-            ),
-            frontier=found,
-            notes=["peaks are bytes of Jittor's pools; the chosen plan's peak is measured", *self.notes],
+    def tried(self, budget_bytes: int) -> Iterator[tuple[Candidate, Prediction, list[str]]]:
+        """Yield the fastest plan that is predicted to fit; where it doesn't, measured, the next is to need less."""
+        self.started = time.monotonic()
+        self._combine()
+        target, lowest = budget_bytes - _GRAIN_BYTES, 2**63
+        for attempt in range(_ATTEMPTS):
+            allowed = [c for c in self.combinations if NUMERICS.index(c.numerics) <= NUMERICS.index(self.allowed)]
+            candidate = fastest(allowed, target, self.time_limit_seconds / 2 ** (attempt + 1))
+            is_last = candidate is None
+            if candidate is None:
+                leanest = [c.candidate(c.leanest(1.0), budget_bytes) for c in allowed]
+                candidate = min(leanest, key=lambda one: one.peak_bytes)
+            self.progress("measure plans", _ATTEMPTS if is_last else attempt + 1, _ATTEMPTS)
+            try:
+                measured = self._measure(candidate.levers)
+            except RecomputationError as e:
+                self._exclude(e)
+                continue
+            upper = measured.peak_bytes + _GRAIN_BYTES
+            notes = ["peaks are bytes of Jittor's pools; the chosen plan's peak is measured", *self.left_out]
+            yield candidate, prediction(measured.peak_bytes, upper, measured.seconds, MEASURED), notes
+            lowest = min(lowest, upper)
+            if is_last:
+                break
+            target -= upper - budget_bytes
+        raise infeasible(
+            budget_bytes,
+            lowest,
+            f"No plan with numerics={self.allowed!r} needs less. What to do: raise budget=, allow more with numerics=,"
+            " or make Workload.batch or the model smaller",
         )
+
+    def solved(self) -> tuple[Prediction, list[Candidate]]:
+        found = frontier(self.combinations, self.points, time_limit_seconds=self.time_limit_seconds / 2)
+        self.solve_seconds = time.monotonic() - self.started
+        return self.plain, found
 
     def _profile(self, precision: Precision) -> Profile:
         """Measure the modules on a part of the batch."""
@@ -204,30 +215,16 @@ class _Planner:
         rate = max(0.0, found[1].seconds - found[0].seconds) / max(1, more - few)
         return _Cost(fixed, slope, max(0.0, found[1].seconds - rate * more), rate)
 
-    def _plain(self) -> Prediction:
-        cost = self.costs.get("32-true") or next(iter(self.costs.values()))
-        peak_bytes, seconds = cost.peak_bytes(self.batch_size), cost.seconds(self.batch_size, self.batch_size)
-        return _prediction(peak_bytes, peak_bytes, seconds, "predicted from fewer samples")
-
-    def _uses(self, levers: Levers) -> tuple[LeverUse, ...]:
-        """Return the levers that are used, in words: what Jittor recomputes, it adds up in another order."""
-        uses = registry.uses(LeversOn(levers, self.batch_size, self.couples_batch))
-        return tuple(replace(u, numerics="reordered") if u.recomputes else u for u in uses)
-
     def _combine(self) -> None:
         """Make the problem of each precision and microbatch size, the simplest first."""
         self.combinations = []
         for precision in self.precisions:
+            profiled, cost = self.profiles[precision], self.costs[precision]
+            runs = [] if self.allowed == "exact" else self._regions(profiled)
             for size in microbatch_sizes(self.batch_size):
+                problem = _problem(profiled, size, self.batch_size, cost, runs)
                 levers = Levers(precision=precision, microbatch_size=size)
-                problem = _problem(
-                    self.profiles[precision],
-                    size,
-                    self.batch_size,
-                    self.costs[precision],
-                    [] if self.numerics == "exact" else self._regions(self.profiles[precision]),
-                )
-                self.combinations.append(Combination(levers, problem, self._uses))
+                self.combinations.append(Combination(levers, problem, self.uses))
 
     def _regions(self, profiled: Profile) -> list[list[int]]:
         """Return the blocks, and the runs of blocks, that hold enough to matter."""
@@ -241,32 +238,6 @@ class _Planner:
         allowed = {fqns: run for fqns, run in names.items() if fqns not in self.excluded}
         return [run for run in allowed.values() if _dropped_bytes(profiled, run) >= _LEAST_SHARE * total]
 
-    def _choose(self) -> tuple[Candidate, Prediction]:
-        """Return the fastest plan whose applied step is measured to fit."""
-        self._combine()
-        target, lowest = self.budget_bytes - _GRAIN_BYTES, 2**63
-        for attempt in range(_ATTEMPTS):
-            allowed = [c for c in self.combinations if NUMERICS.index(c.numerics) <= NUMERICS.index(self.numerics)]
-            candidate = fastest(allowed, target, self.time_limit_seconds / 2 ** (attempt + 1))
-            if candidate is None:
-                leanest = [c.candidate(c.leanest(1.0), self.budget_bytes) for c in allowed]
-                candidate, attempt = min(leanest, key=lambda one: one.peak_bytes), _ATTEMPTS
-            self.progress("measure plans", min(attempt + 1, _ATTEMPTS), _ATTEMPTS)
-            try:
-                measured = self._measure(candidate.levers)
-            except RecomputationError as e:
-                self._exclude(e)
-                continue
-            upper = measured.peak_bytes + _GRAIN_BYTES
-            if upper <= self.budget_bytes:
-                where = "measured on the applied step"
-                return candidate, _prediction(measured.peak_bytes, upper, measured.seconds, where)
-            lowest = min(lowest, upper)
-            if attempt == _ATTEMPTS:
-                break
-            target -= upper - self.budget_bytes
-        raise self._infeasible(lowest)
-
     def _exclude(self, error: RecomputationError) -> None:
         """Leave out the regions that a module which can't be recomputed is in."""
         culprit = error.modules[0].split(" to ")[0]
@@ -278,17 +249,8 @@ class _Planner:
             for run in self._regions(p)
             if any(culprit.startswith(blocks[i].fqn) for i in run)
         }
-        self.notes.append(f"{culprit} is not recomputed: {error.how}")
+        self.left_out.append(f"{culprit} is not recomputed: {error.how}")
         self._combine()
-
-    def _infeasible(self, lowest_bytes: int) -> InfeasibleError:
-        return InfeasibleError(
-            f"{infeasible_verdict(self.budget_bytes, lowest_bytes)}\nNo plan with numerics={self.numerics!r} needs"
-            " less. What to do: raise budget=, allow more with numerics=, or make Workload.batch or the model smaller",
-            budget_bytes=self.budget_bytes,
-            lowest_peak_bytes=lowest_bytes,
-            where="the applied step, measured",
-        )
 
     def _measure(self, levers: Levers, samples: int | None = None) -> memory.Measurement:
         """Run a step on the batch, or on some samples of it, and return the larger peak and the less time of two."""
@@ -303,12 +265,6 @@ class _Planner:
                 found.append(measured)
         peak, seconds = max(m.peak_bytes for m in found), min(m.seconds for m in found)
         return memory.Measurement(found[0].before_bytes, peak, seconds)
-
-
-def _prediction(peak_bytes: int, upper_bytes: int, seconds: float, where: str) -> Prediction:
-    return Prediction(
-        peak_bytes=peak_bytes, peak_upper_bytes=upper_bytes, step_seconds=seconds, by_category={}, where=where
-    )
 
 
 @contextlib.contextmanager

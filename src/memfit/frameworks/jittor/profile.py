@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import jittor as jt
-
-from memfit.jittor.draws import Draws, substituted
-from memfit.jittor.graph import nodes
-from memfit.jittor.regions import executing, is_chain
-from memfit.jittor.variables import emptied, filled, is_trainable, modules_of, variables_of
+from memfit.frameworks.jittor.checkpoint import executing, is_chain
+from memfit.frameworks.jittor.draws import Draws, substituted
+from memfit.frameworks.jittor.internals import jt
+from memfit.frameworks.jittor.variables import emptied, filled, is_trainable, modules_of, nodes, variables_of
 
 _TIMED = 3
 

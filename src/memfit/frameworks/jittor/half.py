@@ -12,10 +12,9 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jittor as jt
-
-from memfit.jittor.regions import executing
-from memfit.jittor.variables import FLOATS, is_trainable, mapped, modules_of, patched, slots_of
+from memfit.frameworks.jittor.checkpoint import executing
+from memfit.frameworks.jittor.internals import jt
+from memfit.frameworks.jittor.variables import FLOATS, is_trainable, mapped, modules_of, patched, slots_of
 
 NORMALISATIONS = (jt.nn.BatchNorm, jt.nn.LayerNorm, jt.nn.GroupNorm, jt.nn.InstanceNorm)
 
@@ -33,7 +32,7 @@ def half(model: Any) -> Iterator[None]:
             masters.append((place, name, master))
             place[name] = casts.setdefault(id(master), master.float16())
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_comparable())
+        stack.enter_context(patched(_COMPARISONS, _in_fp32))
         for module in in_fp32:
             stack.enter_context(executing(module, _in(module.execute, "float32", "float16")))
         stack.enter_context(executing(model, _in(model.execute, "float16", "float32")))
@@ -52,13 +51,9 @@ def _runs_in_fp32(module: Any) -> bool:
 _COMPARISONS = ("__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__")
 
 
-def _comparable() -> contextlib.AbstractContextManager[None]:
+def _in_fp32(_: str, comparison: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Compare fp16 variables in fp32: Jittor's CPU code for comparisons, as in relu, does not compile otherwise."""
-
-    def widened(_: str, original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        return lambda v, other: original(v.float32() if str(v.dtype) == "float16" else v, other)
-
-    return patched(_COMPARISONS, widened)
+    return lambda v, other: comparison(v.float32() if str(v.dtype) == "float16" else v, other)
 
 
 def _in(execute: Callable[..., Any], inside: str, outside: str) -> Callable[..., Any]:

@@ -1,0 +1,1 @@
+"""Jittor: the room behind `memfit.jittor`. Its `doctor` needs neither Jittor nor PyTorch."""

@@ -1,0 +1,115 @@
+"""Plans from measured layers: for frameworks whose steps memfit doesn't capture, but applies plans to and measures."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from msgspec.structs import replace
+
+from memfit.errors import InfeasibleError
+from memfit.ir.plan import Candidate, Levers, LeverUse, Numerics, Plan, Prediction, Solution
+from memfit.levers import registry
+from memfit.levers.lever import LeversOn
+from memfit.report.verdict import infeasible_verdict
+from memfit.version import __version__
+
+MEASURED = "measured on the applied step"
+
+Progress = Callable[[str, int, int | None], None]
+
+
+def silent(stage: str, done: int, total: int | None) -> None:
+    """Tell nobody."""
+
+
+class Planner(ABC):
+    """A workload with its layers measured.
+
+    Attributes:
+        framework: Its name and version.
+        allowed: The freest numerics class of its plans.
+        couples_batch: Whether a sample's result depends on the others of its microbatch.
+        reorders: Whether recomputed layers may round differently.
+        solve_seconds: Seconds until `tried` and `solved` had what they return.
+    """
+
+    workload: Any
+    framework: str
+    fingerprint: str
+    device: str
+    batch_size: int
+    allowed: Numerics
+    couples_batch: bool = False
+    reorders: bool = True
+    solve_seconds: float
+
+    @abstractmethod
+    def tried(self, budget_bytes: int) -> Iterator[tuple[Candidate, Prediction, list[str]]]:
+        """Yield proposals of the solver with what was measured of them and notes, while none of them fits.
+
+        Raises:
+            InfeasibleError: There are no more.
+        """
+
+    @abstractmethod
+    def solved(self) -> tuple[Prediction, list[Candidate]]:
+        """Return what the plain step takes, and the frontier."""
+
+    def uses(self, levers: Levers) -> tuple[LeverUse, ...]:
+        """Return the levers that are used, in words."""
+        uses = registry.uses(LeversOn(levers, self.batch_size, self.couples_batch))
+        return tuple(replace(u, numerics="reordered") if self.reorders and u.recomputes else u for u in uses)
+
+    def fitting(self, budget_bytes: int, budget_share: str) -> Plan:
+        """Return the first plan tried whose applied step is measured to fit.
+
+        Raises:
+            InfeasibleError: None does.
+        """
+        tried = self.tried(budget_bytes)
+        chosen, predicted, notes = next(t for t in tried if t[1].peak_upper_bytes <= budget_bytes)
+        plain, points = self.solved()
+        bound = min(chosen.bound_seconds, chosen.step_seconds)
+        return Plan(
+            memfit_version=__version__,
+            torch_version=self.framework,
+            workload=self.workload.name,
+            fingerprint=self.fingerprint,
+            device=self.device,
+            batch_size=self.batch_size,
+            budget_bytes=budget_bytes,
+            budget_share=budget_share,
+            levers=chosen.levers,
+            uses=chosen.uses,
+            numerics=chosen.numerics,
+            allowed=self.allowed,
+            plain=plain,
+            predicted=predicted,
+            solution=Solution(
+                status=chosen.status,
+                bound_seconds=bound,
+                gap=max(0.0, 1 - bound / chosen.step_seconds),
+                solve_seconds=self.solve_seconds,
+            ),
+            frontier=points,
+            notes=notes,
+        )
+
+
+def prediction(peak_bytes: int, upper_bytes: int, seconds: float, where: str) -> Prediction:
+    """Return what a step takes, as far as layers and whole steps tell."""
+    return Prediction(
+        peak_bytes=peak_bytes, peak_upper_bytes=upper_bytes, step_seconds=seconds, by_category={}, where=where
+    )
+
+
+def infeasible(budget_bytes: int, lowest_bytes: int, advice: str) -> InfeasibleError:
+    """Return that no plan fits, the lowest peak measured, and what to do."""
+    return InfeasibleError(
+        f"{infeasible_verdict(budget_bytes, lowest_bytes)}\n{advice}",
+        budget_bytes=budget_bytes,
+        lowest_peak_bytes=lowest_bytes,
+        where="the applied step, measured",
+    )
