@@ -21,8 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from memfit._torch.replacement import replaced
 from memfit.cli import app
 from memfit.hardware.cpu_allocations import allocated_between
-from memfit.pipeline import _fit
-from memfit.pipeline import loop_plans
+from memfit.pipeline import _fit, loop_plans
 from memfit.training.guards import loop_memory as beside
 
 _UPDATED, _PLANNING = "benchmarks: updated", "benchmarks: planning"

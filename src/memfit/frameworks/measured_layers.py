@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from msgspec.structs import replace
@@ -16,12 +16,6 @@ from memfit.report.verdict import infeasible_verdict
 from memfit.version import __version__
 
 MEASURED = "measured on the applied step"
-
-Progress = Callable[[str, int, int | None], None]
-
-
-def silent(stage: str, done: int, total: int | None) -> None:
-    """Tell nobody."""
 
 
 class Planner(ABC):

@@ -30,11 +30,7 @@ from memfit.ir.device import Device
 from memfit.ir.plan import Levers
 from memfit.levers.casts import autocast, casting, is_cast, kept_in_fp32, modules_within, tf32, uncast
 from memfit.levers.conflicts import ADAPTING, Conflict
-from memfit.levers.lever import Lever
-from memfit.levers.lever import LeversOn
-from memfit.levers.lever import Rung
-from memfit.levers.lever import Running
-from memfit.levers.lever import Setting
+from memfit.levers.lever import Lever, LeversOn, Rung, Running, Setting
 from memfit.levers.parameter_updates import restricted
 from memfit.training.loss import LossScaler
 from memfit.workload import Workload, samples_of

@@ -30,35 +30,26 @@ from memfit.frames import on_unused
 from memfit.interrupts import undone
 from memfit.ir.plan import Numerics, Plan
 from memfit.levers.switch import switched
-from memfit.pipeline.loop_plans import LoopPlans
-from memfit.pipeline.loop_plans import Stages
-from memfit.pipeline.loop_plans import advice
-from memfit.pipeline.loop_plans import is_slow
-from memfit.pipeline.loop_steps import LargerBatches
-from memfit.pipeline.loop_steps import StepKind
-from memfit.pipeline.loop_steps import generators_kept
-from memfit.pipeline.loop_steps import module_workload
-from memfit.pipeline.loop_steps import roots_of
-from memfit.pipeline.loop_steps import step_text
-from memfit.pipeline.loop_steps import untrained_texts
-from memfit.pipeline.loop_steps import workload_of
-from memfit.pipeline.verbs import checked
-from memfit.pipeline.verbs import plan_given
-from memfit.pipeline.verbs import uninterrupted
+from memfit.pipeline.loop_plans import LoopPlans, Stages, advice, is_slow
+from memfit.pipeline.loop_steps import (
+    LargerBatches,
+    StepKind,
+    generators_kept,
+    module_workload,
+    roots_of,
+    step_text,
+    untrained_texts,
+    workload_of,
+)
+from memfit.pipeline.verbs import checked, plan_given, uninterrupted
 from memfit.planner.capture_failures import first_line
-from memfit.progress import Progress
-from memfit.progress import silent
+from memfit.progress import Progress, silent
 from memfit.recomputation.probe import checking
 from memfit.tape import CallNumber, Geometry, LoopWorkload, RecordedStep
 from memfit.tracebacks import public
-from memfit.training.guards.loop_memory import Growth
-from memfit.training.guards.loop_memory import beside_text
-from memfit.training.guards.loop_memory import held_beside
-from memfit.training.loop import CombinedOptimizers
-from memfit.training.runs.log import LogFunction
-from memfit.training.runs.log import LoopLog
-from memfit.units import format_bytes
-from memfit.units import read_budget
+from memfit.training.guards.loop_memory import Growth, beside_text, held_beside
+from memfit.training.runs.log import LogFunction, LoopLog
+from memfit.units import format_bytes, read_budget
 from memfit.words import LOOP
 from memfit.workload import tensors_of
 

@@ -20,15 +20,10 @@ from memfit.ir.plan import NUMERICS, Numerics, Precision, allows
 from memfit.ir.sharding import Mode
 from memfit.levers.microbatches import microbatch_sizes
 from memfit.levers.stack import check_as_given, check_workload
-from memfit.pipeline.verbs import checked
-from memfit.pipeline.verbs import verb
+from memfit.pipeline.verbs import checked, verb
 from memfit.planner import gpu_process
-from memfit.planner.fleet_search import FleetOptions
-from memfit.planner.fleet_search import FleetSearch
-from memfit.planner.fleet_search import joined
-from memfit.planner.fleet_search import search
-from memfit.progress import Progress
-from memfit.progress import silent
+from memfit.planner.fleet_search import FleetOptions, FleetSearch, joined, search
+from memfit.progress import Progress, silent
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.report.verdict import of_text
 from memfit.sharding.proposals import SEARCHED

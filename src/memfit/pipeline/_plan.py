@@ -30,8 +30,7 @@ from memfit.planner.assembly import assemble
 from memfit.planner.captured_steps import Findings, Request
 from memfit.planner.near_ties import Measure
 from memfit.planner.prediction import check_precision
-from memfit.progress import Progress
-from memfit.progress import silent
+from memfit.progress import Progress, silent
 from memfit.ranks.environment import launched_size
 from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import check_same, each, once

@@ -39,15 +39,12 @@ from memfit.pipeline.statements import (
     peak_failures,
     prediction_failures,
 )
-from memfit.pipeline.verbs import checked
-from memfit.pipeline.verbs import verb
+from memfit.pipeline.verbs import checked, verb
 from memfit.planner import gpu_process
 from memfit.planner.confirmation import probe_regions
-from memfit.progress import Progress
-from memfit.progress import silent
+from memfit.progress import Progress, silent
 from memfit.ranks.one_process import SingleProcess
-from memfit.ranks.together import each
-from memfit.ranks.together import once
+from memfit.ranks.together import each, once
 from memfit.recomputation.generators import foreign_generators, preserved
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.rng import rng_preserved

@@ -14,10 +14,8 @@ from memfit.levers import registry
 from memfit.levers.lever import LeversOn
 from memfit.planner.batch_coupling import coupling
 from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import costs_of
-from memfit.planner.prediction import predict
-from memfit.progress import Progress
-from memfit.progress import silent
+from memfit.planner.prediction import costs_of, predict
+from memfit.progress import Progress, silent
 from memfit.training.loss import gradient_values
 from memfit.units import format_bytes
 from memfit.workload import Workload, samples_of

@@ -41,13 +41,8 @@ from memfit.ir.trace import Trace
 from memfit.levers import registry
 from memfit.levers.lever import LeversOn
 from memfit.planner.batch_coupling import coupling
-from memfit.planner.prediction import check_precision
-from memfit.planner.prediction import costs_of
-from memfit.planner.rank_steps import RankModel
-from memfit.planner.rank_steps import RegionSet
-from memfit.planner.rank_steps import ScaledTrace
-from memfit.planner.rank_steps import checkpoint_menu
-from memfit.planner.rank_steps import menu_of
+from memfit.planner.prediction import check_precision, costs_of
+from memfit.planner.rank_steps import RankModel, RegionSet, ScaledTrace, checkpoint_menu, menu_of
 from memfit.planner.search import is_faster
 from memfit.progress import Progress
 from memfit.sharding.groups import repeated_blocks

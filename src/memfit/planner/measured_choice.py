@@ -26,10 +26,7 @@ from memfit.planner.measured_steps import (
     timed_in_turns,
     why_no_room,
 )
-from memfit.planner.near_ties import Measure
-from memfit.planner.near_ties import Measured
-from memfit.planner.near_ties import fastest_measured
-from memfit.planner.near_ties import weighed
+from memfit.planner.near_ties import Measure, Measured, fastest_measured, weighed
 from memfit.planner.search import Confirmed
 from memfit.progress import Progress
 from memfit.units import format_seconds

@@ -17,15 +17,14 @@ from memfit.frameworks.jittor.profile import Profile, profile
 from memfit.frameworks.jittor.step import Step
 from memfit.frameworks.jittor.variables import modules_of
 from memfit.frameworks.jittor.workload import Workload, batch_size_of, fingerprint, first
-from memfit.frameworks.measured_layers import MEASURED, Planner, Progress, infeasible, prediction, silent
+from memfit.frameworks.measured_layers import MEASURED, Planner, infeasible, prediction
 from memfit.ir.plan import NUMERICS, Candidate, Levers, Numerics, Plan, Precision, Prediction
 from memfit.ir.remat import Region
 from memfit.levers import registry
 from memfit.levers.conflicts import JITTOR
 from memfit.levers.lever import LeversOn
 from memfit.levers.microbatches import microbatch_sizes
-from memfit.progress import Progress
-from memfit.progress import silent
+from memfit.progress import Progress, silent
 from memfit.solver.candidates import Option
 from memfit.solver.frontier import Combination, fastest, frontier
 from memfit.solver.problem import Problem, Row

@@ -21,20 +21,14 @@ from memfit.frameworks.keras.memory import default_device, measured_peak, peak_o
 from memfit.frameworks.keras.profile import Cost, profile
 from memfit.frameworks.keras.recompute import Run, recomputed
 from memfit.frameworks.keras.workload import Workload, fingerprint
-from memfit.frameworks.measured_layers import MEASURED, Planner, Progress, infeasible, prediction, silent
+from memfit.frameworks.measured_layers import MEASURED, Planner, infeasible, prediction
 from memfit.ir.plan import Candidate, Levers, Numerics, Plan, Prediction
 from memfit.ir.remat import Region
+from memfit.progress import Progress, silent
 from memfit.solver.candidates import Option
-from memfit.solver.frontier import Combination
-from memfit.solver.frontier import frontier
-from memfit.solver.problem import ALWAYS
-from memfit.solver.problem import Activity
-from memfit.solver.problem import Problem
-from memfit.solver.problem import Row
-from memfit.solver.problem import Tightening
-from memfit.units import format_bytes
-from memfit.units import format_seconds
-from memfit.units import read_budget
+from memfit.solver.frontier import Combination, frontier
+from memfit.solver.problem import ALWAYS, Activity, Problem, Row, Tightening
+from memfit.units import format_bytes, format_seconds, read_budget
 
 _OVERESTIMATE = 0.1  # share by which a predicted peak may be over the budget for its plan to be measured all the same
 _MEASURED_STEPS = 2
