@@ -26,7 +26,8 @@ import torch
 
 from benchmarks.common import Case, main
 from memfit import MemfitError
-from memfit.allocator.caching_allocator import AllocatorSettings, Block, CachingAllocator, Pool
+from memfit.allocator.caching_allocator import Block, CachingAllocator, Pool
+from memfit.allocator.settings import AllocatorSettings
 from memfit.errors import SimulatedOutOfMemoryError
 
 WHEELS = {

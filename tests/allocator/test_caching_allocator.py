@@ -12,7 +12,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from memfit.allocator.caching_allocator import AllocatorSettings, CachingAllocator
+from memfit.allocator.caching_allocator import CachingAllocator
+from memfit.allocator.settings import AllocatorSettings
 from memfit.errors import AllocatorSettingsError, SimulatedOutOfMemoryError
 
 KIB, MIB = 2**10, 2**20

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.allocator.caching_allocator import AllocatorSettings, Block, CachingAllocator, Pool
+from memfit.allocator.caching_allocator import Block, CachingAllocator, Pool
+from memfit.allocator.settings import AllocatorSettings
 from memfit.errors import SimulatedOutOfMemoryError
 from tests.ir.naive_allocator import MIB, NaiveAllocator, check
 

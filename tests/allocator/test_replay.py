@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from memfit.allocator.caching_allocator import AllocatorSettings
 from memfit.allocator.replay import AllocationEvent, replay
+from memfit.allocator.settings import AllocatorSettings
 
 MIB = 2**20
 

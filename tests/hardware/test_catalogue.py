@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.errors import UsageError
-from memfit.hardware.catalogue import catalogue, look_up, match, parse, read, user_file, workspace_bytes
+from memfit.hardware.catalogue import catalogue, cublas_workspace_bytes, look_up, match, parse, read, user_file
 from memfit.ir.device import Device
 
 SHIPPED = tuple(parse((Path(__file__).parents[2] / "src/memfit/hardware/catalogue.toml").read_text(), "it").values())
@@ -87,7 +87,7 @@ def test_float32_is_what_its_cores_can_do(device: Device) -> None:
 def test_links_and_launches_are_such_as_there_are(device: Device) -> None:
     assert device.link_bytes_per_second in (15.754e9, 31.508e9, 63.015e9)
     assert 1e-6 < device.launch_seconds < 2e-5
-    expected = 128 * 2**20 if device.name == "mi300x" else workspace_bytes(device.vendor, device.capability)
+    expected = 128 * 2**20 if device.name == "mi300x" else cublas_workspace_bytes(device.vendor, device.capability)
     assert device.cublas_workspace_bytes == expected
 
 
@@ -96,7 +96,7 @@ def test_links_and_launches_are_such_as_there_are(device: Device) -> None:
     [("nvidia", (8, 9), 8_519_680), ("nvidia", (9, 0), 2**25), ("nvidia", (12, 0), 2**25), ("amd", None, 2**25)],
 )
 def test_workspaces(vendor: str, capability: tuple[int, int] | None, expected: int) -> None:
-    assert workspace_bytes(vendor, capability) == expected  # type: ignore[arg-type]
+    assert cublas_workspace_bytes(vendor, capability) == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

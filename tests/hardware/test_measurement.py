@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from memfit.allocator.caching_allocator import AllocatorSettings
+from memfit.allocator.settings import AllocatorSettings
 from memfit.errors import OutputError, UsageError
 from memfit.hardware import host, measurement
 from memfit.hardware.catalogue import catalogue, missing_figures, read

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from memfit.allocator.caching_allocator import AllocatorSettings, Block, CachingAllocator
+from memfit.allocator.caching_allocator import Block, CachingAllocator
+from memfit.allocator.settings import AllocatorSettings
 
 MIB = 2**20
 FIRST_ADDRESS = 0x7000_0000_0000

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from torch.cuda import _memory_viz as viz
 
-from memfit.allocator.caching_allocator import AllocatorSettings
 from memfit.allocator.replay import AllocationEvent, replay
+from memfit.allocator.settings import AllocatorSettings
 from memfit.errors import OutputError
 from memfit.ir.timeline import TIMELINE_CATEGORIES
 from memfit.report.memory_snapshot import snapshot, stack, write_snapshot

@@ -9,8 +9,13 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 
-from memfit.allocator.settings import MIN_BLOCK_BYTES, ROUND_LARGE_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES
-from memfit.allocator.settings import AllocatorSettings as AllocatorSettings
+from memfit.allocator.settings import (
+    MIN_BLOCK_BYTES,
+    ROUND_LARGE_BYTES,
+    SMALL_BYTES,
+    SMALL_SEGMENT_BYTES,
+    AllocatorSettings,
+)
 from memfit.errors import SimulatedOutOfMemoryError
 from memfit.units import format_bytes
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from memfit.allocator.caching_allocator import AllocatorSettings, Block, CachingAllocator
+from memfit.allocator.caching_allocator import Block, CachingAllocator
+from memfit.allocator.settings import AllocatorSettings
 from memfit.errors import SimulatedOutOfMemoryError
 
 

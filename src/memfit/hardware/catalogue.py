@@ -100,7 +100,9 @@ def _device(name: str, table: Any, source: str) -> Device:
         raise UsageError(f"{source}, entry [{name}]: {problem}") from e
     if "cublas_workspace_bytes" in table or device.kind == "cpu":
         return device
-    return msgspec.structs.replace(device, cublas_workspace_bytes=workspace_bytes(device.vendor, device.capability))
+    return msgspec.structs.replace(
+        device, cublas_workspace_bytes=cublas_workspace_bytes(device.vendor, device.capability)
+    )
 
 
 def _check(device: Device) -> None:
@@ -143,7 +145,7 @@ def missing_figures(device: Device) -> list[str]:
     return missing + (["capability"] if device.vendor == "nvidia" and device.capability is None else [])
 
 
-def workspace_bytes(vendor: Vendor, capability: tuple[int, int] | None) -> int:
+def cublas_workspace_bytes(vendor: Vendor, capability: tuple[int, int] | None) -> int:
     """Return PyTorch's default workspace of each cuBLAS or hipBLAS handle; 128 MiB on MI300 and later."""
     if vendor == "amd" or (capability is not None and capability[0] >= 9):
         return 32 * 2**20

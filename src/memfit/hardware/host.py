@@ -15,7 +15,7 @@ import psutil
 from msgspec.structs import replace
 
 from memfit.errors import UsageError
-from memfit.hardware.catalogue import ELSEWHERE, catalogue, look_up, match, workspace_bytes
+from memfit.hardware.catalogue import ELSEWHERE, catalogue, cublas_workspace_bytes, look_up, match
 from memfit.ir.device import Device, Devices, Vendor
 
 _ACCELERATOR = re.compile(r"([a-z]+)(?::(\d+))?")
@@ -175,7 +175,7 @@ def present_gpu(
         vendor=vendor,
         products=(properties.name,),
         cache_bytes=getattr(properties, "L2_cache_size", 0),
-        cublas_workspace_bytes=workspace_bytes(vendor, capability),
+        cublas_workspace_bytes=cublas_workspace_bytes(vendor, capability),
         sources=dict.fromkeys([*seen.keys() - {"name"}, "cache_bytes"], _HERE),
         **seen,
     )

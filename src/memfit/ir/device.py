@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from memfit.allocator.caching_allocator import AllocatorSettings
+from memfit.allocator.settings import AllocatorSettings
 from memfit.ir.display import Shown, ShownList
 
 Vendor = Literal["nvidia", "amd", "intel", "apple", "other", "cpu"]

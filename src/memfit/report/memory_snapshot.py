@@ -13,8 +13,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from memfit.allocator.caching_allocator import AllocatorSettings, Block, CachingAllocator
+from memfit.allocator.caching_allocator import Block, CachingAllocator
 from memfit.allocator.replay import AllocationEvent, LiveStorages
+from memfit.allocator.settings import AllocatorSettings
 from memfit.errors import SimulatedOutOfMemoryError
 from memfit.ir.codec import write_atomic
 
