@@ -13,7 +13,7 @@ from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclas
 from torch._C import DispatchKey as DispatchKey
 from torch._C import TensorBase as TensorBase
 from torch._C import _functorch
-from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._C._dynamo import eval_frame
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._prims_common import suggest_memory_format as suggest_memory_format
@@ -52,6 +52,9 @@ Dynamo first rewrites the functions that others get (`torch.cond`, `scan`, `map`
 """
 
 
+_SKIPPED = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+
+
 class UnfollowedOperatorError(NotImplementedError):
     """A higher-order operator runs code that no mode can see."""
 
@@ -63,7 +66,7 @@ class EagerMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Tell PyTorch that Dynamo leaves the mode alone, as `_looking_inside` sees to in a third of the time."""
+        """Tell PyTorch not to have Dynamo leave the mode alone: `_looking_inside` does."""
         return False
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -75,23 +78,26 @@ class EagerMode(TorchDispatchMode):
 def _looking_inside(seen: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(seen)
     def dispatched(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not isinstance(func, HigherOrderOperator):
-            callback = set_eval_frame(None)
-            try:
-                return seen(self, func, types, args, kwargs)
-            finally:
-                set_eval_frame(callback)
-        if func.name() not in _FOLLOWED:
-            raise UnfollowedOperatorError(f"the higher-order operator {func.name()} can't be followed")
-        if func.name().startswith("flex_attention") and args[0].device.type == "cuda":
-            raise UnfollowedOperatorError(
-                f"the higher-order operator {func.name()} can't be followed on a GPU, where it is one compiled kernel"
-            )
-        kernel: Any = func.py_kernels[DispatchKey.CompositeExplicitAutograd]
-        with self, _unchecked(sys.modules[kernel.__module__]):
-            return kernel(*args, **(kwargs or {}))
+        if isinstance(func, HigherOrderOperator):
+            return _followed(self, func, args, kwargs or {})
+        return seen(self, func, types, args, kwargs)
 
+    # Dynamo skips it and all that it calls, as under `torch._disable_dynamo`, whose wrapper takes time at each call.
+    eval_frame.set_code_exec_strategy(dispatched.__code__, _SKIPPED)  # type: ignore[attr-defined]
     return dispatched
+
+
+def _followed(mode: TorchDispatchMode, func: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
+    """Run the operators within a higher-order operator under a mode."""
+    if func.name() not in _FOLLOWED:
+        raise UnfollowedOperatorError(f"the higher-order operator {func.name()} can't be followed")
+    if func.name().startswith("flex_attention") and args[0].device.type == "cuda":
+        raise UnfollowedOperatorError(
+            f"the higher-order operator {func.name()} can't be followed on a GPU, where it is one compiled kernel"
+        )
+    kernel: Any = func.py_kernels[DispatchKey.CompositeExplicitAutograd]
+    with mode, _unchecked(sys.modules[kernel.__module__]):
+        return kernel(*args, **kwargs)
 
 
 def _unchecked(module: Any) -> AbstractContextManager[None]:
