@@ -140,9 +140,9 @@ class JittorPlanner(Planner):
 
     def __post_init__(self) -> None:
         self.framework = f"jittor {jt.__version__}"
-        self.fingerprint = fingerprint(self.workload)
         self.device = "cuda" if jt.flags.use_cuda else "cpu"
         self.batch_size = batch_size_of(self.workload.batch)
+        self.fingerprint = fingerprint(self.workload)
         self.couples_batch = any(
             isinstance(m, jt.nn.BatchNorm) and m.is_train for m in modules_of(self.workload.model).values()
         )

@@ -343,8 +343,8 @@ class _Window:
 
 def _norm(gradients: list[Any]) -> float:
     """Return the global norm of gradients."""
-    squares = jt.concat([g.float32().sqr().sum().reshape((1,)) for g in gradients])
-    return math.sqrt(sum(float(v) for v in squares.numpy()))
+    squares = [g.float32().sqr().sum() for g in gradients]  # held: what is not, Jittor fuses, at another peak
+    return math.sqrt(sum(float(v) for v in jt.concat([s.reshape((1,)) for s in squares]).numpy()))
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

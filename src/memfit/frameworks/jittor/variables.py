@@ -15,6 +15,7 @@ from memfit.frameworks.jittor.internals import jt
 _VARIABLE = re.compile(r"Var\((\d+):.*?:s(\d):n\d:g(\d),(\w+),(.*),([0-9a-f]+)\)\[([\d,-]*)\]", re.DOTALL)
 _ITEMSIZES = {"bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2}
 _WIDE = ("int64", "uint64", "float64")
+
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 

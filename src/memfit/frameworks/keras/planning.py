@@ -110,13 +110,13 @@ class KerasPlanner(Planner):
         self.framework = f"keras {keras.__version__}, tensorflow {tf.__version__}"
         self.place = default_device()
         self.device = "cuda" if self.place.startswith("GPU") else "cpu"
-        self.batch_size = self.workload.batch_size
         self.reorders = not self.workload.run_eagerly  # a function's operators may be fused otherwise where runs end
         self.graph = graph_of(self.workload.model)
         self.fingerprint = fingerprint(self.graph)
         self.costs = profile(
             self.workload, self.graph, self.place, lambda done, total: self.progress("measure layers", done, total)
         )
+        self.batch_size = self.workload.batch_size
         refusals = ((unit.name, cost.refused) for unit, cost in zip(self.graph.units, self.costs, strict=True))
         self.left_out = [f"{name} is not recomputed: it {refused}" for name, refused in refusals if refused]
         started = time.monotonic()
