@@ -148,7 +148,11 @@ def of_command_line() -> Digests:
     mine = f"{ROOT / 'examples' / 'mine.py'}:workload"
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         attempted(found, "estimate", lambda: printed("estimate", mine, "--json"))
-        attempted(found, "plan", lambda: printed("plan", mine, "--budget", _EXACT, "--json", "-o", "plan.json", "--no-measure"))
+        attempted(
+            found,
+            "plan",
+            lambda: printed("plan", mine, "--budget", _EXACT, "--json", "-o", "plan.json", "--no-measure"),
+        )
         attempted(found, "train", lambda: printed("train", mine, "--plan", "plan.json", "--steps", "3", "--out", "run"))
         attempted(found, "report", lambda: re.sub(r"\d+", "0", written("run/report.html", "report", "run")))
         for path in sorted(Path("run").rglob("*.safetensors")):
