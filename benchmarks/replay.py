@@ -72,8 +72,8 @@ _CLOCKED = re.compile(
 
 
 def digest(record: Any) -> str:
-    """Return the digest of a record, or of a text, without what no two runs have in common."""
-    text = record if isinstance(record, str) else codec.encode(record).decode()
+    """Return the digest of a record, or of a text, without what no two runs or checkouts have in common."""
+    text = (record if isinstance(record, str) else codec.encode(record).decode()).replace(str(ROOT), "")
     return hashlib.sha256(_CLOCKED.sub("", text).encode()).hexdigest()[:16]
 
 
