@@ -1,13 +1,20 @@
-"""Bytes and seconds as text, and the parsing of budgets."""
+"""Bytes, seconds and progress as people see them, and the parsing of budgets."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from memfit.errors import BudgetError, UsageError
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage's name, how much of it is done, and of how much."""
+
+StageProgress = Callable[[int, int], None]
+"""Called with how much of one stage is done, and of how much."""
 
 _UNIT_BYTES = {
     "": 1,
@@ -181,3 +188,7 @@ def format_seconds(t: float) -> str:
     if t < 1:
         return f"{t * 1e3:.1f} ms"
     return f"{t:.2f} s" if t < 120 else f"{t / 60:.1f} min"
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    """Report no progress."""

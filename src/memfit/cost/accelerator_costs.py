@@ -9,11 +9,9 @@ device's rates are known.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +26,8 @@ from memfit.cost.error_bars import measured_like
 from memfit.cost.operator_call import OperatorCall
 from memfit.cost.roofline import PEAK_ERROR, PEAK_ERROR_CONVOLUTIONS, check_figures, floor_seconds, roofline
 from memfit.cost.workspaces import resident_bytes
-from memfit.errors import CaptureError, OutputError, PlanError, UsageError
+from memfit.errors import OutputError, PlanError, UsageError
+from memfit.fake_gpu import process
 from memfit.hardware.accelerators import allocated_bytes, peaks, reset_peaks, stopwatch, synchronize
 from memfit.hardware.host import cache_folder
 from memfit.hardware.measurement import float32_precision, link_rate
@@ -39,8 +38,8 @@ from memfit.ir.offload import COPY_IN, COPY_OUT
 from memfit.ir.operator_classes import CONVOLUTIONS, operator_class
 from memfit.ir.operator_costs import CostTable, OpCost
 from memfit.ir.trace import Trace
-from memfit.progress import StageProgress
 from memfit.signature import rebuild
+from memfit.units import Progress, StageProgress, silent
 
 STEP_ERROR = 0.2
 _MEASURING = 3  # version of the measurement, in the cache's name
@@ -198,27 +197,18 @@ def _measure(
 ) -> AcceleratorCosts:
     if device.kind != "cuda":
         return measure(signatures, torch.device(device.name), matmul, progress, ops_only=ops_only)
-    asked = json.dumps({"signatures": signatures, "device": device.name, "matmul": matmul, "ops_only": ops_only})
-    line = [sys.executable, "-c", "from memfit.cost import accelerator_costs; accelerator_costs._measure_from_stdin()"]
-    path = os.pathsep.join(folder for folder in sys.path if folder)
-    environment = os.environ | {"PYTHONPATH": path}
-    done = subprocess.run(line, input=asked, stdout=subprocess.PIPE, env=environment, text=True, check=False)
-    if done.returncode:
-        raise CaptureError(
-            f"the process that measures operators on {device.name} ended with status {done.returncode}: see its"
-            " output above"
-        )
+    failure = f"the process that measures operators on {device.name} ended with status {{status}}: see its output above"
+    there = functools.partial(_measure_there, signatures, device.name, matmul, ops_only)
+    found = process.run(there, silent, fakes_cuda=False, failure=failure)
     if progress is not None:
         progress(len(signatures), len(signatures))
-    return msgspec.json.decode(done.stdout, type=AcceleratorCosts)
+    return found
 
 
-def _measure_from_stdin() -> None:
-    """Measure the calls that standard input names, and write their figures to standard output."""
-    asked = json.load(sys.stdin)
-    device = torch.device(asked["device"])
-    found = measure(asked["signatures"], device, asked["matmul"], None, ops_only=asked["ops_only"])
-    sys.stdout.write(msgspec.json.encode(found).decode())
+def _measure_there(
+    signatures: list[str], device: str, matmul: Matmul, ops_only: bool, progress: Progress
+) -> AcceleratorCosts:
+    return measure(signatures, torch.device(device), matmul, None, ops_only=ops_only)
 
 
 def measure(

@@ -14,9 +14,6 @@ import contextlib
 import functools
 import json
 import math
-import os
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +32,7 @@ from memfit._torch.tensors import storage_key
 from memfit.cost.cost_source import fixed_source
 from memfit.cost.error_bars import calibration
 from memfit.errors import OutputError, PlanError
+from memfit.fake_gpu import process
 from memfit.hardware import heap
 from memfit.hardware.cpu_allocations import allocated_by_name
 from memfit.hardware.host import cache_folder, host_name
@@ -44,9 +42,9 @@ from memfit.ir.collectives import is_unmeasurable, share_on_paper
 from memfit.ir.operator_costs import CostTable, OpCost
 from memfit.ir.simulate import simulate
 from memfit.ir.trace import Trace
-from memfit.progress import StageProgress
 from memfit.signature import rebuild
 from memfit.sparse import parts
+from memfit.units import Progress, StageProgress, silent
 
 _MARK = "memfit-op-"
 _ENOUGH_SECONDS = 0.02
@@ -438,8 +436,9 @@ def with_workspaces(table: CostTable, traces: Iterable[Trace]) -> CostTable:
 
 def _first_runs(signatures: list[str], progress: StageProgress | None = None) -> dict[str, _FirstRun]:
     """Run calls once; return the time and workspace of each. Calls that can't be run are left out."""
-    if profiler_enabled():  # the user's: PyTorch has one profiler at a time
-        return _first_runs_in_process(signatures)
+    if profiler_enabled():  # the user's: PyTorch has one at a time. That process has PyTorch's operators only
+        there = functools.partial(_first_runs_there, torch.get_num_threads(), signatures)
+        return process.run(there, silent, fakes_cuda=False)
     runs: dict[int, tuple[float, int]] = {}
     with torch.enable_grad(), allocated_by_name(_MARK) as meters:
         for index, text in enumerate(signatures):
@@ -455,26 +454,9 @@ def _first_runs(signatures: list[str], progress: StageProgress | None = None) ->
     }
 
 
-def _first_runs_in_process(signatures: list[str]) -> dict[str, _FirstRun]:
-    """Run calls once in a process of their own, which has PyTorch's operators only."""
-    asked = json.dumps({"threads": torch.get_num_threads(), "signatures": signatures})
-    line = _interpreter("from memfit.cost import calibrate; calibrate._run_from_stdin()")
-    path = os.pathsep.join(folder for folder in sys.path if folder)
-    done = subprocess.run(
-        line, input=asked, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}, text=True, check=True
-    )
-    return {text: _FirstRun(*run) for text, run in json.loads(done.stdout).items()}
-
-
-def _interpreter(code: str) -> list[str]:
-    return [sys.executable, "-c", code]
-
-
-def _run_from_stdin() -> None:
-    """Run the calls that standard input names, and write their times and workspaces to standard output."""
-    asked = json.load(sys.stdin)
-    torch.set_num_threads(asked["threads"])
-    json.dump(_first_runs(asked["signatures"]), sys.stdout)
+def _first_runs_there(threads: int, signatures: list[str], progress: Progress) -> dict[str, _FirstRun]:
+    torch.set_num_threads(threads)
+    return _first_runs(signatures)
 
 
 def _run_marked(text: str, mark: str) -> tuple[float, int] | None:

@@ -27,7 +27,7 @@ from memfit.hardware.catalogue import parse, read_text, user_file
 from memfit.hardware.host import cpu_model, devices, host_name
 from memfit.ir import codec
 from memfit.ir.device import Device
-from memfit.progress import Progress, silent
+from memfit.units import Progress, silent
 
 _SECONDS = 0.3  # duration of one measurement, unless one call takes longer
 _LONGEST_CALL_SECONDS = 0.5

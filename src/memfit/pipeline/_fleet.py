@@ -23,11 +23,10 @@ from memfit.levers.stack import check_as_given, check_workload
 from memfit.pipeline.verbs import checked, verb
 from memfit.planner import gpu_process
 from memfit.planner.fleet_search import FleetOptions, FleetSearch, joined, search
-from memfit.progress import Progress, silent
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.report.verdict import of_text
 from memfit.sharding.proposals import SEARCHED
-from memfit.units import format_seconds, parse_hours, read_budget
+from memfit.units import Progress, format_seconds, parse_hours, read_budget, silent
 from memfit.version import __version__
 from memfit.workload import Workload, fingerprint, samples_of
 

@@ -42,14 +42,13 @@ from memfit.pipeline.statements import (
 from memfit.pipeline.verbs import checked, verb
 from memfit.planner import gpu_process
 from memfit.planner.confirmation import probe_regions
-from memfit.progress import Progress, silent
 from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import each, once
 from memfit.recomputation.generators import foreign_generators, preserved
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.rng import rng_preserved
 from memfit.sparse import parts
-from memfit.units import format_bytes
+from memfit.units import Progress, format_bytes, silent
 from memfit.workload import Workload, samples_of, tensors_of
 
 ROUNDING = 1e-6

@@ -30,7 +30,7 @@ from memfit.ir.throughput import throughput
 from memfit.ir.timeline import Timeline
 from memfit.ir.trace import Trace
 from memfit.levers import registry
-from memfit.progress import StageProgress
+from memfit.units import StageProgress
 from memfit.workload import Workload
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
