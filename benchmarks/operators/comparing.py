@@ -17,7 +17,7 @@ from memfit.capture.fake_workload import _Faker
 from memfit.capture.known_values import KnownValues
 from memfit.capture.operator_calls import tensors_in
 from memfit.capture.recorder import Recorder, Recording
-from memfit.cost.calibrate import _first_runs
+from memfit.cost.cpu_costs import _first_runs
 from memfit.hardware.cpu_allocations import allocated
 from memfit.signature import signature
 

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from memfit.cost import accelerator_costs
 from memfit.cost.accelerator_costs import AcceleratorCosts, cache_path, measured_costs, read_cache
+from memfit.cost.modelled_costs import floor_seconds
 from memfit.cost.operator_call import OperatorCall
-from memfit.cost.roofline import floor_seconds
 from memfit.errors import CaptureError
 from memfit.fake_gpu import process
 from memfit.hardware.host import find_device

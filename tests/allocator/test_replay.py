@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from memfit.allocator.replay import AllocationEvent, replay
+from memfit.allocator.caching_allocator import AllocationEvent, replay
 from memfit.allocator.settings import AllocatorSettings
 
 MIB = 2**20

@@ -8,8 +8,8 @@ from msgspec.structs import replace
 from benchmarks.calibration import measured_card
 from memfit.cost import accelerator_costs, error_bars
 from memfit.cost.error_bars import CardMeasurement, CardMeasurements, key_of, measured_like
-from memfit.cost.roofline import STEP_ERROR, roofline
-from memfit.hardware.catalogue import catalogue
+from memfit.cost.modelled_costs import STEP_ERROR, roofline
+from memfit.hardware.catalogue import known_devices
 from memfit.ir.device import Device
 from memfit.ir.operator_classes import operator_class
 from memfit.planner.prediction import predict
@@ -17,7 +17,7 @@ from tests.benchmarks.cards import CORRECTIONS, PREDICTIONS
 from tests.models import plain_trace
 
 MEASURED = measured_card(PREDICTIONS, CORRECTIONS, ["a", "b"])
-H100 = next(device for device in catalogue().values() if device.capability == (9, 0))
+H100 = next(device for device in known_devices().values() if device.capability == (9, 0))
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_the_package_has_a_file_of_them() -> None:
 def test_a_measurement_holds_for_the_family(known: dict[str, CardMeasurement]) -> None:
     known[key_of(H100, probed=False)] = MEASURED
     assert list(known) == ["nvidia-9.0"]
-    family = [device for device in catalogue().values() if measured_like(device)]
+    family = [device for device in known_devices().values() if measured_like(device)]
     assert len(family) > 1 and {device.capability for device in family} == {(9, 0)}
 
 
@@ -47,9 +47,9 @@ def test_what_is_relative_to_a_probe_holds_for_its_product(known: dict[str, Card
 
 
 def test_devices_without_a_capability_are_known_by_their_product(known: dict[str, CardMeasurement]) -> None:
-    mi = catalogue()["mi300x"]
+    mi = known_devices()["mi300x"]
     known[key_of(mi, probed=False)] = MEASURED
-    assert measured_like(mi) == MEASURED and measured_like(catalogue()["mi250x"]) is None
+    assert measured_like(mi) == MEASURED and measured_like(known_devices()["mi250x"]) is None
 
 
 def test_error_bars_are_those_of_the_reserved_bytes_and_times() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from memfit.cost.compile_time import code_seconds, kernels_of
+from memfit.cost.modelled_costs import code_seconds, kernels_of
 from memfit.ir import kernels
 from memfit.ir.trace import Trace
 from tests.models import plain_trace

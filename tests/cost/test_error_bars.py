@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from benchmarks.calibration import upper_error
-from memfit.cost.calibrate import calibrate
+from memfit.cost.cpu_costs import calibrate
 from memfit.cost.error_bars import calibration
 from memfit.ir.simulate import simulate
 from memfit.ir.trace import Work

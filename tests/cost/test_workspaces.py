@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from memfit.cost.operator_call import OperatorCall
-from memfit.cost.workspaces import (
+from memfit.cost.operator_call import (
     _RULES,
     CUDNN_KERNELS_BYTES,
     KERNELS_BYTES,
+    OperatorCall,
     kernels_bytes,
     layout_bytes,
     resident_bytes,

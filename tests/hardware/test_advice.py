@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from memfit.hardware.advice import (
+from memfit.hardware.catalogue import (
     advice,
+    known_devices,
     precisions,
     supports_24_sparsity,
     supports_bfloat16,
     supports_float8,
     supports_tf32,
 )
-from memfit.hardware.catalogue import catalogue
 from memfit.ir.device import Device
 
-KNOWN = catalogue()
+KNOWN = known_devices()
 OLD = {"t4", "rtx-2080-ti", "v100-16gb", "v100-32gb"}
 FLOAT8 = {"rtx-4090", "rtx-5090", "l4", "l40s", "h100", "h100-pcie", "h200", "b200", "mi300x"}
 

@@ -13,7 +13,7 @@ import torch
 
 from memfit.errors import UsageError
 from memfit.hardware import accelerators, host
-from memfit.hardware.measurement import _entry, keep
+from memfit.hardware.measurement import _entry, keep_devices
 
 
 @pytest.fixture
@@ -98,14 +98,14 @@ def test_a_gpu_of_an_unknown_product_needs_no_rates(monkeypatch: pytest.MonkeyPa
 def test_a_gpu_that_was_probed_is_known(monkeypatch: pytest.MonkeyPatch, own_file: Path) -> None:
     present(monkeypatch, SimpleNamespace(**{**vars(RTX_3090), "name": "NVIDIA Mystery"}))
     rates = {"vector_flops": {"float32": 1e13}, "bandwidth_bytes_per_second": 5e11, "launch_seconds": 4e-6}
-    keep([_entry(host.devices()[1], rates)])
+    keep_devices([_entry(host.devices()[1], rates)])
     gpu = host.find_device("cuda")
     assert (gpu.name, gpu.bandwidth_bytes_per_second, gpu.usable_bytes) == ("cuda:0", 5e11, 21 * GIB)
 
 
 def test_amds_have_no_compute_capability() -> None:
     properties = SimpleNamespace(name="AMD Instinct MI250X", multi_processor_count=110, major=9, minor=0)
-    gpu = host.present_gpu(3, properties, "amd", 60 * GIB, int(63.98 * GIB), host.catalogue().values())
+    gpu = host.present_gpu(3, properties, "amd", 60 * GIB, int(63.98 * GIB), host.known_devices().values())
     assert (gpu.name, gpu.capability, gpu.matrix_flops["bfloat16"]) == ("cuda:3", None, 191.5e12)
 
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from torch import nn
 from torch.nn import functional as F
 
-from memfit.allocator.replay import replay
+from memfit.allocator.caching_allocator import replay
 from memfit.errors import BudgetError
 from memfit.hardware.host import find_device
 from memfit.ir.allocations import allocations

@@ -29,8 +29,7 @@ from memfit.capture.subclasses import as_class_of, parameter_of
 from memfit.capture.user_state import UserState
 from memfit.errors import MemfitError, WorkloadError
 from memfit.interrupts import held_back
-from memfit.own_generators import generators_of_turn
-from memfit.rng import rng_preserved
+from memfit.rng import generators_of_turn, rng_preserved
 from memfit.sparse import assembled, parts
 from memfit.turns import turn
 from memfit.workload import Workload, tensors_of

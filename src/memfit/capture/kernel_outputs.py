@@ -18,7 +18,7 @@ from memfit._torch.tensors import sparse_indices, sparse_values, storage_key, st
 from memfit.argument_values import TO_SPARSE, sparse_dims_of
 from memfit.capture.known_values import KnownValues
 from memfit.capture.operator_calls import device_of, tensors_in, written_by
-from memfit.fake_gpu.recurrent import with_reserve
+from memfit.fake_gpu.fake_cuda import with_reserve
 from memfit.signature import rebuild, signature
 from memfit.sparse import assembled, parts, spread_indices
 

@@ -2,8 +2,8 @@
 
 Times are by the device's own events, over calls in a row; workspaces by the allocator's own peak around one call, once
 libraries have made their handles. CUDA is measured in a process of its own, so that neither the user's statistics nor
-a process with fake CUDA are touched. A call that can't be run there is modelled (`memfit.cost.roofline`) where the
-device's rates are known.
+a process with fake CUDA are touched. A call that can't be run there is modelled (`memfit.cost.modelled_costs`) where
+the device's rates are known.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ import torch
 from msgspec.structs import replace
 from torch.utils.checkpoint import checkpoint
 
-from memfit.cost.calibrate import OperatorCount, storages_of
+from memfit.cost.cpu_costs import OperatorCount, storages_of
 from memfit.cost.error_bars import measured_like
-from memfit.cost.operator_call import OperatorCall
-from memfit.cost.roofline import PEAK_ERROR, PEAK_ERROR_CONVOLUTIONS, check_figures, floor_seconds, roofline
-from memfit.cost.workspaces import resident_bytes
+from memfit.cost.modelled_costs import PEAK_ERROR, PEAK_ERROR_CONVOLUTIONS, check_figures, floor_seconds, roofline
+from memfit.cost.operator_call import OperatorCall, resident_bytes
 from memfit.errors import OutputError, PlanError, UsageError
 from memfit.fake_gpu import process
 from memfit.hardware.accelerators import allocated_bytes, peaks, reset_peaks, stopwatch, synchronize

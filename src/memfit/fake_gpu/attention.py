@@ -190,7 +190,7 @@ def _is_between(device: Device, low: tuple[int, int], high: tuple[int, int]) -> 
     return device.capability is not None and low <= device.capability <= high
 
 
-class Attention:
+class AttentionKernels:
     """`scaled_dot_product_attention` for fake CUDA tensors, which calls the chosen kernel's own operator.
 
     Without it fake tensors take the math kernel, which allocates the whole matrix of scores.

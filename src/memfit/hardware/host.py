@@ -15,7 +15,7 @@ import psutil
 from msgspec.structs import replace
 
 from memfit.errors import UsageError
-from memfit.hardware.catalogue import ELSEWHERE, catalogue, cublas_workspace_bytes, look_up, match
+from memfit.hardware.catalogue import ELSEWHERE, cublas_workspace_bytes, known_devices, look_up, match
 from memfit.ir.device import Device, Devices, Vendor
 
 _ACCELERATOR = re.compile(r"([a-z]+)(?::(\d+))?")
@@ -40,7 +40,7 @@ def devices() -> Devices:
     Raises:
         UsageError: The user's file of devices is invalid.
     """
-    known = list(catalogue().values())
+    known = list(known_devices().values())
     return Devices([_cpu(known), *_accelerators(known)])
 
 

@@ -209,7 +209,7 @@ def _cpu_cache_bytes() -> int:
     return max(sizes, default=0)
 
 
-def keep(devices: list[Device], path: Path | None = None) -> Path:
+def keep_devices(devices: list[Device], path: Path | None = None) -> Path:
     """Write devices to a file of devices, the user's by default; earlier probes' entries are replaced, others stay.
 
     Raises:

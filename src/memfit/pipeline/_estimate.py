@@ -11,10 +11,9 @@ from typing import Literal
 import torch
 from msgspec.structs import replace
 
-from memfit.cost.communication import with_collectives
-from memfit.cost.links import links_of
+from memfit.cost.links import links_of, with_collectives
 from memfit.errors import UsageError
-from memfit.hardware.advice import precisions
+from memfit.hardware.catalogue import precisions
 from memfit.hardware.host import find_device
 from memfit.ir import codec
 from memfit.ir.allocations import allocations

@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 
 from memfit.capture.step_capture import without_collector
-from memfit.cost.roofline import STEP_ERROR
+from memfit.cost.modelled_costs import STEP_ERROR
 from memfit.errors import InfeasibleError, UsageError
-from memfit.hardware.catalogue import catalogue, read_prices
+from memfit.hardware.catalogue import known_devices, read_prices
 from memfit.hardware.host import find_device
 from memfit.ir.device import Device
 from memfit.ir.fleet import Fleet, FleetRow, Misfit, Price
@@ -169,7 +169,7 @@ def _check(steps: int, world_sizes: Sequence[int], sharding: str, numerics: Nume
 
 def _cards(names: Sequence[str] | None) -> list[Device]:
     if names is None:
-        return [device for device in catalogue().values() if device.kind == "cuda"]
+        return [device for device in known_devices().values() if device.kind == "cuda"]
     if isinstance(names, str) or not names:
         raise UsageError(f"devices={names!r} is no list of names: give some, or None for all of the catalogue")
     cards = {device.name: device for device in map(find_device, names)}

@@ -11,7 +11,7 @@ import torch
 
 from memfit.capture.step_capture import without_collector
 from memfit.errors import UsageError
-from memfit.hardware.advice import precisions as precisions_of
+from memfit.hardware.catalogue import precisions as precisions_of
 from memfit.hardware.host import find_device
 from memfit.ir import codec
 from memfit.ir.device import Device

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from msgspec.structs import replace
 from torch import nn
 
-from memfit.cost.calibrate import hurried
+from memfit.cost.cpu_costs import hurried
 from memfit.errors import InfeasibleError, MemfitError, PlanMismatchError
 from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers, Plan, Prediction

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from memfit.cost.calibrate import missing_kernel
+from memfit.cost.cpu_costs import missing_kernel
 from memfit.ir.device import Device
 from memfit.ir.operator_costs import CostTable
 from memfit.ir.plan import (

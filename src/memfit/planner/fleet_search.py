@@ -32,7 +32,7 @@ from msgspec.structs import replace
 
 from memfit.errors import UsageError
 from memfit.fake_gpu.fake_cuda import family, runs_alike
-from memfit.hardware.advice import precisions as precisions_of
+from memfit.hardware.catalogue import precisions as precisions_of
 from memfit.ir.device import Device
 from memfit.ir.fleet import FleetRow, Misfit, Price
 from memfit.ir.plan import Levers, Numerics, Precision, allows, freest

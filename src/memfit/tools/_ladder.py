@@ -29,7 +29,7 @@ from memfit.errors import (
     UsageError,
     WorkloadError,
 )
-from memfit.hardware.advice import precisions
+from memfit.hardware.catalogue import precisions
 from memfit.hardware.host import find_device
 from memfit.ir.device import Device
 from memfit.ir.ladder import Ladder, Rung

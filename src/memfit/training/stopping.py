@@ -11,7 +11,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from memfit.errors import MemoryLimitError, RankError
-from memfit.interrupts import Held, held_back
+from memfit.interrupts import HeldSignals, held_back
 from memfit.ranks.one_process import SingleProcess
 from memfit.training.runs.checkpoint import Writing
 
@@ -25,8 +25,8 @@ _log = logging.getLogger("memfit")
 
 
 @contextlib.contextmanager
-def deferred_interrupts() -> Iterator[Held]:
-    """Defer what signals' handlers raise until `Held.check`, or until the context is left.
+def deferred_interrupts() -> Iterator[HeldSignals]:
+    """Defer what signals' handlers raise until `HeldSignals.check`, or until the context is left.
 
     Where SIGTERM has no handler, it raises SystemExit. Ctrl-C after another signal stops at once.
     """

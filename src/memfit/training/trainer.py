@@ -23,7 +23,7 @@ from memfit.errors import (
     UsageError,
     WorkloadError,
 )
-from memfit.interrupts import Held
+from memfit.interrupts import HeldSignals
 from memfit.ir import codec
 from memfit.ir.plan import Plan, uses_text
 from memfit.ir.run_record import RunRecord
@@ -194,7 +194,7 @@ class Trainer:
 
     # During
 
-    def _train(self, interrupt: Held) -> None:
+    def _train(self, interrupt: HeldSignals) -> None:
         if self._is_due(self.options.evaluate_every) and not self._is_evaluated():
             self._evaluate()  # the run was interrupted just before
         if self._saved_step is None and self.options.checkpoint_every is not None:
@@ -216,7 +216,7 @@ class Trainer:
         if self._saved_step != self.step.steps:
             self._save()
 
-    def _next_batch(self, interrupt: Held) -> tuple[Any, float] | None:
+    def _next_batch(self, interrupt: HeldSignals) -> tuple[Any, float] | None:
         """Return the next batch and how long it took to load, once all ranks have theirs; None at the end."""
         error: BaseException | None = None
         batch, samples, started = None, None, time.perf_counter()

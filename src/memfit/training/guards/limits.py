@@ -21,7 +21,7 @@ from memfit._torch.tensors import storage_key_of
 from memfit.batch import tensors_of
 from memfit.errors import MemoryLimitError
 from memfit.hardware import accelerators
-from memfit.hardware.out_of_memory import allocations_can_fail, out_of_memory
+from memfit.hardware.memory_errors import allocations_can_fail, out_of_memory
 from memfit.signature import signature
 from memfit.units import format_bytes
 

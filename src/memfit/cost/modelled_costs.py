@@ -18,12 +18,19 @@ from typing import Any
 import msgspec
 
 from memfit.cost.error_bars import measured_like
-from memfit.cost.operator_call import OperatorCall, repeated_bytes, traffic_bytes
-from memfit.cost.workspaces import layout_bytes, resident_bytes, workspace_bytes
+from memfit.cost.operator_call import (
+    OperatorCall,
+    layout_bytes,
+    repeated_bytes,
+    resident_bytes,
+    traffic_bytes,
+    workspace_bytes,
+)
 from memfit.errors import UsageError
 from memfit.ir.arguments import ITEM_BYTES, Tensor
 from memfit.ir.device import Device
 from memfit.ir.flops import Matmul
+from memfit.ir.kernels import is_kernel
 from memfit.ir.offload import COPY_IN, COPY_OUT
 from memfit.ir.operator_classes import ATTENTION, CONVOLUTIONS, COPIES, MATRIX, RECURRENT, operator_class
 from memfit.ir.operator_costs import CostTable, OpCost
@@ -268,3 +275,26 @@ def _is_depthwise(call: OperatorCall) -> bool:
 def figures() -> dict[str, Any]:
     """Return `efficiency.toml`: the attained shares of the peak rates, by class of operator, with sources."""
     return tomllib.loads(resources.files("memfit.cost").joinpath("efficiency.toml").read_text("utf-8"))
+
+
+_HEADER_SECONDS = 10.0
+"""PyTorch's headers, compiled once before the kernels."""
+_OPERATOR_SECONDS = 0.016
+"""Tracing, partitioning and lowering, in Python, for each operator of the step."""
+_KERNEL_SECONDS = 0.3
+"""The C++ compiler, for each kernel."""
+
+
+def kernels_of(trace: Trace) -> int:
+    """Return how many kernels code is made of, in the trace of a compiled step."""
+    return sum(map(is_kernel, trace.signatures))
+
+
+def code_seconds(trace: Trace, processes: int) -> float:
+    """Return about how long the code of a compiled step takes to make on a CPU.
+
+    Args:
+        trace: The step, captured under the plan.
+        processes: Kernels that are compiled at a time.
+    """
+    return _HEADER_SECONDS + _OPERATOR_SECONDS * len(trace.ops) + _KERNEL_SECONDS * kernels_of(trace) / processes

@@ -22,8 +22,8 @@ import msgspec
 import pytest
 import torch
 
-from memfit.cost import calibrate as module
-from memfit.cost.calibrate import cache_path, calibrate, measure
+from memfit.cost import cpu_costs as module
+from memfit.cost.cpu_costs import cache_path, calibrate, measure
 from memfit.ir import codec
 from memfit.ir.operator_costs import CostTable, OpCost
 from memfit.signature import signature
@@ -132,18 +132,18 @@ def test_what_is_timed_was_not_touched_since_the_caches_were_emptied_but_its_cod
 FAULTS = """
 import json, resource, sys
 import torch
-from memfit.cost import calibrate
+from memfit.cost import cpu_costs
 
-def seconds(call, clock, plain=calibrate._seconds):
+def seconds(call, clock, plain=cpu_costs._seconds):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     found = plain(call, clock)
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     return found
 
-calibrate._seconds, faults = seconds, []
+cpu_costs._seconds, faults = seconds, []
 tensor = {"t": ["float32", [int(sys.argv[1])], [1]]}
 text = json.dumps({"op": "aten.mul.Tensor", "args": [tensor, tensor]})
-calibrate._timed(text, 1e-3, torch.zeros(calibrate._CACHE_BYTES, dtype=torch.uint8))
+cpu_costs._timed(text, 1e-3, torch.zeros(cpu_costs._CACHE_BYTES, dtype=torch.uint8))
 print(json.dumps(faults))
 """
 

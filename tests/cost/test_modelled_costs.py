@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from memfit.cost.operator_call import OperatorCall
-from memfit.cost.roofline import (
+from memfit.cost.modelled_costs import (
     STEP_ERROR,
     attained_rates,
     figures,
@@ -22,8 +21,9 @@ from memfit.cost.roofline import (
     narrowest_dimension,
     roofline,
 )
+from memfit.cost.operator_call import OperatorCall
 from memfit.errors import UsageError
-from memfit.hardware.catalogue import catalogue
+from memfit.hardware.catalogue import known_devices
 from memfit.ir.operator_classes import _NAMES
 from memfit.ir.simulate import simulate
 from memfit.ir.throughput import throughput
@@ -277,7 +277,7 @@ def test_a_device_without_figures_is_refused_by_name(missing: dict[str, Any]) ->
         roofline([plain_trace("twice")], replace(AMPERE, **missing))
 
 
-GPUS = {name: device for name, device in catalogue().items() if device.kind == "cuda"}
+GPUS = {name: device for name, device in known_devices().items() if device.kind == "cuda"}
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -308,7 +308,7 @@ def test_it_needs_no_torch() -> None:
         "import sys, types; p = types.ModuleType('memfit')\n"
         f"p.__path__ = [{str(source)!r}]; sys.modules['memfit'] = p\n"
         "import memfit.ir.throughput\n"
-        "from memfit.cost.roofline import figures\n"
+        "from memfit.cost.modelled_costs import figures\n"
         "assert figures() and 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
