@@ -7,11 +7,13 @@ from msgspec.structs import replace
 
 from benchmarks.calibration import measured_card
 from memfit.cost import accelerator_costs, error_bars
+from memfit.cost.accelerator_costs import AcceleratorCosts
 from memfit.cost.error_bars import CardMeasurement, CardMeasurements, key_of, measured_like
 from memfit.cost.modelled_costs import STEP_ERROR, roofline
 from memfit.hardware.catalogue import known_devices
 from memfit.ir.device import Device
 from memfit.ir.operator_classes import operator_class
+from memfit.ir.operator_costs import CostTable
 from memfit.planner.prediction import predict
 from tests.benchmarks.cards import CORRECTIONS, PREDICTIONS
 from tests.models import plain_trace
@@ -52,6 +54,12 @@ def test_devices_without_a_capability_are_known_by_their_product(known: dict[str
     assert measured_like(mi) == MEASURED and measured_like(known_devices()["mi250x"]) is None
 
 
+def measured_table(name: str) -> CostTable:
+    return accelerator_costs._table(
+        [plain_trace(name)], replace(H100, name="cuda:0"), AcceleratorCosts(launch_seconds=1e-6), "highest"
+    )
+
+
 def test_error_bars_are_those_of_the_reserved_bytes_and_times() -> None:
     assert MEASURED.peak_error == pytest.approx(0.02) and MEASURED.step_error == pytest.approx(1 / 0.9 - 1)
     assert (MEASURED.cases, MEASURED.workloads, MEASURED.coverage) == (120, 60, 1.0)
@@ -62,16 +70,16 @@ def test_too_few_steps_leave_the_estimates_in_use(known: dict[str, CardMeasureme
     few = measured_card({**PREDICTIONS, "cases": PREDICTIONS["cases"][:20]}, CORRECTIONS, [])
     assert (few.peak_error, few.step_error, few.cases) == (None, None, 20)
     known["nvidia-9.0"] = few
-    assert accelerator_costs._error_bars(H100, False) == (0.05, 0.2, [])
+    table = measured_table("twice")
+    assert (table.peak_error, table.step_error, table.notes) == (0.05, 0.2, [])
 
 
 def test_predictions_for_a_card_like_it_take_the_bars_and_say_so(known: dict[str, CardMeasurement]) -> None:
-    here = replace(H100, name="cuda:0")
-    assert accelerator_costs._error_bars(here, True).peak == 0.10
+    assert measured_table("convnet").peak_error == 0.10
     known["nvidia-9.0"] = MEASURED
-    bars = accelerator_costs._error_bars(here, True)
-    assert (bars.peak, bars.step) == (MEASURED.peak_error, MEASURED.step_error)
-    assert bars.notes == ["error bars are those of 120 steps on A card (2026-01-01)"]
+    table = measured_table("convnet")
+    assert (table.peak_error, table.step_error) == (MEASURED.peak_error, MEASURED.step_error)
+    assert table.notes == ["error bars are those of 120 steps on A card (2026-01-01)"]
 
 
 def test_modelled_times_elsewhere_are_corrected_by_class_and_dtype_and_say_so(

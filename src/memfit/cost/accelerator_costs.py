@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -98,23 +98,34 @@ def measured_costs(
 
 def _table(traces: list[Trace], device: Device, known: AcceleratorCosts, matmul: Matmul) -> CostTable:
     """Return measured costs, with modelled ones for calls that could not be run."""
-    modelled = _modelled(traces, device, matmul)
+    modelled: dict[str, OpCost] = {}
+    with contextlib.suppress(UsageError):  # a card that the catalogue does not know
+        check_figures(device)
+        modelled = roofline(traces, device, matmul=matmul).ops
     ops: dict[str, OpCost] = {}
     for trace in traces:
         for op in trace.ops:
-            text = trace.signatures[op.signature]
+            text, rate = trace.signatures[op.signature], known.link_bytes_per_second
             if text in ops:
                 continue
+            call = OperatorCall(op.name, text, trace.works[op.signature], device)
             if op.name in (COPY_IN, COPY_OUT):
-                ops[text] = OpCost(_copy_seconds(text, known.link_bytes_per_second), 0, True)
+                if not rate:
+                    raise UsageError(
+                        "the device had no room to measure copies to the host: free memory there, and try again"
+                    )
+                ops[text] = OpCost(max((t.nbytes for t in call.given.tensors), default=0) / rate, 0, True)
             elif text in known.ops:
                 seconds, nbytes = known.ops[text]
-                floor = floor_seconds(OperatorCall(op.name, text, trace.works[op.signature], device))
-                ops[text] = OpCost(max(seconds, floor), nbytes, True)
+                ops[text] = OpCost(max(seconds, floor_seconds(call)), nbytes, True)
             else:
                 ops[text] = modelled.get(text, OpCost(known.launch_seconds, 0, False))
     convolves = any(operator_class(op.name) == CONVOLUTIONS for trace in traces for op in trace.ops)
-    bars = _error_bars(device, convolves)
+    peak_error, step_error, notes = PEAK_ERROR_CONVOLUTIONS if convolves else PEAK_ERROR, STEP_ERROR, []
+    like = measured_like(device)
+    if like is not None and like.peak_error is not None and like.step_error is not None:
+        peak_error, step_error = like.peak_error, like.step_error
+        notes = [f"error bars are those of {like.cases} steps on {like.device} ({like.date})"]
     return CostTable(
         device=device.name,
         torch_version=str(torch.__version__),
@@ -123,55 +134,16 @@ def _table(traces: list[Trace], device: Device, known: AcceleratorCosts, matmul:
         dispatch_seconds=0.0,  # within each operator's time, as the accelerator works on while the host dispatches
         checkpoint_seconds=known.checkpoint_seconds,
         selective_op_seconds=0.0,
-        peak_error=bars.peak,
-        step_error=bars.step,
-        notes=bars.notes,
+        peak_error=peak_error,
+        step_error=step_error,
+        notes=notes,
         resident_workspace_bytes=max((resident_bytes(trace, device) for trace in traces), default=0),
         link_bytes_per_second=known.link_bytes_per_second,
     )
 
 
-class _ErrorBars(NamedTuple):
-    """Relative distances of the upper ends of peaks, and of both ends of times, and what is to be said of them."""
-
-    peak: float
-    step: float
-    notes: list[str]
-
-
-def _error_bars(device: Device, convolves: bool) -> _ErrorBars:
-    """Return the error bars of steps measured on a device like this one; else those of modelled GPUs."""
-    peak, step = PEAK_ERROR_CONVOLUTIONS if convolves else PEAK_ERROR, STEP_ERROR
-    like = measured_like(device)
-    if like is None or like.peak_error is None or like.step_error is None:
-        return _ErrorBars(peak, step, [])
-    note = f"error bars are those of {like.cases} steps on {like.device} ({like.date})"
-    return _ErrorBars(like.peak_error, like.step_error, [note])
-
-
-def _modelled(traces: list[Trace], device: Device, matmul: Matmul) -> dict[str, OpCost]:
-    try:
-        check_figures(device)
-    except UsageError:  # a card that the catalogue does not know
-        return {}
-    return roofline(traces, device, matmul=matmul).ops
-
-
 def _name(signature: str) -> str:
     return str(json.loads(signature)["op"])
-
-
-def _copy_seconds(signature: str, rate: float) -> float:
-    """Return the time of a copy between host and device.
-
-    Raises:
-        UsageError: Its rate could not be measured.
-    """
-    if not rate:
-        raise UsageError("the device had no room to measure copies to the host: free memory there, and try again")
-    _, args, kwargs = rebuild(signature, "meta")
-    nbytes = max((storage.nbytes() for storage in storages_of((args, kwargs))), default=0)
-    return nbytes / rate
 
 
 def cache_path(device: Device, matmul: Matmul) -> Path:

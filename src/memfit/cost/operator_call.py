@@ -1,4 +1,17 @@
-"""A call of an operator on a device: what it is given, and the memory traffic of its kernels."""
+"""A call of an operator on a device: what it is given, the memory traffic of its kernels, and its workspace.
+
+[Workspaces] They are memory on a GPU that fake tensors don't show, one function for each operator. Sources are files of
+PyTorch 2.13 (`aten/src/ATen/native/...`, shortened to their names). Sizes are as requested; the allocator rounds them.
+Sizes that no source fixes (cuDNN's choice of algorithm) are upper bounds or estimates, and named so.
+docs/results/published.md holds them against other people's measurements.
+
+[What a context holds] A process holds memory outside of the allocator: the driver's context and the kernels that are
+loaded. A card's `context_bytes` is of processes that load a kernel when it is first launched. That is how CUDA does it
+since 11.7 where `CUDA_MODULE_LOADING=LAZY` is set before the driver starts, and by default since 12.2 (NVIDIA, *CUDA
+Programming Guide*, "Lazy Loading"). PyTorch sets it since 1.13 when it starts CUDA, which is too late where a script
+has asked `torch.cuda.is_available()` before (pytorch/pytorch issue 113326): with drivers older than CUDA 12.2 such a
+process holds every kernel of its libraries. Neither is known of a step, so that `kernels_bytes` is the upper end.
+"""
 
 from __future__ import annotations
 
@@ -247,39 +260,18 @@ def _efficient_backward(call: OperatorCall) -> int:
     shape = attention_shape(call.name, call.given)
     if shape is None:
         return 0
-    heads, half = shape.batch * shape.heads, shape.dtype != "float32"
+    heads, half, widest = shape.batch * shape.heads, shape.dtype != "float32", max(shape.dim, shape.value_dim)
+    queries = 64 if widest <= 64 else 128  # of a block, and its keys
+    keys = 128 if half and 64 < widest <= 128 else 64
     delta = _FLOAT * heads * shape.queries
-    workspace = heads * (_grad_query_tiles(shape) + (_grad_key_tiles(shape) if half else 0))
+    # GradQTempStorage: a float32 tile and 16 bytes each.
+    of_head = -(-shape.queries // queries) * -(-shape.dim // keys) * (16 + _FLOAT * queries * keys)
+    if half and widest > queries:  # registers can't hold the gradients of keys and values
+        splits = max(1, min(-(-shape.keys // keys), 200 // max(1, heads)))
+        of_head += _FLOAT * splits * keys * (_rounded_up(shape.dim, queries) + _rounded_up(shape.value_dim, queries))
+    workspace = heads * of_head
     product = 0 if half else _FLOAT * heads * shape.queries * shape.value_dim
     return delta + max(workspace, product + delta)
-
-
-def _tile(shape: AttentionShape) -> tuple[int, int]:
-    """Return the queries and keys of a block."""
-    widest = max(shape.dim, shape.value_dim)
-    if widest <= 64:
-        return 64, 64
-    return (128, 128) if widest <= 128 and shape.dtype != "float32" else (128, 64)
-
-
-def _grad_query_tiles(shape: AttentionShape) -> int:
-    """Return the bytes of GradQTempStorage for one head: a float32 tile and 16 bytes each."""
-    queries, keys = _tile(shape)
-    return -(-shape.queries // queries) * -(-shape.dim // keys) * (16 + _FLOAT * queries * keys)
-
-
-def _grad_key_tiles(shape: AttentionShape) -> int:
-    """Return the bytes of the gradients of keys and values for one head where registers can't hold them."""
-    queries, keys = _tile(shape)
-    if max(shape.dim, shape.value_dim) <= queries:
-        return 0
-    splits = max(1, min(-(-shape.keys // keys), 200 // max(1, shape.batch * shape.heads)))
-    return _FLOAT * splits * keys * (_rounded_up(shape.dim, queries) + _rounded_up(shape.value_dim, queries))
-
-
-def _softmax_backward(call: OperatorCall) -> int:
-    """`SoftMax.cu`, softmax_backward_cuda_out: the product of gradient and output, in its own tensor."""
-    return max((tensor.nbytes for tensor in call.given.tensors), default=0)
 
 
 def _layer_norm_backward(call: OperatorCall) -> int:
@@ -342,11 +334,6 @@ def _index_put(call: OperatorCall) -> int:
         return 0
     linear = Tensor("int64", max((t.shape for t in indices), key=math.prod), ())
     return 3 * linear.nbytes + _sort_bytes(linear)
-
-
-def _sort(call: OperatorCall) -> int:
-    """`Sort.cpp` and CUB: a second buffer of keys and of indices."""
-    return _sort_bytes(call.given.tensors[0])
 
 
 def _foreach_norm(call: OperatorCall) -> int:
@@ -434,7 +421,8 @@ _RULES: dict[str, _Rule] = {
     "_efficient_attention_forward": _efficient_forward,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "_efficient_attention_backward": _efficient_backward,
-    "_softmax_backward_data": _softmax_backward,
+    # `SoftMax.cu`, softmax_backward_cuda_out: the product of gradient and output, in its own tensor.
+    "_softmax_backward_data": lambda call: max(tensor.nbytes for tensor in call.given.tensors),
     "native_layer_norm_backward": _layer_norm_backward,
     "_fused_rms_norm_backward": _layer_norm_backward,
     **dict.fromkeys(("native_batch_norm", "native_batch_norm_backward"), _batch_norm),
@@ -442,7 +430,7 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(("native_group_norm", "native_group_norm_backward"), _group_norm),
     "embedding_dense_backward": _embedding_backward,
     **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _index_put),
-    **dict.fromkeys(("sort", "argsort"), _sort),
+    **dict.fromkeys(("sort", "argsort"), lambda call: _sort_bytes(call.given.tensors[0])),  # `Sort.cpp`
     "_foreach_norm": _foreach_norm,
     **dict.fromkeys(("sum", "mean", "amax", "amin", "linalg_vector_norm", "var_mean", "any", "all"), _reduction),
     **dict.fromkeys(("_cudnn_rnn", "_cudnn_rnn_backward"), _recurrent),
