@@ -105,7 +105,9 @@ def test_a_gpu_that_was_probed_is_known(monkeypatch: pytest.MonkeyPatch, own_fil
 
 def test_amds_have_no_compute_capability() -> None:
     properties = SimpleNamespace(name="AMD Instinct MI250X", multi_processor_count=110, major=9, minor=0)
-    gpu = host.present_gpu(3, properties, "amd", 60 * GIB, int(63.98 * GIB), host.known_devices().values())
+    gpu = host.present_accelerator(
+        "cuda:3", properties, "amd", 60 * GIB, int(63.98 * GIB), host.known_devices().values()
+    )
     assert (gpu.name, gpu.capability, gpu.matrix_flops["bfloat16"]) == ("cuda:3", None, 191.5e12)
 
 

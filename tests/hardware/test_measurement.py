@@ -152,7 +152,7 @@ def test_an_accelerator_of_another_kind_is_kept_for_where_it_is(own_file: Path) 
     entry = measurement._entry(here, {**figures, "launch_seconds": 1e-5})
     measurement.keep_devices([entry])
     properties = SimpleNamespace(name="Intel Arc B580", multi_processor_count=20)
-    found = host._other_accelerator("xpu:0", properties, 10_000, 12_000, known_devices().values())
+    found = host.present_accelerator("xpu:0", properties, "intel", 10_000, 12_000, known_devices().values())
     assert (found.name, found.usable_bytes, found.matrix_flops) == ("xpu:0", 10_000, rates)
     with pytest.raises(UsageError, match="'intel-arc-b580' is of kind 'xpu'.*device='xpu'"):
         host.find_device("intel-arc-b580")
