@@ -30,12 +30,9 @@ _HAVE_KERNELS = ("_fused_rms_norm", "mish_backward", "silu_backward")
 """Operators with a CUDA kernel, which PyTorch's CPU wheel decomposes."""
 
 _WITHOUT_OUTPUT: dict[str, Any] = {
-    "_fused_sgd_": None,
-    "_fused_sgd_.tensor_lr": None,
-    "_use_cudnn_ctc_loss": False,
-    "_use_cudnn_ctc_loss.Tensor": False,
-    "_use_miopen_ctc_loss": False,
-    "_use_miopen_ctc_loss.Tensor": False,
+    **dict.fromkeys(("_fused_sgd_", "_fused_sgd_.tensor_lr"), None),
+    **dict.fromkeys(("_use_cudnn_ctc_loss", "_use_cudnn_ctc_loss.Tensor"), False),
+    **dict.fromkeys(("_use_miopen_ctc_loss", "_use_miopen_ctc_loss.Tensor"), False),
 }
 """Return values of operators that allocate nothing and have no kernel for fake tensors."""
 
@@ -126,36 +123,20 @@ def _pretend(device: Device) -> None:
 def _answers(device: Device) -> dict[str, Callable[..., Any]]:
     properties = _properties(device)
     newer = device.capability is None or device.capability >= (8, 0)
-    zero = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
-    nothing = (
-        "_lazy_init",
-        "init",
-        "empty_cache",
-        "ipc_collect",
-        "manual_seed",
-        "manual_seed_all",
-        "reset_max_memory_allocated",
-        "reset_peak_memory_stats",
-        "seed",
-        "set_device",
-        "set_per_process_memory_fraction",
-        "set_rng_state",
-        "set_rng_state_all",
-        "set_stream",
-        "synchronize",
-    )
+    zero = "_exchange_device _maybe_exchange_device current_device max_memory_allocated max_memory_reserved"
+    zero += " memory_allocated memory_reserved"
+    nothing = "_lazy_init empty_cache init ipc_collect manual_seed manual_seed_all reset_max_memory_allocated"
+    nothing += " reset_peak_memory_stats seed set_device set_per_process_memory_fraction set_rng_state"
+    nothing += " set_rng_state_all set_stream synchronize"
     return {
-        **{name: _constant(0) for name in zero},
-        **{name: _constant(None) for name in nothing},
+        **dict.fromkeys(zero.split(), _constant(0)),
+        **dict.fromkeys(nothing.split(), _constant(None)),
         "_is_compiled": _constant(True),
-        "_exchange_device": _constant(0),
-        "_maybe_exchange_device": _constant(0),
         "is_available": _constant(True),
         "is_current_stream_capturing": _constant(False),
         "is_initialized": _constant(True),
         "is_bf16_supported": lambda including_emulation=True: including_emulation or newer,
         "device_count": _constant(1),
-        "current_device": _constant(0),
         "get_device_capability": _constant(device.capability or (9, 0)),
         "get_device_name": _constant(device.description),
         "get_device_properties": _constant(properties),

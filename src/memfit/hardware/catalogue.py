@@ -166,29 +166,21 @@ def look_up(name: str) -> Device:
             names = device.products if is_product else (device.name, device.name.removeprefix("rtx-"))
             if wanted in map(_squash, names):
                 return device
-    family = [entry for entry in devices if wanted in _stems(entry)]
+    # Names begin at their hyphens too: "a100" is of "a100-40gb".
+    family = [n for n in devices if wanted in {n[: at.start()].replace("-", "") for at in re.finditer("-", n)}]
     if len(family) == 1:
         return devices[family[0]]
     if family:
         raise UsageError(f"device={name!r} may be any of {', '.join(family)}: give one of these names")
-    raise UsageError(f"device={name!r} is not in the catalogue{_closest(wanted, devices)}. {how_to_add()}")
+    by_squashed = {_squash(entry): entry for entry in devices}
+    closest = difflib.get_close_matches(wanted, by_squashed, n=_SUGGESTIONS, cutoff=0.5)
+    near = f"; the closest there are {', '.join(by_squashed[each] for each in closest)}" if closest else ""
+    raise UsageError(f"device={name!r} is not in the catalogue{near}. {how_to_add()}")
 
 
 def _squash(name: str) -> str:
     """Return a name without vendor, case and punctuation."""
     return _VENDOR_WORDS.sub("", re.sub(r"[^a-z0-9]", "", name.lower()))
-
-
-def _stems(name: str) -> set[str]:
-    """Return the beginnings of a name at its hyphens: "a100" of "a100-40gb"."""
-    words = name.split("-")
-    return {"".join(words[:count]) for count in range(1, len(words))}
-
-
-def _closest(wanted: str, known: Iterable[str]) -> str:
-    by_squashed = {_squash(name): name for name in known}
-    closest = difflib.get_close_matches(wanted, by_squashed, n=_SUGGESTIONS, cutoff=0.5)
-    return f"; the closest there are {', '.join(by_squashed[name] for name in closest)}" if closest else ""
 
 
 def how_to_add() -> str:
@@ -282,10 +274,35 @@ def precisions(device: Device) -> tuple[Precision, ...]:
 def advice(device: Device) -> list[str]:
     """Return advice on a device, in sentences."""
     if device.kind == "cpu":
-        return _cpu_advice(device)
+        fast, plain = device.matrix_flops.get("bfloat16"), device.matrix_flops.get("float32")
+        if not fast or not plain:
+            return ["The speed of bfloat16 here is unknown: `memfit tools probe-devices` measures it."]
+        ratio = fast / plain
+        if ratio > 1:
+            return [
+                f"bf16-mixed saves memory and time: bfloat16 products ran {ratio:.1f} times as fast as float32 ones."
+            ]
+        return [f"bf16-mixed saves memory but no time: bfloat16 products ran at {ratio:.2g} of float32's rate."]
     if device.kind != "cuda":  # of whose units nothing is known here
         return []
-    found = [_half(device), _float32(device)]
+    if supports_bfloat16(device):
+        found = [f"Use bf16-mixed{_speed(device, 'bfloat16')}; it needs no loss scaling, as 16-mixed does."]
+    else:
+        architecture = _ARCHITECTURES.get(device.capability or (0, 0), "It")
+        found = [
+            f"Use 16-mixed, which scales the loss{_speed(device, 'float16')}. {architecture} has no bfloat16 units:"
+            " torch.cuda.is_bf16_supported() says yes because PyTorch emulates them, slowly."
+        ]
+    if supports_tf32(device):
+        needs = ", if HIPBLASLT_ALLOW_TF32=1 is set" if device.vendor == "amd" else ""
+        found.append(
+            f"torch.set_float32_matmul_precision('high') runs float32 products as TF32{_speed(device, 'tf32')},"
+            f" with 10 bits of mantissa{needs}."
+        )
+    elif "float32" in device.matrix_flops:
+        found.append(f"It has no TF32; float32 products run on matrix units as they are{_speed(device, 'float32')}.")
+    else:
+        found.append("It has no TF32: float32 products run without matrix units.")
     if supports_24_sparsity(device):
         found.append(
             "2:4 sparsity (torch.sparse.to_sparse_semi_structured) can double the rate of products; it prunes the"
@@ -295,38 +312,6 @@ def advice(device: Device) -> list[str]:
         rate = _speed(device, "float8")
         found.append(f"It has float8 products (torchao.float8){rate}; they change the numbers the most.")
     return found
-
-
-def _cpu_advice(device: Device) -> list[str]:
-    fast, plain = device.matrix_flops.get("bfloat16"), device.matrix_flops.get("float32")
-    if not fast or not plain:
-        return ["The speed of bfloat16 here is unknown: `memfit tools probe-devices` measures it."]
-    ratio = fast / plain
-    if ratio > 1:
-        return [f"bf16-mixed saves memory and time: bfloat16 products ran {ratio:.1f} times as fast as float32 ones."]
-    return [f"bf16-mixed saves memory but no time: bfloat16 products ran at {ratio:.2g} of float32's rate."]
-
-
-def _half(device: Device) -> str:
-    if supports_bfloat16(device):
-        return f"Use bf16-mixed{_speed(device, 'bfloat16')}; it needs no loss scaling, as 16-mixed does."
-    architecture = _ARCHITECTURES.get(device.capability or (0, 0), "It")
-    return (
-        f"Use 16-mixed, which scales the loss{_speed(device, 'float16')}. {architecture} has no bfloat16 units:"
-        " torch.cuda.is_bf16_supported() says yes because PyTorch emulates them, slowly."
-    )
-
-
-def _float32(device: Device) -> str:
-    if supports_tf32(device):
-        needs = ", if HIPBLASLT_ALLOW_TF32=1 is set" if device.vendor == "amd" else ""
-        return (
-            f"torch.set_float32_matmul_precision('high') runs float32 products as TF32{_speed(device, 'tf32')},"
-            f" with 10 bits of mantissa{needs}."
-        )
-    if "float32" in device.matrix_flops:
-        return f"It has no TF32; float32 products run on matrix units as they are{_speed(device, 'float32')}."
-    return "It has no TF32: float32 products run without matrix units."
 
 
 def _speed(device: Device, dtype: str) -> str:
