@@ -32,7 +32,7 @@ def test_peaks_and_where_they_are() -> None:
     assert [n / MIB for n in report.allocated_bytes] == [12, 12.5, 42.5, 42, 12, 20, 12]
     assert [n / MIB for n in report.reserved_bytes] == [12, 14, 44, 44, 44, 44, 44]
     assert (report.end_allocated_bytes, report.end_reserved_bytes) == (12 * MIB, 44 * MIB)
-    assert (report.num_ooms, report.oom_point) == (0, None)
+    assert (report.num_ooms, report.oom) == (0, None)
 
 
 def test_a_replay_ends_where_more_is_reserved_than_is_of_interest() -> None:
@@ -53,7 +53,7 @@ def test_a_second_step_uses_the_names_and_the_memory_again() -> None:
 
 def test_running_out_ends_the_replay_at_the_point_where_it_happens() -> None:
     report = replay(STEP, AllocatorSettings(), 40 * MIB)
-    assert (report.num_ooms, report.num_alloc_retries, report.oom_point) == (1, 1, 1)
+    assert report.oom is not None and (report.num_ooms, report.num_alloc_retries, report.oom.point) == (1, 1, 1)
     assert report.oom == STEP[2]
     assert report.peak_reserved_bytes == 14 * MIB
     assert replay(STEP, AllocatorSettings(), 44 * MIB).num_ooms == 0

@@ -30,10 +30,6 @@ Tracer = Callable[[str, int, int, int], None]
 """Called with an action of PyTorch's memory history, an address, a size, and a stream."""
 
 
-def _untraced(action: str, address: int, size: int, stream: int) -> None:
-    pass
-
-
 class MemoryBlock:
     """A part of a segment: in use, free, or (in an expandable segment only) unmapped.
 
@@ -131,10 +127,6 @@ class Pool:
         else:
             del self.unmapped[bisect_left(self.unmapped, (block.address,))]
 
-    def first_of_size(self, size: int) -> int:
-        """Return the index in `free` of the first block of at least this size."""
-        return bisect_left(self.free, (size,))
-
 
 class CachingAllocator:
     """PyTorch's caching allocator of one CUDA device, without the device.
@@ -175,7 +167,7 @@ class CachingAllocator:
         limited = settings.memory_fraction < 1 and total is not None
         self._allowed_bytes = int(settings.memory_fraction * total) if limited and total is not None else None
         self._total_bytes = _UNKNOWN_TOTAL_BYTES if total is None else total
-        self._trace = trace or _untraced
+        self._trace: Tracer = trace or (lambda *_: None)
         self._pools: dict[tuple[bool, int], Pool] = {}
         self._next_address = _FIRST_ADDRESS
         self._lookups = 0
@@ -248,7 +240,7 @@ class CachingAllocator:
         """Take the best fit: the smallest free block that is large enough, at the lowest address."""
         self._lookups += not pool.small
         free = pool.free
-        i = pool.first_of_size(size)
+        i = bisect_left(pool.free, (size,))
         if i == len(free):
             return None
         if self.settings.expandable_segments:
@@ -316,7 +308,7 @@ class CachingAllocator:
         if most is None or self.settings.expandable_segments:
             return False
         wanted = max(size, most)
-        i = pool.first_of_size(wanted)
+        i = bisect_left(pool.free, (wanted,))
         if i < len(pool.free):
             self._release(pool.free[i][2])
             return True
@@ -479,11 +471,6 @@ class AllocatorReport(msgspec.Struct, frozen=True, kw_only=True):
     oom: AllocationEvent | None = None
     allocated_bytes: list[int] = []
     reserved_bytes: list[int] = []
-
-    @property
-    def oom_point(self) -> int | None:
-        """The point of the event that failed."""
-        return None if self.oom is None else self.oom.point
 
 
 class LiveStorages:
