@@ -341,7 +341,7 @@ def generators_of(modules: Iterable[nn.Module], reader: Reader | None = None) ->
     return list(generators.values())
 
 
-def own_generators(module: nn.Module) -> list[Any]:
+def attribute_generators(module: nn.Module) -> list[Any]:
     """Return the random generators in a module's attributes."""
     return [value for value in vars(module).values() if isinstance(value, _GENERATORS)]
 

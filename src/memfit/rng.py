@@ -1,4 +1,10 @@
-"""The global random number generators: PyTorch's, on the CPU and on accelerators, Python's and NumPy's."""
+"""The global random number generators: PyTorch's, on the CPU and on accelerators, Python's and NumPy's.
+
+[Own generators] A verb draws, and sets generators back; a training in another thread must not notice. So in a process
+with several threads a turn has copies of the global generators, which its code draws from and sets: PyTorch's on the
+CPU, Python's and NumPy's. Not covered are generators of accelerators, and code that holds one of Python's or NumPy's
+functions, or the object they are methods of, from before (`from random import random`).
+"""
 
 from __future__ import annotations
 
