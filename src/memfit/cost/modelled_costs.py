@@ -266,8 +266,9 @@ def figures() -> dict[str, Any]:
 
 # [How long code takes to make] Measured on two cores of an AMD EPYC with torch 2.13 and g++ 12, in CPU seconds with one
 # process that compiles, for six steps: perceptrons of 2 and 8 blocks, byte-level Transformers of 1 and 4 layers, a
-# GPT-2 of 4 layers and a ResNet. They took 16 to 55 s, and these constants give each of them to within 16 %. No benchmark
-# holds that yet, and another machine takes other times: it is an estimate to be said, and nothing is chosen by it.
+# GPT-2 of 4 layers and a ResNet. They took 16 to 55 s, and these constants give each of them to within 16 %. No
+# benchmark holds that yet, and another machine takes other times: it is an estimate to be said, and nothing is chosen
+# by it.
 _HEADER_SECONDS = 10.0
 """PyTorch's headers, compiled once before the kernels."""
 _OPERATOR_SECONDS = 0.016
