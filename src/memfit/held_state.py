@@ -201,7 +201,6 @@ class _Reached:
             waiting = [value for value in self._members() if not self.functions.keys() >= set(_functions(value))]
 
     def _follow(self, function: types.FunctionType, kind: type | None) -> list[Any]:
-        """Add a function; return the values that it leads to."""
         if function in self.functions or len(self.functions) >= _MOST_FUNCTIONS:
             return []
         self.functions[function] = None
@@ -286,7 +285,6 @@ class Reader:
         return self._places(_Reached(hooks, None)) if hooks else []
 
     def _places(self, reached: _Reached) -> list[Place]:
-        """Return the places that functions name."""
         places: list[Place] = []
         for function in reached.functions:
             if is_followed(function):
@@ -314,7 +312,6 @@ class Reader:
 
 
 def _of_type(value: type | types.ModuleType, names: set[str]) -> Place:
-    """Return the place of a class's or a module's values."""
     mine = tuple(sorted(n for n in names & vars(value).keys() if _is_value(vars(value)[n])))
     return Place(value.__name__, functools.partial(vars, value), mine)
 

@@ -113,7 +113,6 @@ def _hex(state: torch.Tensor) -> str:
 
 
 def _listed(value: Any) -> Any:
-    """Return NumPy's state with arrays as lists."""
     if isinstance(value, dict):
         return {key: _listed(item) for key, item in value.items()}
     if isinstance(value, np.ndarray):

@@ -296,7 +296,6 @@ class CachingAllocator:
         return block
 
     def _release(self, block: MemoryBlock) -> None:
-        """Return an unused segment to the device."""
         block.pool.remove(block)
         del self.segments[block.address]
         self.reserved_bytes -= block.size

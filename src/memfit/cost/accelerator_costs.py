@@ -233,7 +233,6 @@ def _cost(text: str, device: torch.device) -> tuple[float, int] | None:
 
 
 def _least_seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Return the least time of a call, over some batches of calls in a row."""
     timed = stopwatch(device)
     once = timed(call, 1)
     count = max(1, min(_MOST_CALLS, int(_SECONDS / max(once, 1e-7))))

@@ -308,8 +308,6 @@ def measure(
 
 
 class _FirstRun(NamedTuple):
-    """The time and workspace of a call's first run."""
-
     seconds: float
     workspace_bytes: int
 
@@ -502,7 +500,6 @@ def _least_seconds(text: str, evicting: torch.Tensor) -> float:
 
 
 def _blocks(values: Any) -> dict[int, int]:
-    """Return the bytes of each block that tensors among arguments or outputs have."""
     return {storage_key(storage): storage.nbytes() for storage in storages_of(values)}
 
 

@@ -155,7 +155,6 @@ def _answers(device: Device) -> dict[str, Callable[..., Any]]:
 
 
 def _constant(value: Any) -> Callable[..., Any]:
-    """Return a function of any arguments that returns the value."""
 
     def answer(*_: Any, **__: Any) -> Any:
         return value

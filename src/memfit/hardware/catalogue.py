@@ -315,7 +315,6 @@ def advice(device: Device) -> list[str]:
 
 
 def _speed(device: Device, dtype: str) -> str:
-    """Return a rate and its ratio to float32's without matrix units, where both are known."""
     fast, plain = device.matrix_flops.get(dtype), device.vector_flops.get("float32")
     if not fast or not plain:
         return ""

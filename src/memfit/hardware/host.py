@@ -41,8 +41,32 @@ def devices() -> Devices:
     Raises:
         UsageError: The user's file of devices is invalid.
     """
+    import torch
+
+    from memfit.hardware import accelerators
+
     known = list(known_devices().values())
-    return Devices([_cpu(known), *_accelerators(known)])
+    now = {"name": "cpu", "memory_bytes": psutil.virtual_memory().total, "usable_bytes": free_bytes()}
+    threads = torch.get_num_threads()
+    found = [Device(kind="cpu", vendor="cpu", description=cpu_model(), cores=threads, **now)]
+    for device in known:
+        if device.kind == "cpu" and device.cores == threads and cpu_model() in device.products:
+            found = [replace(device, **now)]  # of a probe with as many threads
+            break
+    kind = accelerators.current_kind()  # PyTorch has one at a time
+    if kind is None:
+        return Devices(found)
+    module = torch.get_device_module(kind)
+    for index in range(module.device_count()):
+        place = torch.device(kind, index)
+        free, total = accelerators.memory_info(place)
+        free += accelerators.reserved_bytes(place)  # held by this process's allocator
+        properties = module.get_device_properties(index) if hasattr(module, "get_device_properties") else None
+        vendor: Vendor = _VENDORS.get(kind, "other")
+        if kind == "cuda":
+            vendor = "amd" if torch.version.hip else "nvidia"
+        found.append(present_accelerator(f"{kind}:{index}", properties, vendor, free, total, known))
+    return Devices(found)
 
 
 def check_device(name: str) -> None:
@@ -90,40 +114,6 @@ def find_device(name: str) -> Device:
             " name one of these, or a device of the catalogue (`memfit devices`)"
         )
     return present
-
-
-def _cpu(known: Iterable[Device]) -> Device:
-    """Return this machine's CPU, with the figures of a probe with the same number of threads."""
-    import torch
-
-    now = {"name": "cpu", "memory_bytes": psutil.virtual_memory().total, "usable_bytes": free_bytes()}
-    threads = torch.get_num_threads()
-    for device in known:
-        if device.kind == "cpu" and device.cores == threads and cpu_model() in device.products:
-            return replace(device, **now)
-    return Device(kind="cpu", vendor="cpu", description=cpu_model(), cores=threads, **now)
-
-
-def _accelerators(known: Iterable[Device]) -> list[Device]:
-    """Return this machine's accelerators; PyTorch has one kind of them at a time."""
-    import torch
-
-    from memfit.hardware import accelerators
-
-    kind = accelerators.current_kind()
-    if kind is None:
-        return []
-    module, found = torch.get_device_module(kind), []
-    for index in range(module.device_count()):
-        device = torch.device(kind, index)
-        free, total = accelerators.memory_info(device)
-        free += accelerators.reserved_bytes(device)  # held by this process's allocator
-        properties = module.get_device_properties(index) if hasattr(module, "get_device_properties") else None
-        vendor = _VENDORS.get(kind, "other")
-        if kind == "cuda":
-            vendor = "amd" if torch.version.hip else "nvidia"
-        found.append(present_accelerator(f"{kind}:{index}", properties, vendor, free, total, known))
-    return found
 
 
 def present_accelerator(
