@@ -16,18 +16,21 @@ from msgspec.structs import replace
 from memfit.cost.modelled_costs import (
     STEP_ERROR,
     attained_rates,
+    code_seconds,
     figures,
     kernel_seconds,
+    kernels_of,
     narrowest_dimension,
     roofline,
 )
 from memfit.cost.operator_call import OperatorCall
 from memfit.errors import UsageError
 from memfit.hardware.catalogue import known_devices
+from memfit.ir import kernels
 from memfit.ir.operator_classes import _NAMES
 from memfit.ir.simulate import simulate
 from memfit.ir.throughput import throughput
-from memfit.ir.trace import Work
+from memfit.ir.trace import Trace, Work
 from tests.gpus import AMPERE
 from tests.ir.test_flops import call, tensor
 from tests.models import plain_trace
@@ -345,3 +348,20 @@ def test_products_of_rows_that_begin_anywhere_are_slower() -> None:
         return given_seconds(MM, args, Work(2 * 8192 * 768 * n, 2**24, 2**20, "bfloat16", True))
 
     assert 1.5 < seconds(50257) / seconds(50304) < 2.5
+
+
+def with_kernels(count: int) -> Trace:
+    trace = plain_trace("transformer")
+    fused = [kernels.text((text,), number) for number, text in enumerate(trace.signatures[:count])]
+    return replace(trace, signatures=[*trace.signatures, *fused])
+
+
+def test_a_step_that_is_not_compiled_has_no_kernels() -> None:
+    assert kernels_of(plain_trace("transformer")) == 0
+    assert kernels_of(with_kernels(7)) == 7
+
+
+def test_more_kernels_and_operators_take_longer_and_more_processes_less() -> None:
+    few, many = with_kernels(2), with_kernels(12)
+    assert code_seconds(few, 1) < code_seconds(many, 1) < code_seconds(replace(many, ops=many.ops * 2), 1)
+    assert code_seconds(many, 1) - code_seconds(many, 2) > code_seconds(few, 1) - code_seconds(few, 2) > 0
