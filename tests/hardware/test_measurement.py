@@ -70,21 +70,16 @@ def test_nothing_else_in_the_file_changes(found: Device, own_file: Path) -> None
     assert text.count(f"[{found.name}]\n") == 3  # its table and its marks
 
 
-def test_an_entry_that_no_probe_wrote_is_left_alone(found: Device, own_file: Path) -> None:
+@pytest.mark.parametrize(("text", "message"), [(MINE, "memfit did not write.*--output"), ("[mine", "not valid TOML")])
+def test_an_entry_that_no_probe_wrote_and_a_damaged_file_are_left_alone(
+    text: str, message: str, found: Device, own_file: Path
+) -> None:
     own_file.parent.mkdir()
-    mine = MINE.replace("[mine]", f"[{found.name}]")
-    own_file.write_text(mine)
-    with pytest.raises(UsageError, match="memfit did not write.*--output"):
+    text = text.replace("[mine]", f"[{found.name}]")
+    own_file.write_text(text)
+    with pytest.raises(UsageError, match=message):
         measurement.keep_devices([found])
-    assert own_file.read_text() == mine
-
-
-def test_a_damaged_file_is_left_alone(found: Device, own_file: Path) -> None:
-    own_file.parent.mkdir()
-    own_file.write_text("[mine")
-    with pytest.raises(UsageError, match="not valid TOML"):
-        measurement.keep_devices([found])
-    assert own_file.read_text() == "[mine"
+    assert own_file.read_text() == text
 
 
 def test_other_files_can_be_written_and_not_every_one(found: Device, own_file: Path, tmp_path: Path) -> None:
@@ -136,20 +131,22 @@ def _not_pinned(tensor: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("cannot pin")
 
 
+ARC = Device(
+    name="xpu:0",
+    kind="xpu",
+    vendor="intel",
+    description="Intel Arc B580",
+    memory_bytes=12_000,
+    usable_bytes=11_000,
+    cores=20,
+    products=("Intel Arc B580",),
+)
+
+
 def test_an_accelerator_of_another_kind_is_kept_for_where_it_is(own_file: Path) -> None:
-    here = Device(
-        name="xpu:0",
-        kind="xpu",
-        vendor="intel",
-        description="Intel Arc B580",
-        memory_bytes=12_000,
-        usable_bytes=11_000,
-        cores=20,
-        products=("Intel Arc B580",),
-    )
     rates = {"float32": 1e13}
     figures = {"matrix_flops": rates, "vector_flops": rates, "bandwidth_bytes_per_second": 4e11}
-    entry = measurement._entry(here, {**figures, "launch_seconds": 1e-5})
+    entry = measurement._entry(ARC, {**figures, "launch_seconds": 1e-5})
     measurement.keep_devices([entry])
     properties = SimpleNamespace(name="Intel Arc B580", multi_processor_count=20)
     found = host.present_accelerator("xpu:0", properties, "intel", 10_000, 12_000, known_devices().values())
@@ -159,31 +156,16 @@ def test_an_accelerator_of_another_kind_is_kept_for_where_it_is(own_file: Path) 
 
 
 def test_what_could_not_be_measured_is_named() -> None:
-    bare = Device(
-        name="x", kind="xpu", vendor="intel", description="x", memory_bytes=2, usable_bytes=1, cores=1, launch_seconds=1
-    )
+    bare = msgspec.structs.replace(ARC, launch_seconds=1)
     assert missing_figures(bare) == ["bandwidth_bytes_per_second", "vector_flops.float32"]
 
 
 def test_a_gpu_is_an_entry_of_its_product() -> None:
-    gpu = Device(
-        name="cuda:0",
-        kind="cuda",
-        vendor="nvidia",
-        description="NVIDIA GeForce RTX 4070",
-        memory_bytes=12_000,
-        usable_bytes=11_000,
-        cores=46,
-        capability=(8, 9),
-    )
+    identity = {"name": "cuda:0", "kind": "cuda", "vendor": "nvidia", "description": "NVIDIA GeForce RTX 4070"}
+    gpu = msgspec.structs.replace(ARC, **identity, capability=(8, 9))
     rates = {"float32": 2e13, "tf32": 4e13}
-    measured = {
-        "matrix_flops": rates,
-        "vector_flops": {"float32": 2e13},
-        "bandwidth_bytes_per_second": 4e11,
-        "launch_seconds": 4e-6,
-    }
-    entry = measurement._entry(gpu, measured)
+    figures = {"matrix_flops": rates, "vector_flops": {"float32": 2e13}, "bandwidth_bytes_per_second": 4e11}
+    entry = measurement._entry(gpu, {**figures, "launch_seconds": 4e-6})
     assert (entry.name, entry.products) == ("nvidia-geforce-rtx-4070", ("NVIDIA GeForce RTX 4070",))
     assert (entry.context_bytes, entry.matrix_flops) == (1000, rates)
     assert {"context_bytes", "matrix_flops", "usable_bytes"} <= entry.sources.keys()
