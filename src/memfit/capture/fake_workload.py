@@ -16,8 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from memfit._torch.dispatch import DisableTorchFunction
-from memfit._torch.fake import FakeTensor, FakeTensorMode
-from memfit._torch.fake_cache import CachedFakeTensorMode
+from memfit._torch.fake import CachedFakeTensorMode, FakeTensor, FakeTensorMode
 from memfit._torch.modules import Apply, apply_as_its_class, converted_by, own_buffers, own_parameters
 from memfit._torch.replacement import replaced_here
 from memfit._torch.tensors import dispatches, inner_tensors, is_wrapper, rewrapped, storage_key_of

@@ -37,7 +37,7 @@ import numpy as np
 import torch
 
 from memfit._torch.fake import FakeTensor
-from memfit._torch.foreach import supported_types
+from memfit._torch.operators import supported_types
 from memfit.batch import set_slot
 from memfit.capture.object_graph import contents_of
 from memfit.held_state import ATOMS

@@ -13,7 +13,7 @@ import torch
 from memfit._torch.cuda import answer_for_one_device
 from memfit._torch.dispatch import has_kernel_for_dispatch_key
 from memfit._torch.fake import FakeTensor, FakeTensorMode, fake_tensor
-from memfit._torch.foreach import optimizer_types
+from memfit._torch.operators import optimizer_types
 from memfit.fake_gpu import recurrent
 from memfit.fake_gpu.attention import Attention, takes_cudnn_first
 from memfit.fake_gpu.shim import is_loaded

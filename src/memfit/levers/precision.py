@@ -23,8 +23,8 @@ import msgspec
 import torch
 from torch import nn
 
-from memfit._torch.foreach import foreach_copy_
 from memfit._torch.modules import NormBase, own_parameters
+from memfit._torch.operators import foreach_copy_
 from memfit.hardware.advice import precisions, supports_tf32
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers
