@@ -81,10 +81,6 @@ def _write_dict(held: Any, contents: dict[Any, Any]) -> None:
     kind.update(held, contents)
 
 
-def _write_list(held: Any, contents: list[Any]) -> None:
-    list.__setitem__(held, slice(None), contents)
-
-
 def _write_set(held: Any, contents: list[Any]) -> None:
     set.clear(held)
     set.update(held, contents)
@@ -147,7 +143,7 @@ def _dict_contents(held: dict[Any, Any]) -> dict[Any, Any]:
 
 
 _DICT = _ContainerKind(_dict_contents, _write_dict)
-_LIST = _ContainerKind(list.copy, _write_list)
+_LIST = _ContainerKind(list.copy, lambda held, contents: list.__setitem__(held, slice(None), contents))
 _SET = _ContainerKind(lambda held: list(set.__iter__(held)), _write_set)
 _DEQUE = _ContainerKind(lambda held: list(collections.deque.__iter__(held)), _write_deque)
 _CLASS = _ContainerKind(_class_contents, _write_class)
