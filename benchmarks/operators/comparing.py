@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.operators.samples import Sample, backward, mapped
 from memfit._torch.dispatch import EagerMode, disable_current_modes
-from memfit._torch.fake_cache import CachedFakeTensorMode
+from memfit._torch.fake import CachedFakeTensorMode
 from memfit._torch.tensors import storage_key_of
 from memfit.capture.composites import composites_without_mode
 from memfit.capture.fake_workload import _Faker

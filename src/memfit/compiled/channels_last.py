@@ -14,7 +14,7 @@ from torch import fx
 
 from memfit._torch.dispatch import OpOverload
 from memfit._torch.fake import detect_fake_mode
-from memfit._torch.pytree import tree_leaves
+from memfit._torch.tensors import tree_leaves
 
 _TAKES = {torch.ops.aten.convolution.default: (0, 1), torch.ops.aten.convolution_backward.default: (0, 1, 2)}
 """The positions of a convolution's arguments to lay out: input, gradient and weight."""

@@ -18,8 +18,7 @@ from torch import fx
 
 from memfit._torch.dispatch import OpOverload
 from memfit._torch.operators import schema_of
-from memfit._torch.pytree import tree_leaves, tree_map_only
-from memfit._torch.tensors import storage_key_of
+from memfit._torch.tensors import storage_key_of, tree_leaves, tree_map_only
 from memfit.capture.kernel_outputs import kernel_outputs
 from memfit.capture.operator_calls import draws_random_numbers, work_of
 from memfit.compiled.fusion import COMPUTED_FOR_EACH, INLINED, is_fusible, is_written_between, kernels, puts_into

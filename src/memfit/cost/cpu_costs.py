@@ -27,8 +27,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from memfit._torch.autograd import profiler_enabled
 from memfit._torch.dispatch import EagerMode
-from memfit._torch.pytree import tree_leaves
-from memfit._torch.tensors import storage_key
+from memfit._torch.tensors import storage_key, tree_leaves
 from memfit.cost.cost_source import fixed_source
 from memfit.cost.error_bars import calibration
 from memfit.errors import OutputError, PlanError

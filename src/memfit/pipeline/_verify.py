@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from memfit._torch.foreach import foreach_mul_
 from memfit._torch.modules import NormBase
+from memfit._torch.operators import foreach_mul_
 from memfit.capture.external_state import differences
 from memfit.capture.fake_workload import nothing_changes, real_copy
 from memfit.capture.measured_peak import measure_peak_bytes, measure_peaks

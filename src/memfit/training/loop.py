@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit._torch.pytree import tree_map
+from memfit._torch.tensors import tree_map
 from memfit.batch import leaves_of
 from memfit.ir.trace import Phase
 from memfit.tape import BatchTensor, Entry, ExecutionContext, LoopWorkload, ModuleTensor, Reference, ResultTensor

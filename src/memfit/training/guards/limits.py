@@ -16,8 +16,7 @@ import torch
 
 from memfit._torch.dispatch import EagerMode
 from memfit._torch.fake import FakeTensorMode
-from memfit._torch.pytree import tree_leaves, tree_map
-from memfit._torch.tensors import storage_key_of
+from memfit._torch.tensors import storage_key_of, tree_leaves, tree_map
 from memfit.batch import tensors_of
 from memfit.errors import MemoryLimitError
 from memfit.hardware import accelerators
