@@ -21,7 +21,7 @@ SETTINGS = (DOCS / "reference" / "settings.md").read_text()
 OURS = {"memfit", "benchmarks", "examples", "tests", "mine"}
 ELSEWHERE = {"jittor", "keras"}
 """Extras with environments of their own, and the rooms of memfit that are imported there alone."""
-WITHIN = {"integrations/engines.py": "accelerate", "integrations/internals.py": "accelerate"}
+WITHIN = {"integrations/internals.py": "accelerate"}
 """Modules that are imported by others with `brought_by` only, and what these ask for."""
 BROUGHT_BY_OTHERS = {
     "IPython",  # imported in a notebook only

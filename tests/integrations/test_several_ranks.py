@@ -27,7 +27,7 @@ with warnings.catch_warnings():
 
 from accelerate.utils import DistributedType
 
-from memfit.integrations.engines import engine_of
+from memfit.integrations.accelerate import engine_of
 from memfit.integrations.trainer_plan import TrainerPlan
 from tests.integrations.trainers import SAMPLES, UNITS, Net, loss_fn, net, on_two_ranks, plugin
 

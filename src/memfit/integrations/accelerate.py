@@ -7,21 +7,25 @@ from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from memfit.errors import UsageError, brought_by
-from memfit.integrations.trainer_plan import MIXED, NAMES, TrainerPlan, check_budget
+from memfit.integrations.trainer_plan import NAMES, TrainerPlan, check_budget, data_parallel
 from memfit.ir.plan import Plan
-from memfit.pipeline.verbs import plan_given
-from memfit.ranks.environment import launched_size
+from memfit.ir.sharding import Reduces, Sharding
+from memfit.ranks.environment import check_shared, launched_size
 from memfit.ranks.group import Group
 from memfit.ranks.one_process import SingleProcess
 from memfit.workload import Workload
 
 with brought_by("accelerate", "memfit.integrations.accelerate"):
     import accelerate as _accelerate
+    from accelerate.utils import DistributedType
 
-    from memfit.integrations.engines import OWN_CHECKPOINTING, engine_of, own_checkpointing
-    from memfit.integrations.internals import forget_accelerator_state
+    from memfit.integrations.internals import forget_accelerator_state, fully_sharded_modules
+
+OWN_CHECKPOINTING = "the engine's own checkpointing (FullyShardedDataParallelPlugin.activation_checkpointing)"
 
 
 class FittedLoop(TrainerPlan):
@@ -67,15 +71,7 @@ class FittedLoop(TrainerPlan):
             if plugin is not None:
                 plugin.activation_checkpointing = False
                 off.append(f"{OWN_CHECKPOINTING} is turned off: the plan's recomputation replaces it")
-        precisions = ["32-true"] if engine is not None and engine.is_fully_sharded else list(MIXED[:2])
-        super().__init__(
-            workload,
-            engine=engine,
-            ranks=ranks,
-            given=plan_given(plan),
-            budget=budget,
-            **({"precisions": precisions} | options),
-        )
+        super().__init__(workload, engine=engine, ranks=ranks, given=plan, budget=budget, **options)
         self.plan = replace(self.plan, notes=[*self.plan.notes, *off])
         self.checkpoint(workload.model)
 
@@ -97,3 +93,78 @@ class FittedLoop(TrainerPlan):
                 f" {self.plan.engine}: give these arguments as FittedLoop(arguments=...)"
             )
         return made
+
+
+def engine_of(accelerator: Any, model: nn.Module, arguments: dict[str, Any] | None = None) -> Sharding | None:
+    """Return how an `Accelerator` has ranks share the step of a model that it has not prepared; None for one process.
+
+    Args:
+        arguments: Those of DistributedDataParallel; None for the accelerator's.
+
+    Raises:
+        UsageError: By an engine that memfit can't count, or not among all processes of a launcher.
+    """
+    check_shared(
+        accelerator.num_processes,
+        "accelerate's step",
+        "on CPUs give FittedLoop(arguments={'cpu': True}) or TrainingArguments(use_cpu=True) to share the step, or"
+        " start one process, without torchrun",
+    )
+    kind = accelerator.distributed_type
+    if kind == DistributedType.NO:
+        return None
+    config = getattr(accelerator, "parallelism_config", None)
+    for name in ("tp_size", "cp_size", "sp_size", "dp_replicate_size"):
+        if (size := getattr(config, name, 1) or 1) > 1:
+            raise UsageError(
+                f"ParallelismConfig.{name}={size}: memfit predicts plain data parallelism and FSDP2 over all"
+                f" processes. Give {name}=1; memfit.estimate(parallel=...) predicts tensor, context and"
+                " pipeline parallelism"
+            )
+    each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+    reduces: Reduces = "each" if each else "last"
+    if kind == DistributedType.FSDP:
+        return _fully_sharded(accelerator, model, reduces)
+    if not kind.value.startswith("MULTI_"):
+        raise UsageError(
+            f"accelerate runs the step by {kind.value}, which memfit does not predict: use"
+            " DistributedDataParallel or FullyShardedDataParallelPlugin(fsdp_version=2)"
+        )
+    if arguments is None:
+        arguments = {} if accelerator.ddp_handler is None else accelerator.ddp_handler.to_kwargs()
+    return data_parallel(accelerator.num_processes, arguments, reduces=reduces)
+
+
+def _fully_sharded(accelerator: Any, model: nn.Module, reduces: Reduces) -> Sharding:
+    plugin, where = accelerator.state.fsdp_plugin, "FullyShardedDataParallelPlugin"
+    if plugin.fsdp_version != 2:
+        raise UsageError(
+            f"{where}.fsdp_version={plugin.fsdp_version}: memfit predicts FSDP2 (fully_shard). Give fsdp_version=2"
+        )
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        raise UsageError(f"{where}.cpu_offload: memfit does not predict shards in the host's memory. Give False")
+    if plugin.ignored_modules is not None:
+        raise UsageError(f"{where}.ignored_modules: memfit predicts every parameter as sharded. Give None")
+    if accelerator.mixed_precision != "no" or getattr(plugin.mixed_precision_policy, "param_dtype", None) is not None:
+        raise UsageError(
+            f"mixed_precision={accelerator.mixed_precision!r} under {where}: memfit does not predict the casts of"
+            " FSDP2. Give mixed_precision='no' (TrainingArguments: leave bf16 and fp16 out), use"
+            " DistributedDataParallel, or memfit.train with a plan of world_size="
+        )
+    units, kept = fully_sharded_modules(plugin, model)
+    return Sharding(
+        world_size=accelerator.num_processes,
+        mode="zero3" if plugin.reshard_after_forward else "zero2",
+        units=tuple(units),
+        kept=tuple(kept) if plugin.reshard_after_forward else (),
+        reduces=reduces,
+    )
+
+
+def own_checkpointing(accelerator: Any) -> Any:
+    """Return an accelerator's FSDP plugin if it checkpoints the modules that it shards; None where it does not.
+
+    With the plan's regions, modules would be recomputed twice.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    return plugin if getattr(plugin, "activation_checkpointing", False) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memfit._torch.tensors import tree_leaves
 from memfit.errors import UsageError, brought_by
-from memfit.integrations.trainer_plan import MIXED, TrainerPlan, check_budget, data_parallel
+from memfit.integrations.trainer_plan import TrainerPlan, check_budget, data_parallel
 from memfit.ir.plan import Plan
 from memfit.ir.sharding import Sharding as Sharding
-from memfit.pipeline.verbs import plan_given
 from memfit.ranks.environment import check_shared, launched_size
 from memfit.ranks.launch import joined
 from memfit.ranks.one_process import SingleProcess
 from memfit.rng import rng_preserved
 from memfit.training.optimizers import parameters_of
-from memfit.training.runs.log import LogFunction, LoopLog
+from memfit.training.runs.log import LogFunction
 from memfit.words import Words
 from memfit.workload import Workload, batch_size_of
 
@@ -49,7 +48,7 @@ _WORDS = Words(
 )
 
 
-class MemfitCallback(Callback):  # type: ignore[misc]
+class MemfitCallback(TrainerPlan, Callback):  # type: ignore[misc]
     """A callback that plans for a `LightningModule`, and checkpoints it while it is fitted.
 
     The trainer is made with `trainer_arguments`, and the loader with `microbatch_size`:
@@ -111,40 +110,31 @@ class MemfitCallback(Callback):  # type: ignore[misc]
         if engine is not None:
             check_shared(engine.world_size, "engine=", f"give it world_size={launched_size()}")
         # Gradients of each microbatch are sent by its ModelParallelStrategy, and of the last by its DDPStrategy.
-        self._engine = engine and replace(engine, reduces="each" if engine.is_fully_sharded else "last")
-        if engine is not None and engine.is_fully_sharded:
-            options = {"precisions": list(MIXED[:1])} | options
+        engine = engine and replace(engine, reduces="each" if engine.is_fully_sharded else "last")
         planned = _configured(module) if optimizer is None else optimizer
         workload = Workload(module, batch, _training_step, planned, name=type(module).__name__)  # type: ignore[arg-type]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r".*self\.log.*", category=UserWarning)
             with joined("cpu") if launched_size() > 1 else contextlib.nullcontext(SingleProcess()) as ranks:
-                self._fitted = TrainerPlan(
+                super().__init__(
                     workload,
-                    engine=self._engine,
+                    engine=engine,
                     ranks=ranks,
-                    given=plan_given(plan),
+                    given=plan,
                     budget=budget,
                     advice="give the largest batch as MemfitCallback(batch=...)",
                     words=_WORDS,
-                    **({"precisions": list(MIXED[:2])} | options),
+                    log=log,
+                    **options,
                 )
-                self._validated = self._fitted.microbatch_size
+                self._validated = self.microbatch_size
                 if validation_batch is not None and batch_size_of(validation_batch) > self._validated:
-                    size = batch_size_of(validation_batch)
-                    self._fitted.check_evaluation(
-                        workload, validation_batch, _validation_step, f"validation_batch= of {size} samples"
-                    )
-                    self._validated = size
-        self._planned = None if planned is None else _kind(planned)
+                    self._validated = batch_size_of(validation_batch)
+                    argument = f"validation_batch= of {self._validated} samples"
+                    self.check_evaluation(workload, validation_batch, _validation_step, argument)
+        self._optimizer_kind = None if planned is None else _kind(planned)
         self._is_spent = False
-        self._log = LoopLog(log if ranks.rank == 0 else None)
-        self.plan: Plan = self._fitted.plan
-        self.microbatch_size = self._fitted.microbatch_size
-        self.trainer_arguments = {
-            "precision": self._fitted.precision,
-            "accumulate_grad_batches": self._fitted.accumulation,
-        }
+        self.trainer_arguments = {"precision": self.precision, "accumulate_grad_batches": self.accumulation}
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Check that the trainer has the plan's settings, and checkpoint the module."""
@@ -158,11 +148,17 @@ class MemfitCallback(Callback):  # type: ignore[misc]
         if any(isinstance(other, GradientAccumulationScheduler) for other in trainer.callbacks):
             raise UsageError(
                 "Trainer(callbacks=[GradientAccumulationScheduler(...)]) changes accumulate_grad_batches while it"
-                f" trains, and the plan needs {self._fitted.accumulation}: leave it out"
+                f" trains, and the plan needs {self.accumulation}: leave it out"
             )
-        self._check_optimizer(trainer.optimizers)
+        kinds = [_kind(optimizer) for optimizer in trainer.optimizers]
+        if self._optimizer_kind is not None and kinds != [self._optimizer_kind]:
+            raise UsageError(
+                f"the trainer has the optimizer {', '.join(kinds)}, and the plan was made for"
+                f" {self._optimizer_kind}: create the callback anew from this module, or give it the optimizer of"
+                " configure_optimizers as optimizer="
+            )
         self._is_spent = False
-        self._fitted.checkpoint(pl_module)
+        self.checkpoint(pl_module)
 
     def _check_engine(self, trainer: Any, pl_module: nn.Module) -> None:
         planned, name = self._engine, type(trainer.strategy).__name__
@@ -204,15 +200,6 @@ class MemfitCallback(Callback):  # type: ignore[misc]
                 " ModelParallelStrategy with fully_shard in configure_model (FSDPStrategy is FSDP1)"
             )
 
-    def _check_optimizer(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        kinds = [_kind(optimizer) for optimizer in optimizers]
-        if self._planned is not None and kinds != [self._planned]:
-            raise UsageError(
-                f"the trainer has the optimizer {', '.join(kinds)}, and the plan was made for"
-                f" {self._planned}: create the callback anew from this module, or give it the optimizer of"
-                " configure_optimizers as optimizer="
-            )
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Check the batch sizes of the validation loaders that state one."""
         for loader in tree_leaves(trainer.val_dataloaders):
@@ -225,7 +212,7 @@ class MemfitCallback(Callback):  # type: ignore[misc]
                 f"the loader gives batches of {batch_size_of(batch)} samples, and the plan allows"
                 f" {self.microbatch_size}: create it with batch_size=callback.microbatch_size"
             )
-        self._fitted.look(batch)
+        self.look(batch)
         self._zero_grad(trainer, pl_module, batch_idx)
         self._log.begin(pl_module)
 
@@ -272,11 +259,11 @@ class MemfitCallback(Callback):  # type: ignore[misc]
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Undo the checkpointing of the module: Lightning calls no `teardown` then."""
-        self._fitted.close()
+        self.close()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Undo the checkpointing of the module."""
-        self._fitted.close()
+        self.close()
 
 
 def _is_fully_sharded(module: nn.Module) -> bool:

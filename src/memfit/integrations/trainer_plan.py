@@ -8,6 +8,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,22 +28,20 @@ from memfit.levers.stack import check_plan
 from memfit.levers.switch import switched
 from memfit.pipeline import plan
 from memfit.pipeline.placement import device_kind
+from memfit.pipeline.verbs import plan_given
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import costs_of, predict
 from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import once
 from memfit.sharding.one_rank import of_engine
+from memfit.training.runs.log import LogFunction, LoopLog
 from memfit.training.step import evaluation_mode
 from memfit.units import format_bytes
 from memfit.words import Words
 from memfit.workload import Workload, part_of, tensors_of
 
-MIXED: tuple[Precision, ...] = ("32-true", "bf16-mixed", "16-mixed")
-"""Precisions that these trainers offer, under memfit's names or their own."""
-
 NAMES: dict[Precision, str] = {"32-true": "no", "bf16-mixed": "bf16", "16-mixed": "fp16"}
-"""Names of these precisions in accelerate."""
-
+"""Precisions that these trainers offer, and accelerate's names of them."""
 
 _log = logging.getLogger("memfit")
 _MIB = 2**20
@@ -56,15 +55,17 @@ _OWN = {
 
 
 class TrainerPlan:
-    """A plan's settings for a trainer, and the checkpointing that memfit applies to the model itself.
+    """A plan's settings for a trainer, and the checkpointing that memfit applies to the model itself, for each interface.
 
     Args:
         workload: The step at the global batch; with several ranks at the batch of one of them, on each.
         engine: How the trainer has ranks share the step; None for one process.
         ranks: The trainer's ranks. The first one plans, and tells the others.
-        given: A plan to take instead of making one; None to make one.
+        given: A plan to take instead of making one, or its file; None to make one.
+        keeps_precision: Whether the trainer has a precision of its own, so that memfit chooses none.
         advice: What to do about larger batches, in the words of the interface.
         words: The interface's names of memfit's arguments, for messages and notes.
+        log: Takes the first rank's record of each step (`LoopLog`).
         options: Options of `memfit.plan`, `budget` at least.
 
     Attributes:
@@ -83,36 +84,43 @@ class TrainerPlan:
         *,
         engine: Sharding | None = None,
         ranks: SingleProcess | None = None,
-        given: Plan | None = None,
+        given: Plan | Path | str | None = None,
+        keeps_precision: bool = False,
         advice: str = "plan with Workload.batch as large as any batch, or give smaller ones",
         words: Words | None = None,
+        log: LogFunction | None = None,
         **options: Any,
     ) -> None:
         for name in sorted(_OWN.keys() & options.keys()):
             raise UsageError(f"{name}={options[name]!r} is not for a trainer: {_OWN[name]}. Leave it out")
-        self._device = {"device": device_kind(workload.model)} | options
         self._engine, self._ranks, self._advice = engine, ranks or SingleProcess(), advice
+        given, words = plan_given(given), words or Words({})
+        keeps_precision = keeps_precision or (engine is not None and engine.is_fully_sharded)
+        options = {
+            "device": device_kind(workload.model),
+            "precisions": list(NAMES)[: 1 if keeps_precision else 2],
+        } | options
+
+        self._device = options["device"]
 
         def planned() -> bytes:
-            made = given or plan(workload, **self._device, optimizers=(), world_size=1, engine=engine)
+            made = given or plan(workload, **options, optimizers=(), world_size=1, engine=engine)
             _check(made, workload, engine)
             return codec.encode(made)
 
-        words = words or Words({})
         with words.spoken():
             made = codec.decode(once(self._ranks, planned), Plan, source="the first rank's plan")
         self.plan: Plan = replace(made, notes=[words.of(note) for note in made.notes])
         if self._ranks.rank == 0:
             print(f"memfit: {words.of(str(self.plan))}", file=sys.stderr, flush=True)
+        self._log = LoopLog(log if self._ranks.rank == 0 else None)
         self.precision = self.plan.levers.precision
         size = self.plan.batch_size
         self.microbatch_size = next(d for d in range(self.plan.levers.microbatch_size, 0, -1) if size % d == 0)
         self.accumulation = size // self.microbatch_size
         self._stack = contextlib.ExitStack()
-        planned = (
-            part_of(workload, workload.batch, 0, self.microbatch_size) if self.accumulation > 1 else workload.batch
-        )
-        self._planned = [tuple(t.shape) for t in tensors_of(planned)]
+        batch = workload.batch if self.accumulation == 1 else part_of(workload, workload.batch, 0, self.microbatch_size)
+        self._shapes = [tuple(t.shape) for t in tensors_of(batch)]
         self.events: list[tuple[str, str]] = []
 
     def look(self, given: Any) -> None:
@@ -124,14 +132,14 @@ class TrainerPlan:
         """
         for tensor in tensors_of(given):
             shape = tuple(tensor.shape)
-            alike = [known for known in self._planned if len(known) == len(shape)]
-            most = max(map(math.prod, self._planned), default=0)
+            alike = [known for known in self._shapes if len(known) == len(shape)]
+            most = max(map(math.prod, self._shapes), default=0)
             if any(all(a <= b for a, b in zip(shape, known, strict=True)) for known in alike):
                 continue
             if not alike and tensor.numel() <= most:
                 continue
-            self._planned.append(shape)
-            known = max(alike or self._planned[:-1], key=math.prod, default=())
+            self._shapes.append(shape)
+            known = max(alike or self._shapes[:-1], key=math.prod, default=())
             text = (
                 f"the trainer gives a batch of {shape_text(shape)}, and the plan is for {shape_text(known)}:"
                 " the prediction is not valid for it, and the step may exceed"
@@ -172,7 +180,7 @@ class TrainerPlan:
         smaller = f"evaluate at most {self.microbatch_size} samples at once: they need no more memory than the training"
 
         def check() -> None:
-            device = find_device(self._device["device"])
+            device = find_device(self._device)
             trace = capture_levers(evaluation, Levers(precision=self.precision, microbatch_size=1), device)
             trace = of_engine(trace, self._engine)
             prediction, _ = predict(trace, costs_of([trace], device), device)

@@ -16,15 +16,14 @@ from torch import nn
 
 from memfit.batch import map_tensors
 from memfit.errors import UsageError, brought_by
-from memfit.integrations.trainer_plan import MIXED, NAMES, TrainerPlan, check_budget
+from memfit.integrations.trainer_plan import NAMES, TrainerPlan, check_budget
 from memfit.ir.plan import Plan
 from memfit.pipeline.placement import device_kind
-from memfit.pipeline.verbs import plan_given
 from memfit.ranks.group import Group
 from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import agreed
 from memfit.rng import rng_preserved
-from memfit.training.runs.log import LogFunction, LoopLog
+from memfit.training.runs.log import LogFunction
 from memfit.training.step import modes_restored
 from memfit.words import Words
 from memfit.workload import Workload, batch_size_of, tensors_of
@@ -33,7 +32,7 @@ with brought_by("transformers", "memfit.integrations.transformers"):
     from accelerate.utils import convert_outputs_to_fp32
     from transformers import Trainer, TrainerCallback
 
-    from memfit.integrations.engines import OWN_CHECKPOINTING, engine_of, own_checkpointing
+    from memfit.integrations.accelerate import OWN_CHECKPOINTING, engine_of, own_checkpointing
     from memfit.integrations.internals import forget_accelerator_state, set_train_batch_size, train_batch_size
 
 _ADVICE = "give the largest batch of the collator as MemfitCallback(batch=...), or cut sequences to its length"
@@ -50,7 +49,7 @@ _WORDS = Words(
 _CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")  # the former until transformers 6
 
 
-class MemfitCallback(TrainerCallback):  # type: ignore[misc]
+class MemfitCallback(TrainerPlan, TrainerCallback):  # type: ignore[misc]
     """A callback that plans for a `Trainer`, sets its arguments, and checkpoints its model while it trains.
 
     The global batch stays `per_device_train_batch_size * gradient_accumulation_steps` of the arguments: memfit chooses
@@ -93,10 +92,8 @@ class MemfitCallback(TrainerCallback):  # type: ignore[misc]
         check_budget(budget, plan)
         _check(args, options.get("numerics"))
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-        engine = engine_of(trainer.accelerator, trainer.model, _data_parallel_arguments(args))
-        own = dtype is not None or (engine is not None and engine.is_fully_sharded)
-        precisions = ["32-true"] if own else [p for p in MIXED if p != "16-mixed"]
-        options = {"precisions": precisions} | options
+        shared = {} if args.ddp_bucket_cap_mb is None else {"bucket_cap_mb": args.ddp_bucket_cap_mb}
+        engine = engine_of(trainer.accelerator, trainer.model, shared)
         ranks = SingleProcess() if engine is None else Group(args.device.type)
         back, notes = _checkpointing_off(trainer)
         try:
@@ -104,27 +101,34 @@ class MemfitCallback(TrainerCallback):  # type: ignore[misc]
             workload = agreed(ranks, lambda: _workload(trainer, batch, dtype, options.get("device")))
             with modes_restored(trainer.model):
                 trainer.model.train()  # as the trainer's step does; from_pretrained() leaves it in evaluation mode
-                self._fitted = TrainerPlan(
+                super().__init__(
                     workload,
                     engine=engine,
                     ranks=ranks,
-                    given=plan_given(plan),
+                    given=plan,
+                    keeps_precision=dtype is not None,
                     budget=budget,
                     advice=_ADVICE,
                     words=_WORDS,
+                    log=log,
                     **options,
                 )
-                notes += _check_evaluations(trainer, self._fitted, workload, dtype)
+                notes += _check_evaluations(trainer, self, workload, dtype)
         except BaseException:
             back()
             raise
-        self.plan: Plan = replace(self._fitted.plan, notes=[*self._fitted.plan.notes, *notes])
-        _set(trainer, self._fitted)
-        self._log = LoopLog(log if ranks.rank == 0 else None)
+        self.plan = replace(self.plan, notes=[*self.plan.notes, *notes])
+        args.per_device_train_batch_size = self.microbatch_size
+        set_train_batch_size(trainer, self.microbatch_size)
+        args.gradient_accumulation_steps = self.accumulation
+        if self.precision != "32-true":  # else the arguments' own
+            args.bf16, args.mixed_precision = self.precision == "bf16-mixed", NAMES[self.precision]
+            forget_accelerator_state()  # the trainer's accelerator was made for another precision
+            trainer.create_accelerator_and_postprocess()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Checkpoint the model."""
-        self._fitted.checkpoint(model)
+        self.checkpoint(model)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Note that a step begins."""
@@ -137,7 +141,7 @@ class MemfitCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Undo the checkpointing."""
-        self._fitted.close()
+        self.close()
 
 
 def _check(args: Any, numerics: str | None) -> None:
@@ -183,11 +187,6 @@ def _checkpointing_off(trainer: Any) -> tuple[Callable[[], None], list[str]]:
             setattr(owner, name, True)
 
     return turn_on, [f"{setting} is turned off: the plan's recomputation replaces it" for setting in off]
-
-
-def _data_parallel_arguments(args: Any) -> dict[str, Any]:
-    """Return the arguments of DistributedDataParallel that a trainer gives, so far as memory depends on them."""
-    return {} if args.ddp_bucket_cap_mb is None else {"bucket_cap_mb": args.ddp_bucket_cap_mb}
 
 
 def _workload(trainer: Any, batch: Any, dtype: torch.dtype | None, device: str | None) -> Workload:
@@ -355,7 +354,9 @@ def _check_evaluations(trainer: Any, fitted: TrainerPlan, workload: Workload, dt
     """
     args, data, notes = trainer.args, trainer.eval_dataset, []
     is_evaluating = args.eval_strategy != "no" or args.eval_on_start
-    keeps = _keeps_outputs(trainer)
+    # For metrics over all batches; a prediction_step of its own may return anything.
+    measures = trainer.compute_metrics is not None and not args.prediction_loss_only and not args.batch_eval_metrics
+    keeps = measures and type(trainer).prediction_step is Trainer.prediction_step
     is_larger = args.eval_batch_size > fitted.microbatch_size
     if data is None or not (keeps or (is_evaluating and is_larger)):
         return []
@@ -381,23 +382,3 @@ def _check_evaluations(trainer: Any, fitted: TrainerPlan, workload: Workload, dt
                 raise
             notes.append(f"evaluate() would not fit: {e}")
     return notes
-
-
-def _keeps_outputs(trainer: Any) -> bool:
-    """Tell whether a trainer's evaluation keeps the outputs of its batches, for metrics over all of them."""
-    args = trainer.args
-    is_own = type(trainer).prediction_step is not Trainer.prediction_step  # which may return anything
-    measures = trainer.compute_metrics is not None and not args.prediction_loss_only and not args.batch_eval_metrics
-    return bool(measures and not is_own)
-
-
-def _set(trainer: Any, fitted: TrainerPlan) -> None:
-    args = trainer.args
-    args.per_device_train_batch_size = fitted.microbatch_size
-    set_train_batch_size(trainer, fitted.microbatch_size)
-    args.gradient_accumulation_steps = fitted.accumulation
-    if fitted.precision == "32-true":  # the arguments' own
-        return
-    args.bf16, args.mixed_precision = fitted.precision == "bf16-mixed", NAMES[fitted.precision]
-    forget_accelerator_state()  # the trainer's accelerator was made for another precision
-    trainer.create_accelerator_and_postprocess()
