@@ -20,10 +20,8 @@ from torch.utils.flop_counter import flop_registry
 from memfit._torch.cuda import answer_for_one_device
 from memfit._torch.dispatch import DispatchKey, has_kernel_for_dispatch_key
 from memfit._torch.fake import FakeTensor, FakeTensorMode, fake_tensor
-from memfit._torch.operators import call_at
-from memfit._torch.operators import optimizer_types
-from memfit.fake_gpu.attention import AttentionKernels
-from memfit.fake_gpu.attention import takes_cudnn_first
+from memfit._torch.operators import call_at, optimizer_types
+from memfit.fake_gpu.attention import AttentionKernels, takes_cudnn_first
 from memfit.fake_gpu.shim import is_loaded
 from memfit.ir.device import Device
 

@@ -25,8 +25,7 @@ from torch import nn
 
 from memfit._torch.modules import NormBase, own_parameters
 from memfit._torch.operators import foreach_copy_
-from memfit.hardware.catalogue import precisions
-from memfit.hardware.catalogue import supports_tf32
+from memfit.hardware.catalogue import precisions, supports_tf32
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers
 from memfit.levers.casts import autocast, casting, is_cast, kept_in_fp32, modules_within, tf32, uncast
