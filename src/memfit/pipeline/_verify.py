@@ -42,8 +42,7 @@ from memfit.pipeline.statements import (
 from memfit.pipeline.verbs import checked, verb
 from memfit.planner import gpu_process
 from memfit.planner.confirmation import probe_regions
-from memfit.ranks.one_process import SingleProcess
-from memfit.ranks.together import each, once
+from memfit.ranks.processes import SingleProcess, each, once
 from memfit.recomputation.generators import foreign_generators, preserved
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.rng import rng_preserved
@@ -274,7 +273,7 @@ def _check_batches(ranks: SingleProcess, workload: Workload) -> None:
 
 def _played(workload: Workload, levers: Levers, place: torch.device) -> tuple[float, Tensors]:
     """Return the loss and the gradients that ranks are to have: this process plays each of them, without levers."""
-    from memfit.ranks.one_after_another import PlayedRank  # distributed packages take a second to import
+    from memfit.ranks.group import PlayedRank  # distributed packages take a second to import
 
     assert levers.sharding is not None
     size, copied = levers.sharding.world_size, real_copy(workload, place)

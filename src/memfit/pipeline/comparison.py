@@ -21,7 +21,7 @@ from memfit.ir.run_record import Comparison
 from memfit.ir.sharding import Sharding
 from memfit.levers.stack import applied
 from memfit.pipeline.placement import check_runs_here, place_of, rank_place, ranks_of
-from memfit.ranks.one_process import SingleProcess
+from memfit.ranks.processes import SingleProcess
 from memfit.rng import rng_preserved
 from memfit.training.step import Step
 from memfit.units import format_bytes

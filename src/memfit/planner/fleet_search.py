@@ -45,7 +45,7 @@ from memfit.planner.prediction import check_precision, costs_of
 from memfit.planner.rank_steps import RankModel, RegionSet, ScaledTrace, checkpoint_menu, menu_of
 from memfit.planner.search import is_faster
 from memfit.sharding.groups import repeated_blocks
-from memfit.sharding.proposals import proposals
+from memfit.sharding.one_rank import proposals
 from memfit.units import Budget, Progress
 from memfit.workload import Workload, samples_of
 
