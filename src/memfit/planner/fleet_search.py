@@ -346,7 +346,8 @@ class _OneCard:
         if best is not None:
             return best
         held = [step.held_bytes(point, self.device) for step, point in self._tried]
-        held_bytes = int(min([*(each[1] for each in held if each is not None), *self._lowest.values()]))
+        too_large = [live for live in self._lowest.values() if live > self.budget_bytes]  # others are among those held
+        held_bytes = int(min([*(each[1] for each in held if each is not None), *too_large]))
         return Misfit(device=self.device.name, ranks=self.ranks, held_bytes=held_bytes, budget_bytes=self.budget_bytes)
 
     def _has_room(self, levers: Levers, shardings: Sequence[Levers]) -> bool:
