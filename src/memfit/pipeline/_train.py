@@ -22,7 +22,7 @@ from memfit.ir.sharding import Sharding
 from memfit.ir.simulate import simulate
 from memfit.levers.stack import check_plan, host_bytes_of
 from memfit.pipeline._apply import apply
-from memfit.pipeline.comparison import compare
+from memfit.pipeline._verify import compare
 from memfit.pipeline.placement import check_runs_here, placed, ranks_of
 from memfit.pipeline.verbs import checked, uninterrupted, verb
 from memfit.planner.captures import capture_each
