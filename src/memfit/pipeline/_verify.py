@@ -44,11 +44,8 @@ from memfit.planner import gpu_process
 from memfit.planner.batch_coupling import coupling
 from memfit.planner.captures import capture_levers
 from memfit.planner.confirmation import probe_regions
-from memfit.planner.prediction import costs_of
-from memfit.planner.prediction import predict
-from memfit.ranks.processes import SingleProcess
-from memfit.ranks.processes import each
-from memfit.ranks.processes import once
+from memfit.planner.prediction import costs_of, predict
+from memfit.ranks.processes import SingleProcess, each, once
 from memfit.recomputation.generators import foreign_generators, preserved
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.rng import rng_preserved
