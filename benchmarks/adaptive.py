@@ -25,9 +25,8 @@ from torch import Tensor, nn
 
 import memfit
 from benchmarks.common import Case, main
-from memfit.capture.fake_workload import real_copy
-from memfit.levers.stack import applied
-from memfit.levers.switch import candidates_of
+from memfit.capture import real_copy
+from memfit.levers import applied, candidates_of
 from memfit.pipeline.adaptive import Adaptive
 from memfit.recipes.byte_lm import ByteLM, source_files
 

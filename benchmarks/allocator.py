@@ -26,9 +26,9 @@ import torch
 
 from benchmarks.common import Case, main
 from memfit import MemfitError
-from memfit.allocator.caching_allocator import CachingAllocator, MemoryBlock, Pool
-from memfit.allocator.settings import AllocatorSettings
 from memfit.errors import SimulatedOutOfMemoryError
+from memfit.ir import AllocatorSettings, CachingAllocator, MemoryBlock
+from memfit.ir.caching_allocator import Pool
 
 WHEELS = {
     "torch": r"torch-2\.13\.0-cp311-cp311-manylinux\w*_x86_64\.whl",

@@ -18,7 +18,8 @@ from benchmarks.common import Case
 from benchmarks.tables import ROOT, newest
 from memfit.cost.error_bars import Calibration, CardMeasurement, CardMeasurements
 from memfit.errors import UsageError
-from memfit.ir.codec import encode, read, write_atomic
+from memfit.ir import write_atomic
+from memfit.ir.codec import encode, read
 
 RATE = 0.98
 FLOOR = 0.001

@@ -20,7 +20,7 @@ from benchmarks.pages import DOCS, stale
 from benchmarks.tables import RESULTS, cases_table, exactness_table
 from benchmarks.time_tables import overhead_table, roofline_table
 from memfit.errors import UsageError
-from memfit.ir.codec import write_atomic
+from memfit.ir import write_atomic
 
 PAGE = DOCS / "results" / "gpu.md"
 _PARTS = ("tests", "prediction", "frontier", "exactness", "overhead", "corrections")

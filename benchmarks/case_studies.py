@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.markdown import head, made_by, row
-from memfit.units import format_bytes
+from memfit.foundations import format_bytes
 
 NOT_TRAINED = "does not fit"
 SHORT = " The large patch does not win in so short a run, in which it has fewer steps."

@@ -18,8 +18,8 @@ import torch
 from benchmarks import on_accelerator
 from benchmarks.common import Case, Measured, whole_run_peak_bytes
 from memfit import InfeasibleError, Plan, Workload, estimate, plan
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers, Numerics, Precision, Prediction
+from memfit.hardware import find_device
+from memfit.ir import Levers, Numerics, Precision, Prediction
 from memfit.ir.timeline import WORKSPACE
 from memfit.workload import batch_size_of
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.claims_measured import measured
 from benchmarks.common import Case, main
-from memfit.fake_gpu import shim
+from memfit import hardware
 
 
 def predicted(quick: bool) -> list[Case]:
@@ -23,12 +23,12 @@ def predicted(quick: bool) -> list[Case]:
     Raises:
         OSError: No process here can have them; says why.
     """
-    reason = shim.why_not()
+    reason = hardware.shim.why_not()
     if reason is not None:
         raise OSError(f"fake CUDA tensors can't be had here: {reason}")
     with tempfile.TemporaryDirectory(prefix="memfit-claims-") as folder:
         out = Path(folder, "cases.json")
-        line = shim.command("benchmarks.claims_predicted", str(out), *(["quick"] if quick else []))
+        line = hardware.shim.command("benchmarks.claims_predicted", str(out), *(["quick"] if quick else []))
         subprocess.run(line, check=True)
         found: list[Case] = json.loads(out.read_text())
     return found

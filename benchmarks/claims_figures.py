@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from memfit.units import format_bytes, format_seconds
+from memfit.foundations import format_bytes, format_seconds
 
 Case = dict[str, Any]
 Cases = Sequence[Case]

@@ -25,16 +25,12 @@ from benchmarks.claims_predicted import (
     kept_convolutions,
 )
 from benchmarks.common import whole_run_peak_bytes
-from memfit.capture.fake_workload import real_copy
-from memfit.capture.measured_peak import measure_peak_bytes
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers, Precision
-from memfit.ir.remat import Region
-from memfit.ir.simulate import simulate
-from memfit.levers.stack import applied
-from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import costs_of
-from memfit.training.step import Step
+from memfit.capture import measure_peak_bytes, real_copy
+from memfit.hardware import find_device
+from memfit.ir import Levers, Precision, Region, simulate
+from memfit.levers import applied
+from memfit.planner import capture_levers, costs_of
+from memfit.training import Step
 from memfit.workload import Workload, batch_size_of
 
 Case = dict[str, Any]

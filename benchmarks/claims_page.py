@@ -13,8 +13,8 @@ from benchmarks.charts import COLOURS, Axis, Line, Panel, chart
 from benchmarks.claims_chinese import translated
 from benchmarks.claims_figures import GIB, SECTIONS, Cases, depth_series, every
 from benchmarks.pages import DOCS, main
-from memfit.hardware.host import find_device
-from memfit.units import format_bytes
+from memfit.foundations import format_bytes
+from memfit.hardware import find_device
 
 TEMPLATE = Path(__file__).with_name("claims_template.md")
 CHINESE = Path(__file__).with_name("claims_template.zh.md")

@@ -1,6 +1,6 @@
 """The predictions of the claims page, for GPUs that are not here.
 
-`benchmarks.claims` runs this module in a process with fake CUDA tensors (`memfit.fake_gpu.shim`), where
+`benchmarks.claims` runs this module in a process with fake CUDA tensors (`memfit.hardware.shim`), where
 models of any size are built and captured without memory.
 """
 
@@ -18,23 +18,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import claims_workloads as workloads
 from examples.large_gpt import gpt
-from memfit.capture.known_values import KnownValues
-from memfit.hardware.host import find_device
-from memfit.ir.device import Device
-from memfit.ir.operator_costs import CostTable
-from memfit.ir.plan import Levers, Precision, Prediction
-from memfit.ir.remat import Region, Regions
-from memfit.ir.simulate import simulate
-from memfit.ir.timeline import Timeline
-from memfit.ir.trace import Trace
-from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import costs_of, predict
-from memfit.rng import rng_preserved
-from memfit.sharding.one_rank import MODES, Sharding, shard
-from memfit.solver.candidates import options
-from memfit.solver.milp import Solver
-from memfit.solver.problem import build
-from memfit.workload import Workload, batch_size_of
+from memfit.capture import KnownValues
+from memfit.hardware import find_device
+from memfit.ir import CostTable, Device, Levers, Precision, Prediction, Region, Regions, Timeline, Trace, simulate
+from memfit.planner import capture_levers, costs_of, predict
+from memfit.ranks import Sharding, shard
+from memfit.ranks.one_rank import MODES
+from memfit.solver import Solver, build, options
+from memfit.workload import Workload, batch_size_of, rng_preserved
 
 Case = dict[str, Any]
 Make = Callable[[], Workload]

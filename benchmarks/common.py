@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 
-from memfit.capture.fake_workload import real_copy
-from memfit.hardware.cpu_allocations import allocated
-from memfit.hardware.host import devices, find_device, host_name
-from memfit.ir import codec
-from memfit.ir.plan import Levers
-from memfit.levers.stack import applied
+from memfit import ir
+from memfit.capture import real_copy
+from memfit.hardware import allocated, devices, find_device, host_name
+from memfit.ir import Levers
+from memfit.levers import applied
 from memfit.version import __version__
 from memfit.workload import Workload
 
@@ -95,7 +94,7 @@ def result_of(command: str, cases: Sequence[Case], summary: Mapping[str, Any], d
 
 def write_result(path: Path, result: Mapping[str, Any]) -> None:
     """Write a result file, and say so."""
-    codec.write_atomic(path, json.dumps(result, indent=1).encode() + b"\n")
+    ir.codec.write_atomic(path, json.dumps(result, indent=1).encode() + b"\n")
     print(f"written to {path}", file=sys.stderr)
 
 

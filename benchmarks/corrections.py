@@ -26,8 +26,8 @@ from memfit.cost.accelerator_costs import cache_path, read_cache
 from memfit.cost.error_bars import key_of
 from memfit.cost.modelled_costs import check_figures, floor_seconds, kernel_seconds
 from memfit.errors import UsageError
-from memfit.hardware.host import find_device
-from memfit.ir.device import Device
+from memfit.hardware import find_device
+from memfit.ir import Device
 
 LEAST_CALLS = 5
 """Distinct calls of a class and dtype that a factor is taken from, at least."""

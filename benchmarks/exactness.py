@@ -19,9 +19,9 @@ import memfit
 from benchmarks.common import Case, main
 from benchmarks.frontier.models import QUICK, SUBJECTS, Subject
 from memfit import InfeasibleError, Plan, Workload
+from memfit.foundations import format_bytes
 from memfit.pipeline.placement import placed
-from memfit.training.step import Step
-from memfit.units import format_bytes
+from memfit.training import Step
 
 STEPS = 20
 SHARE = 0.6

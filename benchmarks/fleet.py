@@ -12,7 +12,7 @@ import torch
 import memfit
 from benchmarks.common import Case, main
 from examples.large_gpt import gpt
-from memfit.ir.fleet import Fleet
+from memfit.ir import Fleet
 
 BATCH_SIZE = 64
 STEPS = 10_000

@@ -39,8 +39,8 @@ from benchmarks.on_accelerator import bring, environment, python
 from benchmarks.prediction import summarised
 from benchmarks.zoo import ZOO
 from memfit.errors import UsageError
-from memfit.hardware.host import find_device
-from memfit.ir.codec import write_atomic
+from memfit.hardware import find_device
+from memfit.ir import write_atomic
 
 MEASURED = ("tests", "rates", "exactness", "prediction", "frontier", "overhead", "corrections")
 PARTS = (*MEASURED, "fit", "pages")

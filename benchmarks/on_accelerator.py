@@ -11,10 +11,11 @@ import time
 import torch
 
 from benchmarks.common import Measured
-from memfit.capture.fake_workload import real_copy
-from memfit.hardware.accelerators import current_kind, peaks, release_cache, reset_peaks, synchronize
-from memfit.ir.plan import Levers
-from memfit.levers.stack import applied
+from memfit.capture import real_copy
+from memfit.hardware import peaks, reset_peaks, synchronize
+from memfit.hardware.accelerators import current_kind, release_cache
+from memfit.ir import Levers
+from memfit.levers import applied
 from memfit.workload import Workload
 
 _WARM_UP, _TIMED = 3, 7

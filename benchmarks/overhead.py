@@ -22,14 +22,12 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.common import Case, main
 from memfit import Workload
-from memfit.capture.fake_workload import real_copy
-from memfit.hardware.accelerators import synchronize
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers
-from memfit.ir.remat import Region
-from memfit.levers.stack import applied
+from memfit.capture import real_copy
+from memfit.foundations import format_seconds
+from memfit.hardware import find_device, synchronize
+from memfit.ir import Levers, Region
+from memfit.levers import applied
 from memfit.recipes import byte_lm
-from memfit.units import format_seconds
 from memfit.workload import batch_size_of
 
 MICROBATCHES = 4

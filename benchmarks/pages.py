@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables import results
-from memfit.ir.codec import write_atomic
+from memfit.ir import write_atomic
 
 DOCS = Path(__file__).parents[1] / "docs"
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import enum
 import inspect
 import re
+import tomllib
 import types
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,9 +19,18 @@ import typer
 from benchmarks.markdown import head, row
 from memfit import errors
 from memfit.cli.app import app
-from memfit.ir.plan import Candidate, ChunkedLoss, Levers, MeasuredStep, Plan, Prediction, Proof, Solution
-from memfit.ir.remat import Region
-from memfit.ir.throughput import Throughput
+from memfit.ir import (
+    Candidate,
+    ChunkedLoss,
+    Levers,
+    MeasuredStep,
+    Plan,
+    Prediction,
+    Proof,
+    Region,
+    Solution,
+    Throughput,
+)
 
 RECORDS: tuple[type[msgspec.Struct], ...] = (
     Plan,
@@ -154,3 +166,14 @@ def _sentences(text: str | None) -> str:
 
 def _escaped(text: str) -> str:
     return text.replace("|", "\\|")
+
+
+def rooms_table() -> str:
+    """Return the rooms of the package in the order in which they import each other, as their first lines say it."""
+    root = Path(__file__).parents[1]
+    contracts = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    names = [name for layer in contracts[0]["layers"] for name in layer.split(" | ")]
+    inits = {name: root / "src" / "memfit" / name / "__init__.py" for name in names}
+    texts = {name: ast.get_docstring(ast.parse(p.read_text())) for name, p in inits.items() if p.exists()}
+    lines = head(["room of `src/memfit/`", "what is in it"])
+    return "\n".join([*lines, *(row([f"`{name}/`", (text or "").partition("\n")[0]]) for name, text in texts.items())])

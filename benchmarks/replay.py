@@ -38,14 +38,12 @@ from benchmarks.fuzzing.modules import workload_of
 from benchmarks.fuzzing.programs import Program, drawn
 from benchmarks.steps.zoo import STEPS
 from benchmarks.zoo import ZOO
-from memfit import Workload
+from memfit import Workload, ir
 from memfit.cli import app
 from memfit.errors import InfeasibleError
-from memfit.hardware.host import find_device
-from memfit.ir import codec
-from memfit.ir.plan import Levers
-from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import costs_of
+from memfit.hardware import find_device
+from memfit.ir import Levers
+from memfit.planner import capture_levers, costs_of
 from memfit.workload import samples_of
 from tests.fixed_costs import fixed_costs
 
@@ -73,7 +71,7 @@ _CLOCKED = re.compile(
 
 def digest(record: Any) -> str:
     """Return the digest of a record, or of a text, without what no two runs or checkouts have in common."""
-    text = (record if isinstance(record, str) else codec.encode(record).decode()).replace(str(ROOT), "")
+    text = (record if isinstance(record, str) else ir.codec.encode(record).decode()).replace(str(ROOT), "")
     return hashlib.sha256(_CLOCKED.sub("", text).encode()).hexdigest()[:16]
 
 

@@ -10,10 +10,10 @@ from accelerate.utils import calculate_maximum_sizes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from memfit.capture.fake_workload import fake_copy
-from memfit.capture.known_values import KnownValues, fake_paths_disabled
-from memfit.ir.plan import Levers, Precision
-from memfit.levers.stack import applied
+from memfit.capture import KnownValues, fake_copy
+from memfit.capture.known_values import fake_paths_disabled
+from memfit.ir import Levers, Precision
+from memfit.levers import applied
 from memfit.workload import Workload, batch_size_of, tensors_of
 
 _DTYPES: dict[str, str] = {"32-true": "float32", "bf16-mixed": "bfloat16"}

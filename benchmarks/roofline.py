@@ -26,11 +26,9 @@ from examples import brain, byte_lm, digits_resnet, gpt2
 from memfit import Workload
 from memfit.cost.modelled_costs import AttainedRates, narrowest_dimension
 from memfit.cost.operator_call import OperatorCall, traffic_bytes
-from memfit.hardware.host import find_device
-from memfit.ir.device import Device
-from memfit.ir.plan import Levers, Precision
-from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import costs_of
+from memfit.hardware import find_device
+from memfit.ir import Device, Levers, Precision
+from memfit.planner import capture_levers, costs_of
 from memfit.workload import batch_size_of
 
 

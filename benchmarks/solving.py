@@ -17,15 +17,12 @@ import numpy as np
 from benchmarks.common import Case, main
 from benchmarks.frontier.cells import SHARES
 from benchmarks.frontier.models import QUICK, SUBJECTS, Subject
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers
-from memfit.ir.remat import Regions
-from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import costs_of
-from memfit.solver.candidates import options
-from memfit.solver.milp import FINE, Solver
-from memfit.solver.problem import Problem, build
-from memfit.units import format_seconds
+from memfit.foundations import format_seconds
+from memfit.hardware import find_device
+from memfit.ir import Levers, Regions
+from memfit.planner import capture_levers, costs_of
+from memfit.solver import Problem, Solver, build, options
+from memfit.solver.milp import FINE
 from memfit.workload import batch_size_of
 
 TIME_LIMIT_SECONDS = 9.0

@@ -29,11 +29,12 @@ from benchmarks.common import Case, main
 from benchmarks.frontier.models import QUICK, SUBJECTS
 from benchmarks.processes import output_of
 from benchmarks.steps.rows import Rows
+from memfit import hardware
 from memfit.cli import commands
-from memfit.cost.pace import Pace, Paced, at_rest, undisturbed_ratios
-from memfit.hardware import heap
-from memfit.hardware.host import find_device, free_bytes
-from memfit.ir.plan import Levers, MeasuredStep, Plan
+from memfit.cost import Pace, Paced, undisturbed_ratios
+from memfit.cost.pace import at_rest
+from memfit.hardware import find_device, free_bytes
+from memfit.ir import Levers, MeasuredStep, Plan
 from memfit.planner.measured_steps import timed_in_turns
 from memfit.workload import Workload, samples_of
 
@@ -66,7 +67,7 @@ CONDITIONS = {"quiet_1": Condition(1), "quiet_2": Condition(2), "busy_2": Condit
 def cells(name: str, quick: bool) -> Iterator[Case]:
     """Yield the cells of a model, as this process runs it."""
     subject = (QUICK if quick else SUBJECTS)[name]
-    heap.keep(_MOST_BYTES, free_bytes())  # before operators are timed
+    hardware.heap.keep(_MOST_BYTES, free_bytes())  # before operators are timed
     workload = subject.make()
     for share in SHARES[1:] if quick else SHARES:
         budget = f"{share}x"

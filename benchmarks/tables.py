@@ -30,14 +30,15 @@ from benchmarks.time_tables import (
     step_ratios_table,
     step_times_table,
 )
-from memfit.ir.codec import write_atomic
-from memfit.levers import registry
-from memfit.units import format_bytes, format_seconds
+from memfit import levers
+from memfit.foundations import format_bytes, format_seconds
+from memfit.ir import write_atomic
 
 ROOT = Path(__file__).parent.parent
 PAGES = (
     ROOT / "README.md",
     ROOT / "README.zh-CN.md",
+    ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / "examples" / name / "README.md" for name in ("compress", "brain_segmentation", "language_model")),
 )
@@ -276,10 +277,11 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "right": ("", lambda _: overview.right_table(results)),
     "fast": ("", lambda _: overview.fast_table(results)),
     "safe": ("", lambda _: overview.safe_table(results)),
-    "combinations": ("", lambda _: registry.table()),
+    "combinations": ("", lambda _: levers.registry.conflict_table()),
     "commands": ("", lambda _: reference.commands()),
     "plan_file": ("", lambda _: reference.plan_file()),
     "errors": ("", lambda _: reference.error_table()),
+    "rooms": ("", lambda _: reference.rooms_table()),
 }
 """For each mark on a page, the benchmark, if it needs one, and what makes its table."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.markdown import head, made_by, row
-from memfit.units import format_bytes, format_seconds
+from memfit.foundations import format_bytes, format_seconds
 
 CONDITIONS = {
     "quiet_1": "one thread",

@@ -12,12 +12,9 @@ import torch
 import memfit
 from benchmarks.common import Case, main
 from examples.mine import workload
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers
-from memfit.ir.simulate import simulate
-from memfit.ir.timeline import Timeline
-from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import costs_of
+from memfit.hardware import find_device
+from memfit.ir import Levers, Timeline, simulate
+from memfit.planner import capture_levers, costs_of
 
 BUDGET = "100MiB"
 

@@ -10,7 +10,7 @@ from benchmarks.charts import COLOURS, Axis, Line, Panel, Stack, chart, stacks
 from benchmarks.common import Case
 from benchmarks.frontier.page import pareto
 from benchmarks.pages import DOCS, main
-from memfit.units import format_bytes
+from memfit.foundations import format_bytes
 
 MIB = 2**20
 CATEGORIES = ("parameters", "optimizer state", "inputs", "gradients", "activations", "temporaries", "workspaces")

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from memfit import Workload
-from memfit.capture.measured_peak import measure_peak_bytes
-from memfit.ir.plan import Levers, Plan
-from memfit.levers.stack import applied
+from memfit.capture import measure_peak_bytes
+from memfit.ir import Levers, Plan
+from memfit.levers import applied
 from memfit.report.summary import lever_rows
 from memfit.structure.proposal import evaluated
 from memfit.workload import batch_size_of

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from memfit import interrupts
-from memfit.fake_gpu import process, shim
-from memfit.ir.plan import Levers
+from memfit import hardware
+from memfit.foundations import interrupts
+from memfit.ir import Levers
 from memfit.pipeline import kept_plans
 from memfit.pipeline._plan import MEASURE_VARIABLE
 from memfit.planner import captures as captured_steps
@@ -125,8 +125,8 @@ def _own_cache() -> Iterator[None]:
         patch.setenv(MEASURE_VARIABLE, "no")  # plans are chosen by predicted times, but where a test asks for more
         patch.setenv(_CACHE, _cache())  # the shim of fake CUDA is built in it, once
         patch.setattr(kept_plans, "is_on", False)  # a test's loop is planned, also where another one's is like it
-        patch.setattr(shim, "command", warm.fake_cuda_command)
-        patch.setattr(process, "command", functools.partial(warm.command, "-m"))
+        patch.setattr(hardware.shim, "command", warm.fake_cuda_command)
+        patch.setattr(hardware.process, "command", functools.partial(warm.command, "-m"))
         yield
     warm.servers.end()
 

@@ -12,8 +12,7 @@ import math
 import msgspec
 
 from memfit.cost.cost_source import CostSource, Link, Links, costs_from
-from memfit.ir.arguments import arguments
-from memfit.ir.operator_classes import ATTENTION, CONVOLUTIONS, MATRIX, RECURRENT, VIEWS, operator_class
+from memfit.ir import ATTENTION, CONVOLUTIONS, MATRIX, RECURRENT, VIEWS, arguments, operator_class
 
 FLOPS_PER_SECOND, BYTES_PER_SECOND = 5e10, 8e9
 CALL_SECONDS, VIEW_SECONDS = 2e-6, 1e-6

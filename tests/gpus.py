@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memfit.ir.device import Device
+from memfit.ir import Device
 
 AMPERE = Device(
     name="ampere",

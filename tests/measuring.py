@@ -9,15 +9,12 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from memfit.capture.fake_workload import real_copy
-from memfit.capture.measured_peak import measure_peak_bytes
-from memfit.hardware.cpu_allocations import allocated
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers
-from memfit.levers.stack import applied
+from memfit.capture import measure_peak_bytes, real_copy
+from memfit.hardware import allocated, find_device
+from memfit.ir import Levers
+from memfit.levers import applied
 from memfit.pipeline import _fit, loop_plans
-from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import costs_of, predict
+from memfit.planner import capture_levers, costs_of, predict
 from memfit.workload import Workload
 
 T = TypeVar("T")

@@ -13,17 +13,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from memfit.capture.step_capture import capture, capture_real
-from memfit.capture.step_recording import CaptureJob
-from memfit.ir.operator_costs import CostTable
-from memfit.ir.plan import Precision
-from memfit.ir.remat import Keep, Region
-from memfit.ir.trace import Trace
+from memfit.capture import CaptureJob, capture
+from memfit.capture.step_capture import capture_real
+from memfit.ir import CostTable, Keep, Precision, Region, Trace
 from memfit.levers.casts import autocast
-from memfit.recomputation.regions import checkpointed
-from memfit.solver.candidates import Option
-from memfit.training.loss import LossScaler
-from memfit.training.step import Step, StepOptions
+from memfit.recomputation import checkpointed
+from memfit.solver import Option
+from memfit.training import LossScaler, Step, StepOptions
 from memfit.workload import Workload, batch_size_of
 
 COSTS = CostTable(

@@ -27,12 +27,11 @@ import msgspec
 import numpy as np
 import torch
 
+from memfit import hardware, ir
 from memfit.errors import CaptureError
-from memfit.fake_gpu import shim
-from memfit.ir import codec
-from memfit.ir.trace import Trace
-from memfit.planner import captures
-from memfit.planner.captures import Captures, StepVariant
+from memfit.ir import Trace
+from memfit.planner import Captures, captures
+from memfit.planner.captures import StepVariant
 from memfit.workload import Workload
 
 _captured, _warm = captures._captured, Captures.__dict__["_warm"].func
@@ -144,19 +143,19 @@ def remembered_captures(folder: Path) -> Iterator[None]:
         named = [getattr(variant.build, "__name__", ""), variant.warm, variant.explores]
         sent = dataclasses.replace(data.workload, batches=None, evaluate=None)
         here = msgspec.structs.replace(device, usable_bytes=0) if device.kind == "cpu" else device  # what is free now
-        key = _key(sent, [variant.levers, here, named, shim.is_loaded()])
+        key = _key(sent, [variant.levers, here, named, hardware.shim.is_loaded()])
         if key is None:
             return made()
         path = folder / f"{key}.json"
         if key not in _known and path.exists():
-            _known[key] = codec.read(path, Trace)
+            _known[key] = ir.codec.read(path, Trace)
         if key not in _known:
             trace = made()
             if data.readings or data.policy is not None:  # it read what it was given
                 return trace
             _known[key] = trace
             made_here = path.with_suffix(f".{os.getpid()}")
-            made_here.write_bytes(codec.encode(trace))
+            made_here.write_bytes(ir.codec.encode(trace))
             made_here.rename(path)  # another process may read it
         return _known[key]
 

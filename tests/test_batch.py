@@ -17,17 +17,9 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 from torch.utils._pytree import register_pytree_node
 
-from memfit.batch import (
-    batch_size_of,
-    map_tensors,
-    packed_in,
-    samples_in,
-    slice_batch,
-    take,
-    tensors_of,
-    tokens_per_sample,
-)
 from memfit.errors import WorkloadError
+from memfit.workload import batch_size_of, map_tensors, packed_in, slice_batch, take, tensors_of, tokens_per_sample
+from memfit.workload.batch import samples_in
 from tests.batch_cases import CONTAINERS, Data, Frozen, N, Slotted, graphs, images, normalised, targets, xy
 
 

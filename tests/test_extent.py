@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from memfit.extent import covers, extent_of
+from memfit.workload import covers, extent_of
 
 LONG, SHORT = torch.zeros(4, 9), torch.zeros(4, 5)
 

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from memfit.cost.cost_source import costs_from
 from memfit.cost.cpu_costs import cache_path, measure
-from memfit.signature import signature
+from memfit.workload import signature
 from tests.fixed_costs import CALL_SECONDS, SOURCE, VIEW_SECONDS, seconds_of
 
 aten = torch.ops.aten

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from memfit import estimate
-from memfit._torch.dispatch import EagerMode
+from memfit._torch import EagerMode
 from memfit.errors import CaptureError, WorkloadError
-from memfit.frames import frames_text, memfits_place, users_frames, users_place
-from memfit.signature import rebuild
-from memfit.workload import Workload
+from memfit.foundations import frames_text, memfits_place, users_frames, users_place
+from memfit.workload import Workload, rebuild
 
 CODE = """
 import contextlib
@@ -101,7 +100,7 @@ def test_what_memfit_raises_between_a_step_and_pytorch_has_its_line() -> None:
         return caught.value
 
     theirs = signed(lambda: rebuild('{"op":"aten.mm.default","args":[{"t":["float32",[2],["x"]]}]}', "cpu"))
-    assert memfits_place(theirs).startswith("memfit/signature.py:")
+    assert memfits_place(theirs).startswith("memfit/workload/signatures.py:")
     error = CaptureError("captured")
     error.__cause__ = theirs
     assert memfits_place(error) == memfits_place(theirs)

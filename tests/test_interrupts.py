@@ -19,9 +19,9 @@ import pytest
 import torch
 from torch import nn
 
-from memfit import interrupts
-from memfit.interrupts import Unwinding, held_back, safe_point
-from memfit.training.step import Step
+from memfit.foundations import held_back, interrupts, safe_point
+from memfit.foundations.interrupts import Unwinding
+from memfit.training import Step
 from memfit.workload import Workload
 
 NUMBERS = (signal.SIGINT, signal.SIGALRM, signal.SIGUSR1, signal.SIGTERM)

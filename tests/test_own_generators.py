@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.rng import own_generators, rng_snapshot
-from memfit.turns import turn
+from memfit.foundations import turn
+from memfit.workload import rng_snapshot
+from memfit.workload.rng import own_generators
 
 
 def reseed() -> None:

@@ -13,10 +13,10 @@ import torch
 from msgspec.structs import replace
 
 import memfit
-from memfit.hardware.host import find_device
-from memfit.ir import codec
-from memfit.ir.plan import Levers, Prediction
-from memfit.planner.captures import capture_levers
+from memfit import ir
+from memfit.hardware import find_device
+from memfit.ir import Levers, Prediction
+from memfit.planner import capture_levers
 from memfit.workload import Workload
 from tests import remembered
 from tests.workloads import quick
@@ -50,7 +50,7 @@ def test_the_same_step_is_captured_once_and_read_by_other_processes(made: list[A
     remembered._known.clear()  # as in another process
     assert estimated() == first and len(made) == 1
     (known,) = remembered._known.values()
-    assert codec.encode(known) == codec.encode(made[0])
+    assert ir.codec.encode(known) == ir.codec.encode(made[0])
 
 
 def other_weights(workload: Workload) -> Workload:

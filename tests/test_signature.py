@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.signature import describe, rebuild, signature
+from memfit.workload import rebuild, signature
+from memfit.workload.signatures import describe
 
 aten = torch.ops.aten
 DTYPES = [

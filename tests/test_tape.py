@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from memfit._torch.dispatch import TorchDispatchMode
-from memfit.tape import ExecutionContext, outside_autocast
+from memfit._torch import TorchDispatchMode
+from memfit.workload import ExecutionContext, outside_autocast
 
 
 class _Casts(TorchDispatchMode):

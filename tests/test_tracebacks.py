@@ -15,9 +15,8 @@ from torch import nn
 
 import memfit
 from memfit.errors import CaptureError, InfeasibleError, UsageError, WorkloadError
-from memfit.frames import is_memfits
-from memfit.tracebacks import VARIABLE, public
-from memfit.units import format_bytes
+from memfit.foundations import format_bytes, is_memfits, public
+from memfit.foundations.tracebacks import VARIABLE
 from memfit.workload import Workload
 
 

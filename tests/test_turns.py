@@ -13,8 +13,7 @@ from types import FrameType
 
 import pytest
 
-from memfit.interrupts import held_back
-from memfit.turns import has_turn, here, turn
+from memfit.foundations import has_turn, held_back, here, turn
 
 
 def test_a_turn_excludes_other_threads_and_not_its_own() -> None:

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from memfit.errors import BudgetError, UsageError
-from memfit.units import format_bytes, format_seconds, parse_budget, read_budget
+from memfit.foundations import format_bytes, format_seconds, parse_budget, read_budget
 
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 UNITS |= {f"{prefix}{i}": 1024 ** (n + 1) for n, prefix in enumerate("KMGT") for i in ("", "i")}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.fake_gpu import shim
+from memfit import hardware
 from tests import warm
 from tests.fixed_costs import DISPATCH_SECONDS
 from tests.quick_plans import TIME_LIMIT_SECONDS
@@ -46,7 +46,7 @@ def test_one_fork_leaves_nothing_to_the_next() -> None:
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_forks_take_what_tests_take_in_the_place_of_clocks(kind: str) -> None:
-    if kind == "cuda" and (shim.why_not() is not None or shim.has_gpu()):
+    if kind == "cuda" and (hardware.shim.why_not() is not None or hardware.shim.has_gpu()):
         pytest.skip("fake CUDA tensors can't be had here")
     program = "import inspect\nfrom memfit.cost import cpu_costs\nfrom memfit.pipeline import _plan\n"
     program += "limit_seconds = inspect.unwrap(_plan.plan).__kwdefaults__['time_limit_seconds']\n"
@@ -55,10 +55,10 @@ def test_forks_take_what_tests_take_in_the_place_of_clocks(kind: str) -> None:
     assert found == f"{DISPATCH_SECONDS} {TIME_LIMIT_SECONDS}\n"
 
 
-@pytest.mark.skipif(shim.why_not() is not None, reason="fake CUDA tensors can't be had here")
-@pytest.mark.skipif(shim.has_gpu(), reason="a GPU is here, on which nothing is faked")
+@pytest.mark.skipif(hardware.shim.why_not() is not None, reason="fake CUDA tensors can't be had here")
+@pytest.mark.skipif(hardware.shim.has_gpu(), reason="a GPU is here, on which nothing is faked")
 def test_fake_cuda_is_in_forks_of_its_own_server_only() -> None:
-    program = "import torch\nfrom memfit.fake_gpu import shim\nprint(shim.is_loaded(), torch.cuda.is_available())"
+    program = "import torch\nfrom memfit.hardware import shim\nprint(shim.is_loaded(), torch.cuda.is_available())"
     lines = [warm.command("-c", program, kind=kind) for kind in ("cpu", "cuda")]
     found = [subprocess.run(line, capture_output=True, text=True, check=True).stdout for line in lines]
     assert found[0] == "False False\n" and found[1].startswith("True ")

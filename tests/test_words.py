@@ -10,7 +10,7 @@ import pytest
 
 import memfit
 from memfit.errors import UsageError
-from memfit.words import LOOP, Words, options
+from memfit.foundations import LOOP, Words, options
 
 NAMES = ("budget", "host_budget", "measure", "precision", "overwrite", "limit", "numerics")
 COMMAND = options({name: f"--{name.replace('_', '-')}" for name in NAMES})

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
-from memfit._torch.dispatch import current_mode_stack
+from memfit._torch import current_mode_stack
 from memfit.workload import Workload
 
 COUNT_FROZEN = gc.get_freeze_count  # before `tests/conftest.py` answers in its place

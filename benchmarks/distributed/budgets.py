@@ -18,17 +18,13 @@ from benchmarks.common import Case
 from benchmarks.distributed.models import BATCH, MODELS
 from benchmarks.distributed.peaks import UNITS
 from benchmarks.distributed.ranks import of_all_ranks, on_ranks
+from memfit import ir
 from memfit.errors import InfeasibleError
-from memfit.hardware.cpu_allocations import allocated
-from memfit.hardware.host import find_device
-from memfit.ir import codec
-from memfit.ir.plan import Levers, Plan
-from memfit.ir.remat import Region
-from memfit.levers.microbatches import microbatch_sizes
-from memfit.levers.stack import applied
-from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import costs_of, predict
-from memfit.sharding.one_rank import SEARCHED, proposals
+from memfit.hardware import allocated, find_device
+from memfit.ir import Levers, Plan, Region
+from memfit.levers import applied, microbatch_sizes
+from memfit.planner import capture_levers, costs_of, predict
+from memfit.ranks import SEARCHED, proposals
 
 BUDGETS, QUICK_BUDGETS = 13, 3
 _STEPS = 3
@@ -63,7 +59,7 @@ def _two_processes() -> ProcessPoolExecutor:
 def _as_rank(name: str, plans: list[bytes]) -> Iterator[list[list[int]]]:
     """Yield for each plan the peaks of its steps, by step and rank, the first step's included."""
     for data in plans:
-        levers = codec.decode(data, Plan, source="the benchmark").levers
+        levers = ir.codec.decode(data, Plan, source="the benchmark").levers
         yield [of_all_ranks(peak) for peak in peaks_of_steps(name, levers)]
 
 
@@ -92,7 +88,7 @@ def cases(quick: bool) -> Iterator[Case]:
         for name in ["transformer", "convolutions"] if quick else MODELS:
             budgets, lowest = budgets_of(name, world_size, QUICK_BUDGETS if quick else BUDGETS)
             plans = plans_of(name, world_size, budgets)
-            found = on_ranks(world_size, _as_rank, name, [codec.encode(plan) for plan in plans])
+            found = on_ranks(world_size, _as_rank, name, [ir.codec.encode(plan) for plan in plans])
             for budget, plan, peaks in zip(budgets, plans, found, strict=True):
                 worst = max(max(step) for step in peaks)
                 print(

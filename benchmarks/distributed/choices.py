@@ -17,9 +17,9 @@ from benchmarks.common import Case
 from benchmarks.distributed.budgets import brute_force, budgets_of, plans_of
 from benchmarks.distributed.models import MODELS
 from benchmarks.distributed.ranks import on_ranks
-from memfit.ir import codec
-from memfit.ir.plan import Levers
-from memfit.levers.stack import applied
+from memfit import ir
+from memfit.ir import Levers
+from memfit.levers import applied
 
 RANKS = 4
 NAMES = ("transformer", "frozen", "convolutions")
@@ -86,7 +86,7 @@ def cases(quick: bool) -> Iterator[Case]:
                 "predicted_seconds": chosen[budget].predicted.step_seconds,
                 "memfit": [use.brief for use in chosen[budget].uses],
                 "best_seconds": None if best is None else seconds[best],
-                "best": None if best is None else json.loads(codec.encode(best)),
+                "best": None if best is None else json.loads(ir.codec.encode(best)),
                 "ratio": None if best is None else final[ours[budget]] / seconds[best],
             }
             shown = "nothing else fits" if row["ratio"] is None else f"ratio {row['ratio']:.3f}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.common import Case
 from benchmarks.markdown import head, made_by, row
-from memfit.units import format_bytes
+from memfit.foundations import format_bytes
 
 Result = dict[str, Any]
 

@@ -28,11 +28,9 @@ from benchmarks.distributed.peaks import UNITS
 from benchmarks.distributed.ranks import on_ranks
 from benchmarks.distributed.training import workload
 from benchmarks.faults.injections import CountingOperators
-from memfit.ir import codec
-from memfit.ir.plan import Levers, Plan
-from memfit.ir.remat import Region
-from memfit.ir.sharding import Mode
-from memfit.training.guards.recovery import Recovery
+from memfit import ir
+from memfit.ir import Levers, Mode, Plan, Region
+from memfit.training import Recovery
 
 ENGINES: tuple[tuple[Mode, int], ...] = (("ddp", 2), ("zero2", 2), ("zero3", 2), ("zero3", 4))
 """Modes and ranks, among which the interruptions are shared."""
@@ -130,7 +128,7 @@ def out_of_memory(quick: bool) -> Iterator[Case]:
         survived = places = 0
         is_hanging = False
         try:
-            for was_same in on_ranks(ranks, _failing, codec.encode(plan), count, longest_seconds=LONGEST_SECONDS):
+            for was_same in on_ranks(ranks, _failing, ir.codec.encode(plan), count, longest_seconds=LONGEST_SECONDS):
                 places, survived = places + 1, survived + was_same
         except TimeoutError:
             is_hanging = True
@@ -160,7 +158,7 @@ def _ladder(mode: Mode, ranks: int) -> Plan:
 
 def _failing(data: bytes, count: int) -> Iterator[bool]:
     """Yield for each place whether all ranks took the lower plan and ended with its weights."""
-    plan = codec.decode(data, Plan, source="the benchmark")
+    plan = ir.codec.decode(data, Plan, source="the benchmark")
     lower = plan.frontier[1].levers
     expected, _, _ = _steps_of(plan, lower)
     undisturbed, _, reached = _steps_of(plan, plan.levers)

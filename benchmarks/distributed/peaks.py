@@ -14,16 +14,11 @@ from msgspec.structs import replace
 from benchmarks.common import Case
 from benchmarks.distributed.models import BATCH, MODELS
 from benchmarks.distributed.ranks import of_all_ranks, on_ranks
-from memfit.hardware.cpu_allocations import allocated
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers
-from memfit.ir.remat import Region
-from memfit.ir.sharding import Sharding
-from memfit.ir.simulate import simulate
-from memfit.levers.stack import applied
-from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import costs_of, predict
-from memfit.sharding.one_rank import shard
+from memfit.hardware import allocated, find_device
+from memfit.ir import Levers, Region, Sharding, simulate
+from memfit.levers import applied
+from memfit.planner import capture_levers, costs_of, predict
+from memfit.ranks import shard
 
 UNITS = tuple(f"blocks.{i}" for i in range(4))
 _STEPS = 3

@@ -29,13 +29,10 @@ from benchmarks.distributed.models import MODELS, loss_of
 from benchmarks.distributed.peaks import UNITS, engines
 from benchmarks.distributed.ranks import of_all_ranks, on_ranks
 from benchmarks.distributed.throughput import BATCH, MICROBATCHES, RANKS, by_hand
-from memfit.hardware.cpu_allocations import allocated
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers
-from memfit.ir.remat import Region
-from memfit.levers.stack import applied
-from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import costs_of, predict
+from memfit.hardware import allocated, find_device
+from memfit.ir import Levers, Region
+from memfit.levers import applied
+from memfit.planner import capture_levers, costs_of, predict
 
 ROUNDS, QUICK_ROUNDS, STEPS = 5, 2, 12
 _SIZE = BATCH // RANKS // MICROBATCHES

@@ -24,9 +24,8 @@ from benchmarks.common import Case
 from benchmarks.distributed.models import MODELS
 from benchmarks.distributed.peaks import UNITS, engines
 from benchmarks.distributed.ranks import on_ranks
-from memfit.ir.plan import Levers
-from memfit.ir.remat import Region
-from memfit.levers.stack import applied
+from memfit.ir import Levers, Region
+from memfit.levers import applied
 
 RANKS, MICROBATCHES, BATCH = 2, 2, 32
 STEPS, QUICK_STEPS = 240, 40

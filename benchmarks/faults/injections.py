@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.faults.processes import finish, mount_small_disk, wait
 from benchmarks.faults.subjects import Subject, Windows
+from memfit.training import METRICS
 from memfit.training.runs import checkpoint_folders
-from memfit.training.runs.folder import METRICS
 from memfit.workload import Workload
 
 TOO_MUCH_BYTES = 1 << 60

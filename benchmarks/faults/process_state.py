@@ -18,9 +18,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from memfit._torch.autograd import top_saved_tensors_default_hooks
-from memfit._torch.dispatch import current_mode_stack, get_current_function_mode_stack
-from memfit._torch.fake import FakeTensor
+from memfit._torch import (
+    FakeTensor,
+    current_mode_stack,
+    get_current_function_mode_stack,
+    top_saved_tensors_default_hooks,
+)
 from memfit.workload import Workload
 
 _PATCHED: tuple[Any, ...] = (

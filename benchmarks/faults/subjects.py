@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import memfit
-from memfit.ir.plan import Plan, Precision
-from memfit.recipes.brain_segmentation import brain_segmentation
-from memfit.recipes.byte_lm import byte_lm, even_windows, python_source
+from memfit.ir import Plan, Precision
+from memfit.recipes import brain_segmentation, byte_lm
+from memfit.recipes.byte_lm import even_windows, python_source
 from memfit.workload import Workload
 
 CONTEXT, SAMPLES, BATCH = 32, 22, 6

@@ -24,13 +24,11 @@ from benchmarks.common import Case
 from benchmarks.faults.injections import FAULTS, CountingOperators, Fault, Reach
 from benchmarks.faults.processes import finish, start
 from benchmarks.faults.subjects import Subject
-from memfit.ir import codec
-from memfit.ir.plan import Plan
-from memfit.ir.run_record import RunRecord, Views
+from memfit import ir
+from memfit.ir import Plan, RunRecord, Views
 from memfit.pipeline import _train
+from memfit.training import METRICS, RUN, VIEWS, read_lines
 from memfit.training.runs import checkpoint_folders
-from memfit.training.runs.folder import METRICS, RUN, VIEWS
-from memfit.training.runs.log import read_lines
 from memfit.training.runs.tensor_files import read_tensors
 
 MAX_RESTARTS = 4
@@ -76,7 +74,7 @@ def prepare(subject: Subject, folder: Path) -> Prepared:
     gc.collect()
     gc.freeze()  # children then collect only what is theirs
     _in_child(lambda: _plan(subject, folder), folder / "plan.log")
-    plan, views = codec.read(folder / PLAN_FILE, Plan), codec.read(folder / VIEWS, Views)
+    plan, views = ir.codec.read(folder / PLAN_FILE, Plan), ir.codec.read(folder / VIEWS, Views)
     _in_child(lambda: _measure(subject, plan, views, folder), folder / "reference.log")
     reach = Reach(**json.loads((folder / REACH_FILE).read_bytes()))
     return Prepared(subject, plan, views, reach, outcome_of(folder / "run", subject.n_steps))
@@ -90,8 +88,8 @@ def _in_child(work: Callable[[], None], log: Path) -> None:
 
 def _plan(subject: Subject, folder: Path) -> None:
     plan = subject.plan()
-    (folder / PLAN_FILE).write_bytes(codec.encode(plan))
-    (folder / VIEWS).write_bytes(codec.encode(_train.views(plan, subject.make())))
+    (folder / PLAN_FILE).write_bytes(ir.codec.encode(plan))
+    (folder / VIEWS).write_bytes(ir.codec.encode(_train.views(plan, subject.make())))
 
 
 def _measure(subject: Subject, plan: Plan, views: Views, folder: Path) -> None:
@@ -218,7 +216,7 @@ def _watch(prepared: Prepared, name: str, seed: int, folder: Path) -> None:
 
 def _is_finished(out: Path) -> bool:
     with contextlib.suppress(memfit.UsageError):
-        return codec.read(out / RUN, RunRecord, error=memfit.UsageError).status == "finished"
+        return ir.codec.read(out / RUN, RunRecord, error=memfit.UsageError).status == "finished"
     return False
 
 
@@ -230,7 +228,7 @@ def judged(prepared: Prepared, fault: Fault, out: Path, statuses: list[int]) -> 
         wrong.append(f"ended with status {statuses[0]}, not one of {fault.statuses}")
     try:
         found = outcome_of(out, n_steps)
-        events = [event.kind for event in codec.read(out / RUN, RunRecord).events]
+        events = [event.kind for event in ir.codec.read(out / RUN, RunRecord).events]
     except (OSError, memfit.MemfitError) as e:
         wrong.append(f"did not come to its end: {e}")
         found, events = Outcome({}, [], 0), []

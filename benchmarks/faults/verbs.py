@@ -36,7 +36,7 @@ from benchmarks.faults.process_state import changed, digest, process_state, work
 from benchmarks.faults.processes import finish, start
 from benchmarks.steps.rows import Rows
 from memfit.errors import UsageError
-from memfit.ir.plan import Plan
+from memfit.ir import Plan
 from memfit.workload import Workload
 
 INTERRUPTS, QUICK_INTERRUPTS = 200, 5

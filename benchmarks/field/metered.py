@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from memfit._torch.replacement import replaced
+from memfit._torch import replaced
 from memfit.cli import app
 from memfit.hardware.cpu_allocations import allocated_between
 from memfit.pipeline import _fit, loop_plans

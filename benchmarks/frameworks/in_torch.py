@@ -14,8 +14,8 @@ import torch.nn.functional as F
 import memfit
 from benchmarks.frameworks.subject import LEARNING_RATE, SUBJECTS, UNetSizes, data, report, resident_bytes
 from benchmarks.frameworks.torch_models import UNet, transformer
-from memfit.capture.measured_peak import measure_peak_bytes
-from memfit.training.step import Step
+from memfit.capture import measure_peak_bytes
+from memfit.training import Step
 
 
 def workload(name: str) -> memfit.Workload:

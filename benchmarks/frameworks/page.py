@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.markdown import head, row
 from benchmarks.tables import RESULTS, results
-from memfit.ir.codec import write_atomic
-from memfit.units import format_bytes, format_seconds
+from memfit.foundations import format_bytes, format_seconds
+from memfit.ir import write_atomic
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "frameworks.md"
 _MARKS = re.compile(r"(<!-- (?P<name>frameworks|keras): [^>]*-->\n).*?(<!-- /(?P=name) -->)", flags=re.DOTALL)

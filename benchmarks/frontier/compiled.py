@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.frontier.checkpointing import checkpointed, forwarding, holding, segment_sizes, segments, whole
 from benchmarks.frontier.methods import PLAIN, Apply, Method, Prepared, Task, Unsupported
-from memfit.training.step import Step
+from memfit.training import Step
 from memfit.workload import Loss, Workload
 
 ACTIVATION_BUDGETS = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)

@@ -18,8 +18,8 @@ from benchmarks.frontier.checkpointing import checkpointing, whole
 from benchmarks.frontier.measuring import peak_of
 from benchmarks.frontier.methods import OURS, Method, Prepared, Task, Unsupported, accumulating, stepping
 from benchmarks.frontier.ours import facts, plan_for
-from memfit.capture.fake_workload import nothing_changes
-from memfit.ir.plan import Levers
+from memfit.capture import nothing_changes
+from memfit.ir import Levers
 from memfit.workload import batch_size_of
 
 SHARES = (0.6, 0.45, 0.3)

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.frontier.methods import Apply
-from memfit.capture.measured_peak import measure_peak_bytes, measure_peaks
-from memfit.hardware.accelerators import synchronize
+from memfit.capture import measure_peak_bytes, measure_peaks
+from memfit.hardware import synchronize
 from memfit.pipeline.placement import place_of
 from memfit.planner.prediction import CACHING
-from memfit.training.step import Step
+from memfit.training import Step
 from memfit.workload import Workload
 
 FIRST_ROUNDS = 3

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.frontier.models import Subject
-from memfit.capture.fake_workload import real_copy
-from memfit.training.step import Step
+from memfit.capture import real_copy
+from memfit.training import Step
 from memfit.workload import Workload
 
 Kind = Literal["eager", "compiled", "joint", "all"]

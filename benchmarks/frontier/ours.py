@@ -13,10 +13,10 @@ from torch import nn
 import memfit
 from benchmarks.frontier.methods import LOWEST, OURS, Apply, Method, Prepared, Task, Unsupported
 from memfit import InfeasibleError, Plan
-from memfit.ir.plan import uses_text
-from memfit.planner.near_ties import Measure
-from memfit.training.step import Step
-from memfit.units import format_bytes
+from memfit.foundations import format_bytes
+from memfit.ir import uses_text
+from memfit.planner import Measure
+from memfit.training import Step
 from memfit.workload import Loss, Workload
 
 

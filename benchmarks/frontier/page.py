@@ -18,7 +18,7 @@ from benchmarks.frontier.cells import AT_BOUND, FASTER, FIGURED, LIMIT, SURE, Ce
 from benchmarks.frontier.methods import KINDS, OURS, Kind
 from benchmarks.frontier.models import SUBJECTS
 from benchmarks.pages import DOCS, main
-from memfit.units import format_bytes
+from memfit.foundations import format_bytes
 
 PAGE = DOCS / "results" / "frontier.md"
 

@@ -29,14 +29,13 @@ from benchmarks.common import slug
 from benchmarks.frontier.checkpointing import Contexts, checkpointing
 from benchmarks.frontier.methods import Method, Prepared, Task, Unsupported, stepping
 from benchmarks.frontier.selective import contexts_of
-from memfit.capture.fake_workload import fake_copy
-from memfit.capture.known_values import KnownValues, fake_paths_disabled
+from memfit.capture import KnownValues, fake_copy
+from memfit.capture.known_values import fake_paths_disabled
 from memfit.cost.cpu_costs import measure
-from memfit.hardware.host import find_device
-from memfit.ir.codec import write_atomic
-from memfit.signature import signature
-from memfit.training.step import Step
-from memfit.workload import fingerprint, tensors_of
+from memfit.hardware import find_device
+from memfit.ir import write_atomic
+from memfit.training import Step
+from memfit.workload import fingerprint, signature, tensors_of
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35, 0.3)
 """Of the peak that PyTorch's own statistics give: the budgets it is asked for."""

@@ -56,9 +56,9 @@ from benchmarks.frontier.methods import (
 )
 from benchmarks.frontier.models import QUICK, SUBJECTS, Subject
 from benchmarks.frontier.peers import SORTS, Peers, only, peers_of
-from memfit.capture.fake_workload import real_copy
+from memfit.capture import real_copy
 from memfit.errors import MemfitError
-from memfit.hardware.host import find_device
+from memfit.hardware import find_device
 from memfit.workload import Workload
 
 SECONDS = 120.0

@@ -18,28 +18,17 @@ from msgspec.structs import replace
 
 from benchmarks.fuzzing.modules import workload_of
 from benchmarks.fuzzing.programs import Program
-from memfit.capture.fake_workload import real_copy
-from memfit.capture.step_capture import without_collector
-from memfit.cost.cpu_costs import with_workspaces
+from memfit.capture import real_copy, without_collector
+from memfit.cost import with_workspaces
 from memfit.cost.error_bars import calibration
 from memfit.errors import InfeasibleError, MemfitError
-from memfit.hardware import cpu_allocations
-from memfit.hardware.host import find_device, host_name
-from memfit.ir.device import Device
-from memfit.ir.operator_costs import CostTable, OpCost
-from memfit.ir.plan import Levers, Plan
-from memfit.ir.remat import Regions
-from memfit.ir.simulate import simulate
-from memfit.ir.trace import Trace, Work
-from memfit.levers.stack import applied
+from memfit.hardware import cpu_allocations, find_device, host_name
+from memfit.ir import CostTable, Device, Levers, OpCost, Plan, Regions, Trace, Work, simulate
+from memfit.levers import applied
 from memfit.pipeline import _plan
-from memfit.planner import captured_steps, confirmation
-from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import predict
+from memfit.planner import capture_levers, captured_steps, confirmation, predict
 from memfit.planner.readings import DataRuns
-from memfit.solver.candidates import options
-from memfit.solver.milp import Solver
-from memfit.solver.problem import build
+from memfit.solver import Solver, build, options
 from memfit.workload import Workload, batch_size_of
 
 STEPS = 2

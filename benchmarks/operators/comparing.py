@@ -9,17 +9,14 @@ from typing import Any
 import torch
 
 from benchmarks.operators.samples import Sample, backward, mapped
-from memfit._torch.dispatch import EagerMode, disable_current_modes
-from memfit._torch.fake import CachedFakeTensorMode
-from memfit._torch.tensors import storage_key_of
+from memfit._torch import CachedFakeTensorMode, EagerMode, disable_current_modes, storage_key_of
+from memfit.capture import KnownValues, Recorder, tensors_in
 from memfit.capture.composites import composites_without_mode
 from memfit.capture.fake_workload import _Faker
-from memfit.capture.known_values import KnownValues
-from memfit.capture.operator_calls import tensors_in
-from memfit.capture.recorder import Recorder, Recording
+from memfit.capture.recorder import Recording
 from memfit.cost.cpu_costs import _first_runs
-from memfit.hardware.cpu_allocations import allocated
-from memfit.signature import signature
+from memfit.hardware import allocated
+from memfit.workload import signature
 
 Found = list[tuple[str, str, str]]
 """Differences: the operator, its call, and what differs."""

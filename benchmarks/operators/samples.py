@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memfit.capture.operator_calls import tensors_in
+from memfit.capture import tensors_in
 
 Layout = Callable[[torch.Tensor], torch.Tensor | None]
 

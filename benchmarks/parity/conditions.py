@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 import memfit
 from memfit import InfeasibleError, LossScaling, Plan, Workload
-from memfit.ir.plan import Levers, OptimizerLever, Precision
+from memfit.ir import Levers, OptimizerLever, Precision
 from memfit.workload import fingerprint, samples_of
 
 EXACT_SHARE = 0.7

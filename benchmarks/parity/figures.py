@@ -11,7 +11,7 @@ from benchmarks.common import Case
 from benchmarks.markdown import head, made_by, row
 from benchmarks.parity.conditions import CONDITIONS
 from benchmarks.parity.trainings import TRAININGS
-from memfit.units import format_bytes
+from memfit.foundations import format_bytes
 
 
 def summary_of(cases: Sequence[Case]) -> dict[str, Any]:

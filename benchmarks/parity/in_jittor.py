@@ -29,7 +29,7 @@ from benchmarks.markdown import head, made_by, row
 from benchmarks.parity.equivalence import compare
 from benchmarks.parity.figures import verdict_text
 from benchmarks.steps.rows import Rows
-from memfit.units import format_bytes
+from memfit.foundations import format_bytes
 
 SEEDS, USE_SEEDS, STEPS, USE_SECONDS = 5, 3, 60, 5.0
 MARGIN = 0.015

@@ -16,7 +16,7 @@ import numpy as np
 import memfit.jittor as mj
 from memfit.errors import InfeasibleError
 from memfit.frameworks.jittor.variables import named_variables
-from memfit.ir.plan import Levers, Plan
+from memfit.ir import Levers, Plan
 from memfit.jittor import memory
 
 LEARNING_RATE, FINAL_SHARE = 4e-3, 0.1

@@ -16,7 +16,7 @@ from benchmarks.parity.conditions import CONDITIONS, describe, plan_of, step_of
 from benchmarks.parity.half import HalfProducts
 from benchmarks.parity.trainings import Training, endless
 from memfit import Plan, Workload
-from memfit.capture.measured_peak import measure_peak_bytes
+from memfit.capture import measure_peak_bytes
 from memfit.errors import NonFiniteError
 from memfit.structure.proposal import evaluated
 

@@ -18,9 +18,8 @@ import memfit
 from benchmarks.parity.text import text_classifier
 from examples import digits_resnet
 from memfit import Workload
-from memfit.recipes.brain_segmentation import brain_segmentation
-from memfit.recipes.byte_lm import SeededBatches, byte_lm, even_windows, random_windows
-from memfit.recipes.video import video
+from memfit.recipes import brain_segmentation, byte_lm, video
+from memfit.recipes.byte_lm import SeededBatches, even_windows, random_windows
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from benchmarks.processes import output_of
 from benchmarks.published.figures import compared, summarised
 from benchmarks.published.rows import Row, sources
 from benchmarks.steps.rows import source as digest
+from memfit import hardware
 from memfit.errors import UsageError
-from memfit.fake_gpu import shim
 
 QUICK = ("LK-01", "LK-03", "LK-19", "LS-08")
 TIMEOUT_SECONDS = 1200
@@ -101,7 +101,7 @@ def _predicted(rows: Sequence[Row], before: _Kept) -> Iterator[tuple[Row, Case]]
 
 def _command(rows: Sequence[Row]) -> list[str]:
     """Return the command that predicts rows of one environment."""
-    command = shim.command("benchmarks.published.case", *(row.id for row in rows))
+    command = hardware.shim.command("benchmarks.published.case", *(row.id for row in rows))
     return [str(PYTHON), *command[1:]] if rows[0].environment else command
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memfit import Loop, Workload
-from memfit.capture.known_values import KnownValues
-from memfit.rng import rng_preserved
+from memfit.capture import KnownValues
+from memfit.workload import rng_preserved
 
 
 def fake(make: Callable[[], Workload]) -> Workload:

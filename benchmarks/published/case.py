@@ -1,4 +1,4 @@
-"""The prediction of published rows, in a process with fake CUDA tensors (`memfit.fake_gpu.shim`)."""
+"""The prediction of published rows, in a process with fake CUDA tensors (`memfit.hardware.shim`)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from benchmarks.published.rows import Row, every_row
 from memfit import estimate
 from memfit.errors import MemfitError
 from memfit.hardware.catalogue import look_up
-from memfit.ir.plan import Levers, Prediction
-from memfit.planner.captures import capture_plain
-from memfit.planner.prediction import costs_of, predict
+from memfit.ir import Levers, Prediction
+from memfit.planner import capture_plain, costs_of, predict
 from memfit.workload import Workload, samples_of
 
 

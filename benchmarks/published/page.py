@@ -18,8 +18,8 @@ from benchmarks.markdown import head, made_by, row
 from benchmarks.published.figures import WITHIN_SECONDS
 from benchmarks.published.rows import Source, sources
 from benchmarks.tables import ROOT, results
-from memfit.ir.codec import write_atomic
-from memfit.units import format_bytes, format_seconds
+from memfit.foundations import format_bytes, format_seconds
+from memfit.ir import write_atomic
 
 PAGE = ROOT / "docs" / "results" / "published.md"
 TEMPLATE = Path(__file__).with_name("page.md")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from memfit.ir.plan import Precision
+from memfit.ir import Precision
 
 TOML = Path(__file__).with_name("rows.toml")
 UNITS = {

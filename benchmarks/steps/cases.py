@@ -21,8 +21,8 @@ from benchmarks.common import Case, whole_run_peak_bytes
 from benchmarks.steps.data import seed_all
 from benchmarks.steps.loop import SEED, STEPS, difference, plain_steps, trained_by_plan, trained_plainly
 from memfit import InfeasibleError, Plan, Workload, estimate, plan
-from memfit.hardware.cpu_allocations import allocated
-from memfit.ir.plan import Levers, Numerics, Prediction
+from memfit.hardware import allocated
+from memfit.ir import Levers, Numerics, Prediction
 from memfit.workload import samples_of
 
 SHARES: dict[Numerics, float] = {"exact": 0.6, "reordered": 0.45}

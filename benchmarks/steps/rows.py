@@ -10,7 +10,7 @@ from pathlib import Path
 
 import memfit
 from benchmarks.common import Case
-from memfit.ir import codec
+from memfit import ir
 
 _PLACES = (Path(memfit.__file__).parent, Path(__file__).parents[1])
 
@@ -27,7 +27,7 @@ class Rows:
         text = path.read_text() if path is not None and path.exists() else ""
         complete = text[: text.rfind("\n") + 1]
         if path is not None and complete != text:  # the last line was cut short
-            codec.write_atomic(path, complete.encode())
+            ir.codec.write_atomic(path, complete.encode())
         found = [json.loads(line) for line in complete.splitlines()]
         self._rows = {line["workload"]: line["rows"] for line in found if line["source"] == self._source}
 

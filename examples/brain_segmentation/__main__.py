@@ -17,9 +17,10 @@ from benchmarks.common import Case, main
 from examples.training import moments, plain_levers, plain_peak_bytes, train, used_levers
 from memfit import Workload, structure
 from memfit.errors import brought_by
-from memfit.ir import codec
-from memfit.recipes.brain_segmentation import brain_segmentation, load_slabs, segment
-from memfit.training.step import evaluation_mode
+from memfit import ir
+from memfit.recipes import brain_segmentation
+from memfit.recipes.brain_segmentation import load_slabs, segment
+from memfit.training import evaluation_mode
 
 Patch = tuple[int, int, int]
 
@@ -151,7 +152,7 @@ def draw(segmentations: dict[str, Tensor], size: Size, path: Path) -> None:
             axes.set(xticks=[], yticks=[], title=name if row == 0 else "", ylabel=view if column == 0 else "")
     drawn = io.BytesIO()
     drawing.savefig(drawn, dpi=80, metadata={"Software": None})
-    codec.write_atomic(path, drawn.getvalue())
+    ir.codec.write_atomic(path, drawn.getvalue())
 
 
 def _steps(size: Size, workload: Workload) -> int:

@@ -15,7 +15,7 @@ import memfit
 from benchmarks.common import Case, main, whole_run_peak_bytes
 from examples import digits_resnet
 from memfit import Workload, structure
-from memfit.ir.plan import Levers
+from memfit.ir import Levers
 from memfit.structure.proposal import MEASURED_STEPS, evaluated, measured, refresh_statistics
 from memfit.workload import batch_size_of
 

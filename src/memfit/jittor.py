@@ -12,12 +12,10 @@ Importing this package imports Jittor; the first time on a machine it is compile
 """
 
 from memfit import frameworks
-from memfit.frameworks.jittor import memory, structure
-from memfit.frameworks.jittor.checkpoint import checkpoint
-from memfit.frameworks.jittor.draws import seed
-from memfit.frameworks.jittor.planning import apply, plan
-from memfit.frameworks.jittor.step import Step
-from memfit.frameworks.jittor.workload import Workload, load_workload
+from memfit.frameworks import jittor as room
+from memfit.frameworks.jittor import Step, Workload, apply, checkpoint, load_workload, plan, seed
+
+memory, structure = room.memory, room.structure
 
 __all__ = ["Step", "Workload", "apply", "checkpoint", "load_workload", "memory", "plan", "seed", "structure"]
 

@@ -8,10 +8,7 @@ peak = memfit.keras.measured_peak(lambda: step(smaller))
 """
 
 from memfit import frameworks
-from memfit.frameworks.keras.memory import measured_peak
-from memfit.frameworks.keras.planning import apply, plan
-from memfit.frameworks.keras.recompute import checkpoint_every
-from memfit.frameworks.keras.workload import Workload
+from memfit.frameworks.keras import Workload, apply, checkpoint_every, measured_peak, plan
 
 __all__ = ["Workload", "apply", "checkpoint_every", "measured_peak", "plan"]
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit._torch import distributed
-from memfit.hardware.cpu_allocations import allocated
+from memfit.hardware import allocated
 from tests.processes import free_port
 
 RESETS = pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="new in torch 2.13")

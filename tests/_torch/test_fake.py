@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from memfit._torch import fake
-from memfit._torch.fake import (
+from memfit import ir
+from memfit._torch import (
     CachedFakeTensorMode,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    fake,
 )
 from memfit.capture import fake_workload
-from memfit.ir import codec
 from memfit.workload import Workload
 from tests.models import captured, recurrent, transformer, unet
 
@@ -293,7 +293,7 @@ def test_a_capture_records_what_it_does_without(
 ) -> None:
     def recorded() -> bytes:
         torch.manual_seed(0)
-        return codec.encode(captured(workload()))
+        return ir.codec.encode(captured(workload()))
 
     cached = [recorded(), recorded()]
     monkeypatch.setattr(fake_workload, "CachedFakeTensorMode", FakeTensorMode)

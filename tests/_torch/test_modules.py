@@ -12,11 +12,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from memfit._torch.modules import (
+from memfit._torch import (
     Apply,
     BatchNormBase,
     DropoutBase,
-    Hooks,
     InstanceNormBase,
     NormBase,
     all_forward_hooks,
@@ -37,6 +36,7 @@ from memfit._torch.modules import (
     undone_by_exceptions,
     untold_calls,
 )
+from memfit._torch.modules import Hooks
 
 
 @pytest.mark.parametrize(

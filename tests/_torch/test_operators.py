@@ -9,13 +9,13 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._foreach_utils import _device_has_foreach_support
 
-from memfit._torch import operators
-from memfit._torch.dispatch import DispatchKey
-from memfit._torch.operators import (
+from memfit._torch import (
+    DispatchKey,
     before_backends,
     call_at,
     destroy_library,
     drawing_operators,
+    operators,
     packet_of,
     schema_of,
 )

@@ -8,8 +8,8 @@ import types
 import pytest
 import torch
 
-from memfit._torch.replacement import replaced, replaced_here
-from memfit.turns import turn
+from memfit._torch import replaced, replaced_here
+from memfit.foundations import turn
 
 
 def test_an_attribute_comes_back() -> None:

@@ -10,10 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from memfit._torch import tensors
-from memfit._torch.dispatch import DisableTorchFunctionSubclass
-from memfit._torch.fake import FakeTensorMode
-from memfit._torch.tensors import tree_flatten, tree_is_leaf, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from memfit._torch import (
+    DisableTorchFunctionSubclass,
+    FakeTensorMode,
+    tensors,
+    tree_flatten,
+    tree_is_leaf,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 
 
 @pytest.mark.parametrize("mode", [FakeTensorMode, None])

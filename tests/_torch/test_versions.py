@@ -12,27 +12,27 @@ import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 import memfit
-from memfit._torch import versions
+from memfit import _torch
+from memfit.capture import packed
 from memfit.capture.notes import warn_if_untested
-from memfit.capture.transport import packed
 from memfit.errors import UntestedTorchWarning
 from tests.models import twice
 
 ROOT = Path(__file__).parents[2]
-FIRST, LAST = (".".join(map(str, version)) for version in versions.TESTED)
+FIRST, LAST = (".".join(map(str, version)) for version in _torch.versions.TESTED)
 
 
 @pytest.fixture
 def newer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A PyTorch that is newer than those that were tested."""
-    monkeypatch.setattr(versions, "_RUNNING", (versions.TESTED[1][0], versions.TESTED[1][1] + 1))
+    monkeypatch.setattr(_torch.versions, "_RUNNING", (_torch.versions.TESTED[1][0], _torch.versions.TESTED[1][1] + 1))
     warn_if_untested.cache_clear()
     yield
     warn_if_untested.cache_clear()
 
 
 def test_this_one_was_tested() -> None:
-    assert versions.why_untested() == ""
+    assert _torch.versions.why_untested() == ""
 
 
 @pytest.mark.usefixtures("newer")
@@ -60,15 +60,15 @@ def test_the_warning_can_be_filtered() -> None:
 
 @pytest.mark.parametrize("version", [(2, 10), (1, 13), (3, 0)])
 def test_why_untested_says_what_was_tested(version: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "_RUNNING", version)
-    assert versions.TESTED_RANGE in versions.why_untested()
+    monkeypatch.setattr(_torch.versions, "_RUNNING", version)
+    assert _torch.versions.TESTED_RANGE in _torch.versions.why_untested()
 
 
 def test_what_is_required_and_what_pages_say_is_the_tested_range() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert f"torch>={FIRST}" in project["dependencies"]
     for page in ("README.md", "docs/quickstart.md", "docs/internals/torch-versions.md"):
-        assert f"PyTorch {versions.TESTED_RANGE}" in (ROOT / page).read_text(), page
+        assert f"PyTorch {_torch.versions.TESTED_RANGE}" in (ROOT / page).read_text(), page
 
 
 @pytest.mark.parametrize("is_above", [True, False])
@@ -77,10 +77,10 @@ def test_clamp_splits_ties_where_a_bound_is_a_tensor(is_above: bool) -> None:
     x = torch.zeros(1, requires_grad=True)
     bounds = (torch.full((1,), -1.0), torch.zeros(1)) if is_above else (torch.zeros(1), torch.ones(1))
     x.clamp(*bounds).sum().backward()
-    assert x.grad is not None and x.grad.item() == (0.5 if versions.CLAMP_SPLITS_TIES else 1.0)
+    assert x.grad is not None and x.grad.item() == (0.5 if _torch.versions.CLAMP_SPLITS_TIES else 1.0)
 
 
 def test_sharded_leaves_accumulate_where_fsdp_only_reads_the_sum() -> None:
     """`SHARDED_LEAVES_ACCUMULATE` says whether the sum of gradients that were not reduced is a view of `grad`."""
     read_only = isinstance(getattr(FSDPParam, "unsharded_accumulated_grad", None), property)
-    assert read_only == versions.SHARDED_LEAVES_ACCUMULATE
+    assert read_only == _torch.versions.SHARDED_LEAVES_ACCUMULATE

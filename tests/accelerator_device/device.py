@@ -16,7 +16,7 @@ import platformdirs
 import torch
 from torch.utils import backend_registration
 
-from memfit.fake_gpu.shim import compiler
+from memfit.hardware.shim import compiler
 
 NAME = "acc"
 TOTAL_BYTES = 2 * 2**30

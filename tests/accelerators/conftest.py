@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memfit.hardware import accelerators
+from memfit import hardware
 from tests.accelerator_device import load
 from tests.accelerator_device.conftest import IS_WANTED
 
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def kind() -> str:
     """The kind of the accelerator."""
-    found = accelerators.current_kind()
+    found = hardware.accelerators.current_kind()
     assert found is not None
     return found
 
@@ -55,4 +55,4 @@ def _deterministic(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     torch.use_deterministic_algorithms(kind == "cuda")
     yield
     torch.use_deterministic_algorithms(before)
-    accelerators.release_cache()
+    hardware.accelerators.release_cache()

@@ -17,7 +17,7 @@ from benchmarks.frontier.subject import Bench, methods
 from benchmarks.frontier.xformers_policy import wrappers
 from benchmarks.overhead import compare
 from memfit import Workload
-from memfit.capture.fake_workload import real_copy
+from memfit.capture import real_copy
 from memfit.planner.prediction import CACHING
 from tests.accelerators.steps import distilled
 

@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from memfit import ir
 from memfit.cli import app
 from memfit.cli.demo import run_demo
-from memfit.hardware import measurement
-from memfit.hardware.catalogue import read
-from memfit.ir import codec
-from memfit.ir.plan import Plan
-from memfit.ir.run_record import RunRecord, Views
+from memfit.hardware import measurement, read
+from memfit.ir import Plan, RunRecord, Views
 from memfit.structure import separable_convolutions
 from tests.accelerators.steps import convnet, language_model
 
@@ -28,9 +26,9 @@ def test_the_demo_trains_there_and_reports(
     run_demo(tmp_path / "demo", steps=6, budget="0.75x", device=kind, overwrite=False)
     shown = capsys.readouterr().out
     assert "Peak, measured" in shown and (tmp_path / "demo" / "report.html").exists()
-    plan = codec.read(tmp_path / "demo" / "plan.json", Plan)
-    record = codec.read(tmp_path / "demo" / "run.json", RunRecord)
-    comparison = codec.read(tmp_path / "demo" / "views.json", Views).comparison
+    plan = ir.codec.read(tmp_path / "demo" / "plan.json", Plan)
+    record = ir.codec.read(tmp_path / "demo" / "run.json", RunRecord)
+    comparison = ir.codec.read(tmp_path / "demo" / "views.json", Views).comparison
     assert plan.device == f"{kind}:0" and record.measured_peak_bytes is not None and comparison is not None
     assert record.measured_peak_bytes <= plan.budget_bytes < comparison.plain_peak_bytes * 1.3
     assert record.first_loss is not None and record.last_loss is not None and record.last_loss < record.first_loss

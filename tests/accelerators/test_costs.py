@@ -13,20 +13,16 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from memfit.cost import accelerator_costs
-from memfit.cost.accelerator_costs import AcceleratorCosts, cache_path, measured_costs, read_cache
+from memfit import hardware, ir
+from memfit.cost import accelerator_costs, measured_costs
+from memfit.cost.accelerator_costs import AcceleratorCosts, cache_path, read_cache
 from memfit.cost.modelled_costs import floor_seconds
 from memfit.cost.operator_call import OperatorCall
 from memfit.errors import CaptureError
-from memfit.fake_gpu import process
-from memfit.hardware.host import find_device
-from memfit.ir import codec
-from memfit.ir.device import Device
-from memfit.ir.offload import COPY_IN
-from memfit.ir.plan import Levers
-from memfit.ir.trace import Trace
-from memfit.planner.captures import capture_levers
-from memfit.units import Progress
+from memfit.foundations import Progress
+from memfit.hardware import find_device
+from memfit.ir import COPY_IN, Device, Levers, Trace
+from memfit.planner import capture_levers
 from tests.accelerator_device import load
 from tests.accelerators.steps import convnet
 
@@ -75,7 +71,7 @@ def test_a_link_that_had_no_room_is_measured_for_the_next_step_that_copies(
     path = cache_path(device, "highest")
     measured_costs([trace], device)
     first = read_cache(path)
-    codec.write_atomic(path, codec.encode(replace(first, link_bytes_per_second=0.0)))
+    ir.codec.write_atomic(path, ir.codec.encode(replace(first, link_bytes_per_second=0.0)))
     with monkeypatch.context() as patch:
         patch.setattr(accelerator_costs, "_measure", lambda *_, **__: pytest.fail("measured for a step without copies"))
         measured_costs([trace], device)
@@ -116,7 +112,7 @@ def measured_there(kind: str, place: str, progress: Progress) -> AcceleratorCost
 def test_a_process_of_its_own_measures_the_same_calls(kind: str, place: torch.device) -> None:
     """As it is done for CUDA."""
     there = functools.partial(measured_there, kind, str(place))
-    found = process.run(there, lambda *_: None, fakes_cuda=False)
+    found = hardware.process.run(there, lambda *_: None, fakes_cuda=False)
     assert list(found.ops) == [SUM] and found.ops[SUM][0] > 0
 
 

@@ -19,16 +19,14 @@ from msgspec.structs import replace
 from torch import nn
 
 import memfit
-from memfit._torch.fake import FakeTensor
+from memfit import hardware
+from memfit._torch import FakeTensor
 from memfit.errors import MemoryLimitError, OutOfMemoryError
-from memfit.hardware import accelerators
-from memfit.hardware.memory_errors import out_of_memory
-from memfit.ir.plan import Levers, Plan
-from memfit.ir.remat import Region
-from memfit.rng import rng_preserved
+from memfit.hardware import out_of_memory
+from memfit.ir import Levers, Plan, Region
 from memfit.training.guards.ledger import IN_THE_STEP
 from memfit.training.runs.tensor_files import HostBuffers
-from memfit.workload import Workload
+from memfit.workload import Workload, rng_preserved
 from tests.accelerators.steps import language_model, same, slow, state_of, weights
 
 STEPS = 4
@@ -54,7 +52,7 @@ class Bomb:
         loss = self.inner(model, batch)
         if self.count in self.calls:
             place = next(model.parameters()).device
-            torch.empty(2 * accelerators.memory_info(place)[1], dtype=torch.uint8, device=place)
+            torch.empty(2 * hardware.accelerators.memory_info(place)[1], dtype=torch.uint8, device=place)
         return loss
 
 
@@ -67,7 +65,7 @@ def trained(plan: Plan, workload: Workload, out: Path, **options: Any) -> dict[s
 def test_its_out_of_memory_error_is_known_by_its_type(place: torch.device) -> None:
     """Acc#1934: errors that were looked for by their text, and missed."""
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        torch.empty(2 * accelerators.memory_info(place)[1], dtype=torch.uint8, device=place)
+        torch.empty(2 * hardware.accelerators.memory_info(place)[1], dtype=torch.uint8, device=place)
     found = out_of_memory(caught.value)
     assert found is not None and found.kind == "allocator" and found.requested_bytes
 
@@ -80,7 +78,7 @@ def test_a_step_that_runs_out_is_run_again_lower_and_nothing_is_lost(
     expected = trained(plan, language_model(), tmp_path / "plain")
     workload = language_model()
     workload = dataclasses.replace(workload, loss_fn=Bomb(workload.loss_fn, {2}))
-    before = accelerators.allocated_bytes(place)
+    before = hardware.accelerators.allocated_bytes(place)
     found = trained(plan, workload, tmp_path / "run")
     assert same(found, expected)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -90,7 +88,7 @@ def test_a_step_that_runs_out_is_run_again_lower_and_nothing_is_lost(
     assert saved.levers != plan.levers and saved.predicted.peak_bytes < plan.predicted.peak_bytes
     del workload, found
     gc.collect()
-    assert accelerators.allocated_bytes(place) - before < 2**20
+    assert hardware.accelerators.allocated_bytes(place) - before < 2**20
 
 
 def test_without_a_lower_plan_the_run_ends_with_a_checkpoint_and_goes_on(kind: str, tmp_path: Path) -> None:
@@ -106,8 +104,8 @@ def test_without_a_lower_plan_the_run_ends_with_a_checkpoint_and_goes_on(kind: s
 
 def test_the_allocator_keeps_a_limit_and_says_what_is_held(kind: str, place: torch.device) -> None:
     plan, workload = frontier_plan(kind), language_model()
-    accelerators.release_cache()
-    limit_bytes = accelerators.reserved_bytes(place) + 3 * 2**20
+    hardware.accelerators.release_cache()
+    limit_bytes = hardware.accelerators.reserved_bytes(place) + 3 * 2**20
     with memfit.apply(plan, workload, limit_bytes=limit_bytes) as step:
         with pytest.raises(MemoryLimitError, match=f"limit_bytes={limit_bytes}.*parameters") as caught:
             for _ in range(3):
@@ -124,9 +122,9 @@ def test_under_a_limit_a_run_recovers_to_a_plan_that_keeps_it(kind: str, place: 
     plan = frontier_plan(kind)
     expected = trained(plan, language_model(), tmp_path / "plain")
     gc.collect()
-    accelerators.release_cache()
+    hardware.accelerators.release_cache()
     room = min(point.peak_bytes for point in plan.frontier) + plan.predicted.peak_bytes
-    limit_bytes = accelerators.reserved_bytes(place) + room // 2 + 2**19
+    limit_bytes = hardware.accelerators.reserved_bytes(place) + room // 2 + 2**19
     found = trained(plan, language_model(), tmp_path / "run", limit_bytes=limit_bytes)
     assert same(found, expected)
     assert memfit.Plan.load(tmp_path / "run" / "plan.json").levers.regions
@@ -149,7 +147,7 @@ def test_a_thread_writes_checkpoints_from_pinned_memory_and_they_are_the_same(
     given = torch.arange(6.0, device=place).view(2, 3).T
     copy = HostBuffers().copied({"file": {"x": given}})["file"]["x"]
     assert torch.equal(copy, given.cpu()) and copy.is_contiguous()
-    assert copy.is_pinned() == accelerators.pins_memory(kind)
+    assert copy.is_pinned() == hardware.accelerators.pins_memory(kind)
 
 
 def test_offloaded_activations_and_optimizer_states_leave_the_same_training(kind: str, tmp_path: Path) -> None:
@@ -167,10 +165,10 @@ def test_the_ledger_has_the_bytes_that_the_allocator_counted(kind: str, place: t
     gc.collect()
     with memfit.apply(plan, workload) as step:
         step(workload.batch)
-        accelerators.reset_peaks(place)
+        hardware.accelerators.reset_peaks(place)
         step(workload.batch)
         found = step.memory_summary()
-    peaks = accelerators.peaks(place)
+    peaks = hardware.accelerators.peaks(place)
     assert peaks is not None and found.peak_bytes == peaks.allocated_bytes
     assert found.reserved_bytes == peaks.reserved_bytes and found.allocation_retries is not None
     assert sum(found.measured_bytes.values()) == found.peak_bytes
@@ -185,7 +183,7 @@ def test_an_accelerator_that_is_first_used_meanwhile_is_seeded_as_it_would_have_
     expected = torch.rand(4, device=place)
     torch.manual_seed(7)
     kinds = iter([None])
-    monkeypatch.setattr(accelerators, "used_kind", lambda: next(kinds, kind))
+    monkeypatch.setattr(hardware.accelerators, "used_kind", lambda: next(kinds, kind))
     with rng_preserved():
         torch.manual_seed(0)
         torch.rand(3, device=place)
@@ -194,9 +192,9 @@ def test_an_accelerator_that_is_first_used_meanwhile_is_seeded_as_it_would_have_
 
 def test_building_a_recipe_leaves_the_random_states_of_accelerators_alone(place: torch.device) -> None:
     torch.manual_seed(7)
-    before = accelerators.rng_states(place.type)
+    before = hardware.accelerators.rng_states(place.type)
     language_model()
-    assert all(torch.equal(a, b) for a, b in zip(before, accelerators.rng_states(place.type), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, hardware.accelerators.rng_states(place.type), strict=True))
 
 
 def test_random_numbers_drawn_there_go_on_after_a_resume(kind: str, place: torch.device, tmp_path: Path) -> None:

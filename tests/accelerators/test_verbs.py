@@ -12,16 +12,14 @@ import torch
 from msgspec.structs import replace
 
 import memfit
-from memfit.capture.fake_workload import real_copy
-from memfit.capture.measured_peak import measure_peaks
+from memfit import hardware
+from memfit.capture import measure_peaks, real_copy
 from memfit.errors import PlanError, UsageError, WorkloadError
-from memfit.hardware import accelerators
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers, Plan
-from memfit.levers.stack import applied
+from memfit.hardware import find_device
+from memfit.ir import Levers, Plan
+from memfit.levers import applied
 from memfit.pipeline.placement import device_here
-from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import costs_of, predict
+from memfit.planner import capture_levers, costs_of, predict
 from memfit.tools import ladder
 from memfit.workload import samples_of
 from tests.accelerators.steps import STEPS, language_model, same, state_of
@@ -34,13 +32,13 @@ def plan_of(name: str, kind: str, budget: str = "0.75x", **options: object) -> P
 
 
 def test_plans_are_run_there_and_leave_nothing(kind: str, place: torch.device) -> None:
-    before = accelerators.allocated_bytes(place)
+    before = hardware.accelerators.allocated_bytes(place)
     plan = plan_of("distilled", kind, numerics="reordered", measure=True)
     assert plan.measured_seconds is not None, plan.notes
     faster = [step for step in plan.measured if step.measured_seconds < 0.98 * plan.measured_seconds]
     assert plan.measured and all(step.predicted_seconds > plan.predicted.step_seconds for step in faster)
     assert not any("busy" in note for note in plan.notes)  # the host may wait for the device
-    assert accelerators.allocated_bytes(place) == before
+    assert hardware.accelerators.allocated_bytes(place) == before
 
 
 def on_the_cpu(plan: Plan) -> Plan:
@@ -191,13 +189,13 @@ def test_the_ladder_is_climbed_there(kind: str) -> None:
 def test_batches_of_other_shapes_have_plans_of_their_own(kind: str) -> None:
     workload, plan = language_model(), plan_of("language_model", kind, points=3)
     gc.collect()
-    held_bytes = accelerators.allocated_bytes(torch.device(kind, 0)) or 0  # what the tests before have left
-    accelerators.reset_peaks(torch.device(kind, 0))
+    held_bytes = hardware.accelerators.allocated_bytes(torch.device(kind, 0)) or 0  # what the tests before have left
+    hardware.accelerators.reset_peaks(torch.device(kind, 0))
     with memfit.apply(plan, workload, adaptive=True) as step:
         for length in (64, 48):
             batch = {name: tensor[:, :length] for name, tensor in workload.batch.items()}
             result = step(batch)
-            found = accelerators.peaks(torch.device(kind, 0))
+            found = hardware.accelerators.peaks(torch.device(kind, 0))
             assert found is not None and result.predicted_peak_bytes is not None
             assert found.allocated_bytes - held_bytes <= plan.budget_bytes
 
@@ -211,7 +209,7 @@ def test_a_loop_of_ones_own_is_fitted_there(name: str, place: torch.device) -> N
         def loop() -> None:
             torch.manual_seed(3)
             for _ in range(4):
-                accelerators.reset_peaks(place)
+                hardware.accelerators.reset_peaks(place)
                 loss = workload.loss_fn(workload.model, workload.batch)
                 total = loss[0] / loss[1] if isinstance(loss, tuple) else loss
                 total.backward()
@@ -225,7 +223,7 @@ def test_a_loop_of_ones_own_is_fitted_there(name: str, place: torch.device) -> N
             with memfit.fit(workload.model, optimizer, budget=budget, tell=lambda _: None) as fitted:
                 loop()
             assert fitted.plan is not None and fitted.plan.levers.regions
-        found = accelerators.peaks(place)
+        found = hardware.accelerators.peaks(place)
         assert found is not None
         return losses, found.allocated_bytes
 

@@ -13,9 +13,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from memfit.allocator.caching_allocator import AllocationEvent, CachingAllocator, replay
-from memfit.allocator.settings import AllocatorSettings
 from memfit.errors import AllocatorSettingsError, SimulatedOutOfMemoryError
+from memfit.ir import AllocationEvent, AllocatorSettings, CachingAllocator, replay
 
 KIB, MIB = 2**10, 2**20
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.allocator.caching_allocator import CachingAllocator, MemoryBlock, Pool
-from memfit.allocator.settings import AllocatorSettings
 from memfit.errors import SimulatedOutOfMemoryError
+from memfit.ir import AllocatorSettings, CachingAllocator, MemoryBlock
+from memfit.ir.caching_allocator import Pool
 from tests.ir.naive_allocator import MIB, NaiveAllocator, check
 
 EDGES = [1, 512, 513, 4096, MIB // 2, MIB - 1, MIB, MIB + 1, 2 * MIB, 3 * MIB + 7, 9 * MIB, 10 * MIB - 512]

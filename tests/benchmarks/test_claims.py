@@ -17,10 +17,9 @@ from benchmarks.claims_page import CHINESE, files, page
 from benchmarks.claims_predicted import activation_bytes, capture_step, fits, kept_convolutions
 from benchmarks.pages import stale
 from benchmarks.tables import results
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Prediction
-from memfit.ir.simulate import simulate
-from memfit.planner.prediction import costs_of
+from memfit.hardware import find_device
+from memfit.ir import Prediction, simulate
+from memfit.planner import costs_of
 
 
 @pytest.fixture

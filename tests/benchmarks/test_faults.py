@@ -122,6 +122,6 @@ def judge(
     """Judge a run that ended with what is given."""
     record = SimpleNamespace(events=[SimpleNamespace(kind=event) for event in events])
     monkeypatch.setattr(trials, "outcome_of", lambda *_: found)
-    monkeypatch.setattr(trials.codec, "read", lambda *_: record)
+    monkeypatch.setattr("memfit.ir.codec.read", lambda *_: record)
     prepared: Any = SimpleNamespace(outcome=UNDISTURBED, subject=SimpleNamespace(n_steps=2))
     return judged(prepared, kind(random.Random(0), REACH, out), out, list(statuses))

@@ -58,9 +58,9 @@ from benchmarks.frontier.subject import Bench, Measured, methods, same_steps, wi
 from benchmarks.pages import stale
 from benchmarks.tables import results
 from memfit import Workload
-from memfit.capture.fake_workload import real_copy
-from memfit.compiled.compiled_loss import PlannedBackend
-from memfit.training.step import Step
+from memfit.capture import real_copy
+from memfit.compiled import PlannedBackend
+from memfit.training import Step
 from tests.scalar_kernels import scalar_kernels
 
 MIB = 2**20

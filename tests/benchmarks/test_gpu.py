@@ -15,10 +15,10 @@ import pytest
 from benchmarks import gpu
 from benchmarks.common import slug
 from benchmarks.gpu import GO_ON, MEASURED, Command, commands, put_together
+from memfit import ir
 from memfit.cost.error_bars import CardMeasurements
 from memfit.errors import UsageError
-from memfit.hardware.host import find_device
-from memfit.ir import codec
+from memfit.hardware import find_device
 from tests.benchmarks.cards import CORRECTIONS, PREDICTIONS
 
 WRITES = "import json, sys; open(sys.argv[1], 'w').write(sys.argv[2]); open(sys.argv[3], 'a').write('x')"
@@ -148,6 +148,6 @@ def test_what_follows_from_other_results_is_written_beside_them(
         (tmp_path / f"{part}-{name}.json").write_text(json.dumps(result))
     assert run("--parts", "fit", "pages") == 0
     assert (gpu.CARDS.read_bytes(), gpu.card_page.PAGE.exists()) == before
-    cards = codec.read(tmp_path / gpu.CARDS.name, CardMeasurements).cards
+    cards = ir.codec.read(tmp_path / gpu.CARDS.name, CardMeasurements).cards
     assert cards["nvidia-9.0"].peak_error == pytest.approx(0.02)
     assert "## A card" in (tmp_path / "gpu.md").read_text()

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from benchmarks import step_times
-from memfit.ir.plan import Levers
+from memfit.ir import Levers
 from memfit.workload import Workload
 
 PLAIN, FIRST, CHOSEN, OTHER = (Levers(microbatch_size=size) for size in (8, 4, 2, 1))

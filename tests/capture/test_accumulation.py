@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memfit.capture.accumulation import Accumulation
-from memfit.capture.measured_peak import measure_peak_bytes
-from memfit.cost.cpu_costs import calibrate
-from memfit.ir.simulate import simulate
+from memfit.capture import Accumulation, measure_peak_bytes
+from memfit.cost import calibrate
+from memfit.ir import simulate
 from memfit.workload import Workload
 from tests.models import captured, squared_error, step_of
 

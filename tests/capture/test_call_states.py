@@ -11,14 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from memfit import held_state
-from memfit.hardware.host import find_device
-from memfit.held_state import Place, Reader
-from memfit.ir.plan import Levers
-from memfit.ir.remat import Regions
-from memfit.planner.captures import capture_levers
-from memfit.solver.candidates import refusals
-from memfit.workload import Workload
+from memfit.hardware import find_device
+from memfit.ir import Levers, Regions
+from memfit.planner import capture_levers
+from memfit.solver import refusals
+from memfit.workload import Place, Reader, Workload, held_state
 
 SCALE = 1.0
 SETTINGS = types.SimpleNamespace(scale=1.0)

@@ -11,11 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memfit.capture.range_observer import RangeObserver
-from memfit.capture.recorder import Recorder
+from memfit.capture import RangeObserver, Recorder
 from memfit.errors import CaptureError
-from memfit.ir.remat import Region
-from memfit.ir.trace import Trace
+from memfit.ir import Region, Trace
 from memfit.workload import Workload
 from tests.covering import each
 from tests.models import captured, squared_error

@@ -13,10 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.capture.fake_workload import real_copy
-from memfit.capture.step_capture import without_collector
+from memfit.capture import real_copy, without_collector
 from memfit.errors import CaptureError, WorkloadError
-from memfit.ir.simulate import simulate
+from memfit.ir import simulate
 from memfit.workload import Workload, batch_size_of
 from tests.covering import each
 from tests.models import BUILDERS, COSTS, captured, convnet, plain_trace, squared_error, step_of, transformer, twice

@@ -18,13 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from memfit.capture.external_state import differences, external_tensors
-from memfit.capture.fake_workload import real_copy
-from memfit.hardware.cpu_allocations import allocated
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers
-from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import costs_of, predict
+from memfit.capture import differences, external_tensors, real_copy
+from memfit.hardware import allocated, find_device
+from memfit.ir import Levers
+from memfit.planner import capture_levers, costs_of, predict
 from memfit.workload import Workload
 from tests.covering import some
 

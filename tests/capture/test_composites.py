@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from memfit.capture import measure_peak_bytes
 from memfit.capture.composites import composites_without_mode
-from memfit.capture.measured_peak import measure_peak_bytes
-from memfit.cost.cpu_costs import calibrate
-from memfit.ir.simulate import simulate
+from memfit.cost import calibrate
+from memfit.ir import simulate
 from memfit.workload import Workload
 from tests.models import captured, step_of
 

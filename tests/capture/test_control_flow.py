@@ -15,14 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.common import whole_run_peak_bytes
-from memfit.capture import value_reads
-from memfit.capture.fake_workload import real_copy
-from memfit.capture.measured_peak import measure_peak_bytes
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers, Prediction
-from memfit.levers.stack import applied
-from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import costs_of, predict
+from memfit.capture import measure_peak_bytes, real_copy, value_reads
+from memfit.hardware import find_device
+from memfit.ir import Levers, Prediction
+from memfit.levers import applied
+from memfit.planner import capture_levers, costs_of, predict
 from memfit.workload import Workload
 from tests.covering import some
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.cost.cpu_costs import calibrate
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers
-from memfit.ir.simulate import simulate
-from memfit.planner.captures import capture_levers
+from memfit.cost import calibrate
+from memfit.hardware import find_device
+from memfit.ir import Levers, simulate
+from memfit.planner import capture_levers
 from memfit.workload import Workload
 from tests.models import captured
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import memfit
-from memfit.capture.fake_workload import real_copy
+from memfit.capture import real_copy
 from memfit.errors import WorkloadError
-from memfit.ir.plan import Levers
+from memfit.ir import Levers
 from memfit.workload import Workload
 from tests.measuring import peaks
 

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 import memfit
 from benchmarks.common import whole_run_peak_bytes
-from memfit.capture.external_state import external_tensors
-from memfit.capture.fake_workload import real_copy
+from memfit.capture import external_tensors, real_copy
 from memfit.errors import WorkloadError
-from memfit.ir.plan import Levers
+from memfit.ir import Levers
 from memfit.workload import Workload
 from tests.covering import some
 from tests.measuring import peaks

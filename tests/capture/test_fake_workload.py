@@ -11,9 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from memfit.capture.fake_workload import fake_copy, mode_of, real_copy
-from memfit.capture.known_values import KnownValues
-from memfit.capture.step_capture import without_collector
+from memfit.capture import KnownValues, fake_copy, mode_of, real_copy, without_collector
 from memfit.errors import WorkloadError
 from memfit.workload import Workload, tensors_of
 from tests.models import squared_error, tied, transformer

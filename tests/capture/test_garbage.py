@@ -13,10 +13,9 @@ from torch import nn
 import memfit
 from benchmarks.common import whole_run_peak_bytes
 from memfit.errors import CaptureError, InfeasibleError
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers
-from memfit.planner.captures import Captures, capture_levers
-from memfit.planner.prediction import costs_of, predict
+from memfit.hardware import find_device
+from memfit.ir import Levers
+from memfit.planner import Captures, capture_levers, costs_of, predict
 from memfit.workload import Workload
 from tests.covering import some
 

@@ -15,9 +15,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import memfit
 from memfit.capture import recorder
 from memfit.errors import CaptureError
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers
-from memfit.planner.captures import capture_levers
+from memfit.hardware import find_device
+from memfit.ir import Levers
+from memfit.planner import capture_levers
 from memfit.workload import Workload
 from tests.measuring import peaks
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.ir.plan import Levers
+from memfit.ir import Levers
 from memfit.workload import Workload
 from tests.measuring import peaks
 

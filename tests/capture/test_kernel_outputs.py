@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memfit.ir.plan import Levers
+from memfit.ir import Levers
 from memfit.workload import Workload
 from tests.measuring import peaks
 

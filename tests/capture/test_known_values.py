@@ -10,8 +10,9 @@ import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memfit.capture import KnownValues
 from memfit.capture import known_values as module
-from memfit.capture.known_values import KnownValues, _only_writes, fake_paths_disabled
+from memfit.capture.known_values import _only_writes, fake_paths_disabled
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from memfit.ir.plan import Levers
+from memfit.ir import Levers
 from memfit.workload import Workload
 from tests.measuring import peaks
 

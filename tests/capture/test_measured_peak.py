@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.capture.measured_peak import measure_peak_bytes, resident_bytes
-from memfit.cost.cpu_costs import calibrate
-from memfit.hardware.cpu_allocations import allocated
-from memfit.ir.plan import Precision
-from memfit.ir.remat import Regions
-from memfit.ir.simulate import simulate
+from memfit.capture import measure_peak_bytes
+from memfit.capture.measured_peak import resident_bytes
+from memfit.cost import calibrate
+from memfit.hardware import allocated
+from memfit.ir import Precision, Regions, simulate
 from memfit.workload import Workload, batch_size_of
 from tests.covering import each
 from tests.models import BUILDERS, LARGE, captured, plain_trace, regions_of, squared_error, step_of, tied

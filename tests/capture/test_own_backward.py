@@ -11,10 +11,9 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from memfit.capture.composites import composites_without_mode
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers
-from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import costs_of, predict
+from memfit.hardware import find_device
+from memfit.ir import Levers
+from memfit.planner import capture_levers, costs_of, predict
 from memfit.workload import Workload
 from tests.measuring import peaks
 

@@ -10,12 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memfit.capture.recorder import Recorder
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers
-from memfit.ir.remat import Regions
-from memfit.planner.captures import capture_levers
-from memfit.solver.candidates import refusals
+from memfit.capture import Recorder
+from memfit.hardware import find_device
+from memfit.ir import Levers, Regions
+from memfit.planner import capture_levers
+from memfit.solver import refusals
 from memfit.workload import Workload, batch_size_of
 from tests.measuring import peaks
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import memfit
 from memfit.capture import step_capture
 from memfit.errors import CaptureError
-from memfit.ir.plan import Levers
+from memfit.ir import Levers
 from memfit.pipeline import _verify
 from memfit.workload import Workload
 from tests.covering import some

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.capture.fake_workload import real_copy
-from memfit.ir.plan import Levers
-from memfit.ir.remat import Region
+from memfit.capture import real_copy
+from memfit.ir import Levers, Region
 from memfit.workload import Workload
 from tests.measuring import peaks
 

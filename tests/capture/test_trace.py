@@ -12,9 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memfit.ir.plan import Precision
-from memfit.ir.simulate import simulate
-from memfit.ir.trace import Trace
+from memfit.ir import Precision, Trace, simulate
 from memfit.workload import Workload, batch_size_of
 from tests.covering import covering, each
 from tests.models import BUILDERS, COSTS, captured, convnet, plain_trace, squared_error, step_of, transformer, twice

@@ -13,15 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.capture.fake_workload import mode_of
-from memfit.capture.known_values import KnownValues
-from memfit.capture.transport import packed
+from memfit import hardware
+from memfit.capture import KnownValues, mode_of, packed
 from memfit.errors import WorkloadError
-from memfit.fake_gpu import process, shim
 from memfit.workload import Workload, tensors_of
 from tests.models import cross_entropy, tied, transformer
 
-pytestmark = pytest.mark.skipif(shim.has_gpu(), reason="a GPU is here: nothing is sent")
+pytestmark = pytest.mark.skipif(hardware.shim.has_gpu(), reason="a GPU is here: nothing is sent")
 
 
 def silent(stage: str, done: int, total: int) -> None:
@@ -44,13 +42,13 @@ def described(workload: Workload, progress: Any, **options: Any) -> dict[str, An
         "dtype": str(torch.get_default_dtype()),
         "flash": torch.backends.cuda.flash_sdp_enabled(),
         "options": options,
-        "loaded": shim.is_loaded(),
+        "loaded": hardware.shim.is_loaded(),
     }
 
 
 def received(workload: Workload, **options: Any) -> dict[str, Any]:
     """Return the description of a workload by the process that it was sent to."""
-    found: dict[str, Any] = process.run(packed(described, workload, options), silent)
+    found: dict[str, Any] = hardware.process.run(packed(described, workload, options), silent)
     return found
 
 
@@ -107,7 +105,7 @@ def test_functions_that_no_module_has_keep_the_names_of_their_files() -> None:
 
         return inner()
 
-    found = process.run(packed(where, of(nn.Linear(16, 4), loss), {}), silent)
+    found = hardware.process.run(packed(where, of(nn.Linear(16, 4), loss), {}), silent)
     assert found == [__file__, __file__]
 
 
@@ -162,7 +160,7 @@ def test_few_numbers_of_any_dtype_arrive() -> None:
     sent["strided"] = torch.arange(12, dtype=torch.bfloat16).view(3, 4).t()[1:]
     sent["empty"] = torch.empty(0, dtype=torch.bfloat16)
     warnings.simplefilter("ignore")  # PyTorch's, of complex32; pytest sets the filters back
-    found = process.run(packed(known_bytes, of(Holds(sent)), {}), silent)
+    found = hardware.process.run(packed(known_bytes, of(Holds(sent)), {}), silent)
     assert found["int4_1"] is None  # no operator takes it
     for name, tensor in sent.items():
         if name != "empty" and not name.startswith("int4"):

@@ -19,14 +19,11 @@ import pytest
 import torch
 from torch import nn
 
-from memfit._torch import operators
-from memfit._torch.fake import FakeTensor, FakeTensorMode
-from memfit.capture import user_state
-from memfit.capture.fake_workload import nothing_changes
-from memfit.capture.user_state import UserState
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers
-from memfit.planner.captures import Captures, capture_levers
+from memfit._torch import FakeTensor, FakeTensorMode, operators
+from memfit.capture import UserState, nothing_changes, user_state
+from memfit.hardware import find_device
+from memfit.ir import Levers
+from memfit.planner import Captures, capture_levers
 from memfit.workload import Workload
 
 Table = Callable[[int], torch.Tensor]

@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import memfit
-from memfit.capture.fake_workload import fake_copy, mode_of, real_copy
-from memfit.capture.known_values import KnownValues
-from memfit.capture.transport import packed
+from memfit import hardware
+from memfit.capture import KnownValues, fake_copy, mode_of, packed, real_copy
 from memfit.errors import WorkloadError
-from memfit.fake_gpu import process, shim
-from memfit.ir.plan import Levers
+from memfit.ir import Levers
 from memfit.workload import Workload
 from tests.capture.test_complete_copies import run
 from tests.measuring import peaks
@@ -215,14 +213,14 @@ def kinds_of(workload: Workload, progress: Any) -> list[Any]:
     return [type(weight).__name__, isinstance(weight, nn.Parameter), inner, hooks, hasattr(workload.optimizer, "step")]
 
 
-@pytest.mark.skipif(shim.has_gpu(), reason="a GPU is here: nothing is sent")
+@pytest.mark.skipif(hardware.shim.has_gpu(), reason="a GPU is here: nothing is sent")
 @pytest.mark.parametrize(("kind", "inner"), [("nested", [(64, 64)]), ("a class of parameters", [(15,)])])
 def test_they_travel_with_hooks_of_parameters_and_optimizers(kind: str, inner: list[Any]) -> None:
     workload = workload_of(kind)
     workload.optimizer.register_step_post_hook(lambda *_: None)
     torch.optim.lr_scheduler.StepLR(workload.optimizer, 1)
     workload.model.get_parameter("3.bias").register_hook(lambda gradient: gradient)
-    found = process.run(packed(kinds_of, workload, {}), lambda *_: None)
+    found = hardware.process.run(packed(kinds_of, workload, {}), lambda *_: None)
     assert found == [type(workload.model.get_parameter("0.weight")).__name__, True, inner, (1, 1), True]
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from memfit.cli import main
 from memfit.errors import UsageError
-from memfit.ir.plan import Levers, Plan
+from memfit.ir import Levers, Plan
 from memfit.version import __version__
 
 LEAN = "tests.workloads:lean"
@@ -327,13 +327,17 @@ def test_no_plan_fits_gives_status_3(memfit: Shell) -> None:
 def test_outputs_that_can_not_be_written_are_refused_before_the_work(
     arguments: tuple[str, ...], option: str, place: str, memfit: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from memfit import pipeline
+    from memfit import hardware, pipeline
     from memfit.hardware import measurement
 
     def work(*_: Any, **__: Any) -> None:
         raise AssertionError("the work began")
 
-    for module, names in ((pipeline, ("load_workload", "find_device", "write_report")), (measurement, ("probe_all",))):
+    for module, names in (
+        (pipeline, ("load_workload", "write_report")),
+        (hardware, ("find_device",)),
+        (measurement, ("probe_all",)),
+    ):
         for name in names:
             monkeypatch.setattr(module, name, work)
     (tmp_path / "file").write_text("mine")

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from memfit import ir
 from memfit.cli import demo
-from memfit.ir import codec
-from memfit.ir.plan import Plan
-from memfit.ir.run_record import RunRecord, Views
+from memfit.ir import Plan, RunRecord, Views
 from memfit.recipes import byte_lm
 
 
@@ -24,9 +23,9 @@ def test_demo_trains_under_a_budget_that_the_plain_step_does_not_meet(
     shown = capsys.readouterr().out
     for part in ("predicted without running it", "Frontier", "Budget", "Peak, measured", "report.html"):
         assert part in shown
-    plan = codec.read(tmp_path / "demo" / "plan.json", Plan)
-    record = codec.read(tmp_path / "demo" / "run.json", RunRecord)
-    comparison = codec.read(tmp_path / "demo" / "views.json", Views).comparison
+    plan = ir.codec.read(tmp_path / "demo" / "plan.json", Plan)
+    record = ir.codec.read(tmp_path / "demo" / "run.json", RunRecord)
+    comparison = ir.codec.read(tmp_path / "demo" / "views.json", Views).comparison
     assert comparison is not None
     assert plan.plain.peak_bytes > plan.budget_bytes == 24 * 2**20
     assert comparison.plain_peak_bytes > plan.budget_bytes >= comparison.planned_peak_bytes

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from memfit import hardware
 from memfit.cli.fleet_options import rank_numbers
 from memfit.errors import UsageError
-from memfit.fake_gpu import shim
 from tests.cli.test_cli import Shell, memfit  # noqa: F401  # a fixture
 
 MINE = "tests/workloads.py:lean"
@@ -49,7 +49,7 @@ def test_sharding_needs_several_ranks(memfit: Shell) -> None:  # noqa: F811
 
 
 @pytest.mark.ci
-@pytest.mark.skipif(shim.why_not() is not None, reason="fake CUDA can't be had here")
+@pytest.mark.skipif(hardware.shim.why_not() is not None, reason="fake CUDA can't be had here")
 def test_the_document_has_the_answers_and_the_page_is_written(tmp_path: Path) -> None:
     page = tmp_path / "fleet.html"
     command = ["fleet", MINE, "--steps", "10", "--device", "l4", "--ranks", "1,2", "--html", str(page), "--json"]

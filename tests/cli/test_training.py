@@ -8,12 +8,12 @@ import pytest
 from msgspec.structs import replace
 
 import memfit
+from memfit import hardware
 from memfit.cli import plan_commands, run, training
 from memfit.errors import BudgetError
-from memfit.hardware import accelerators, heap
-from memfit.ir.plan import Plan
-from memfit.training.runs.run_options import RunOptions
-from memfit.units import read_budget
+from memfit.foundations import read_budget
+from memfit.ir import Plan
+from memfit.training import RunOptions
 from tests.workloads import tiny
 
 GIB = 2**30
@@ -33,9 +33,9 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append(way)
         return True
 
-    monkeypatch.setattr(heap, "return_freed_memory", lambda: noted("returned"))
-    monkeypatch.setattr(heap, "keep_freed_memory", lambda: noted("kept"))
-    monkeypatch.setattr(heap, "is_set_by_user", lambda: False)
+    monkeypatch.setattr(hardware.heap, "return_freed_memory", lambda: noted("returned"))
+    monkeypatch.setattr(hardware.heap, "keep_freed_memory", lambda: noted("kept"))
+    monkeypatch.setattr(hardware.heap, "is_set_by_user", lambda: False)
     for module in (training, run, plan_commands):
         monkeypatch.setattr(module, "free_bytes", lambda: 2 * GIB)
     return asked
@@ -93,7 +93,7 @@ def test_scripts_with_a_budget_in_bytes(budget: str, found: list[str], ways: lis
 
 
 def test_scripts_on_a_gpu(ways: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerators, "current_kind", lambda: "cuda")
+    monkeypatch.setattr(hardware.accelerators, "current_kind", lambda: "cuda")
     run._settle_memory(read_budget("40GiB"))
     assert not ways
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from memfit._torch.compilers import boxed, default_partition
+from memfit._torch import boxed, default_partition
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 
@@ -23,7 +23,7 @@ def _no_compiled_code() -> Iterator[None]:
 
 def passes_with_cuda_graphs(lower: Callable[[fx.GraphModule, Sequence[Any], Any], Any]) -> list[bool]:
     """Return of each pass of a graph whether CUDA graphs are asked for, where the user turned them on."""
-    from memfit._torch.inductor import inductor_config
+    from memfit._torch import inductor_config
 
     found: list[bool] = []
 
@@ -39,7 +39,7 @@ def passes_with_cuda_graphs(lower: Callable[[fx.GraphModule, Sequence[Any], Any]
 
 
 def test_code_runs_without_cuda_graphs_whose_pools_no_plan_counts() -> None:
-    from memfit._torch.inductor import compile_fx
+    from memfit._torch import compile_fx
     from memfit.compiled.inductor_partition import lower
 
     assert passes_with_cuda_graphs(lambda module, inputs, own: lower(module, inputs, default_partition, own)) == [

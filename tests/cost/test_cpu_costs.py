@@ -22,11 +22,12 @@ import msgspec
 import pytest
 import torch
 
+from memfit import ir
+from memfit.cost import calibrate
 from memfit.cost import cpu_costs as module
-from memfit.cost.cpu_costs import cache_path, calibrate, measure
-from memfit.ir import codec
-from memfit.ir.operator_costs import CostTable, OpCost
-from memfit.signature import signature
+from memfit.cost.cpu_costs import cache_path, measure
+from memfit.ir import CostTable, OpCost
+from memfit.workload import signature
 from tests.models import plain_trace
 
 aten = torch.ops.aten
@@ -382,7 +383,7 @@ def test_a_step_is_measured_anew_where_the_machine_has_drifted(now: dict[str, li
     found = machine.calibrated(**now)
     assert found.ops[MM].seconds == now["mm"][0] != kept.ops[MM].seconds
     assert found.dispatch_seconds == 2e-6
-    assert codec.read(cache_path(), CostTable).ops == found.ops
+    assert ir.codec.read(cache_path(), CostTable).ops == found.ops
     machine.timed.clear()
     assert calibrate([TRACE]) == found and not machine.timed  # once in a process
 
@@ -444,7 +445,7 @@ def test_a_damaged_cache_is_measured_anew_and_written_again(damage: str, cache: 
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
     table = calibrate([TRACE])
     assert measured == [len(TRACE.signatures)] * 2
-    assert codec.read(path, CostTable) == table
+    assert ir.codec.read(path, CostTable) == table
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(
@@ -468,9 +469,9 @@ def test_measuring_draws_no_random_numbers_and_leaves_gradients_on(cache: Path) 
 
 
 def test_times_with_page_faults_are_not_mixed_with_those_without(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.heap, "is_kept", lambda: False)  # a test before this one may have had it kept
+    monkeypatch.setattr("memfit.hardware.heap.is_kept", lambda: False)  # a test before this one may have had it kept
     before = cache_path()
-    monkeypatch.setattr(module.heap, "is_kept", lambda: True)
+    monkeypatch.setattr("memfit.hardware.heap.is_kept", lambda: True)
     assert cache_path() != before
 
 

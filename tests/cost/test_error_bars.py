@@ -11,17 +11,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from benchmarks.calibration import measured_card, upper_error
-from memfit.cost import accelerator_costs, error_bars
+from memfit.cost import STEP_ERROR, accelerator_costs, calibrate, error_bars, roofline
 from memfit.cost.accelerator_costs import AcceleratorCosts
-from memfit.cost.cpu_costs import calibrate
 from memfit.cost.error_bars import CardMeasurement, CardMeasurements, calibration, key_of, measured_like
-from memfit.cost.modelled_costs import STEP_ERROR, roofline
-from memfit.hardware.catalogue import known_devices
-from memfit.ir.operator_classes import operator_class
-from memfit.ir.operator_costs import CostTable
-from memfit.ir.simulate import simulate
-from memfit.ir.trace import Work
-from memfit.planner.prediction import predict
+from memfit.hardware import known_devices
+from memfit.ir import CostTable, Work, operator_class, simulate
+from memfit.planner import predict
 from tests.benchmarks.cards import CORRECTIONS, PREDICTIONS
 from tests.models import plain_trace
 

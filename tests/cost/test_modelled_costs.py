@@ -13,24 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from memfit.cost.modelled_costs import (
-    STEP_ERROR,
-    attained_rates,
-    code_seconds,
-    figures,
-    kernel_seconds,
-    kernels_of,
-    narrowest_dimension,
-    roofline,
-)
+from memfit.cost import STEP_ERROR, code_seconds, kernels_of, roofline
+from memfit.cost.modelled_costs import attained_rates, figures, kernel_seconds, narrowest_dimension
 from memfit.cost.operator_call import OperatorCall
 from memfit.errors import UsageError
-from memfit.hardware.catalogue import known_devices
-from memfit.ir import kernels
+from memfit.hardware import known_devices
+from memfit.ir import Trace, Work, kernels, simulate, throughput
 from memfit.ir.operator_classes import _NAMES
-from memfit.ir.simulate import simulate
-from memfit.ir.throughput import throughput
-from memfit.ir.trace import Trace, Work
 from tests.gpus import AMPERE
 from tests.ir.test_flops import call, tensor
 from tests.models import plain_trace
@@ -310,7 +299,7 @@ def test_it_needs_no_torch() -> None:
     program = (
         "import sys, types; p = types.ModuleType('memfit')\n"
         f"p.__path__ = [{str(source)!r}]; sys.modules['memfit'] = p\n"
-        "import memfit.ir.throughput\n"
+        "import memfit.ir.throughputs\n"
         "from memfit.cost.modelled_costs import figures\n"
         "assert figures() and 'torch' not in sys.modules"
     )
@@ -352,7 +341,7 @@ def test_products_of_rows_that_begin_anywhere_are_slower() -> None:
 
 def with_kernels(count: int) -> Trace:
     trace = plain_trace("transformer")
-    fused = [kernels.text((text,), number) for number, text in enumerate(trace.signatures[:count])]
+    fused = [kernels.kernel_text((text,), number) for number, text in enumerate(trace.signatures[:count])]
     return replace(trace, signatures=[*trace.signatures, *fused])
 
 

@@ -11,18 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from memfit.cost import kernels_bytes
 from memfit.cost.operator_call import (
     _RULES,
     CUDNN_KERNELS_BYTES,
     KERNELS_BYTES,
     OperatorCall,
-    kernels_bytes,
     layout_bytes,
     resident_bytes,
     traffic_bytes,
     workspace_bytes,
 )
-from memfit.ir.trace import Op, Trace, Work
+from memfit.ir import Op, Trace, Work
 from tests.gpus import AMPERE
 from tests.ir.test_flops import call, tensor
 from tests.models import plain_trace

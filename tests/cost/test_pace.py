@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.cost import cpu_costs
-from memfit.cost.pace import Pace, Paced, at_rest, busy_notes, undisturbed, undisturbed_ratios
+from memfit.cost import Pace, Paced, busy_notes, cpu_costs, undisturbed_ratios
+from memfit.cost.pace import at_rest, undisturbed
 
 
 def paced(monkeypatch: pytest.MonkeyPatch, kept: float | None, now: list[float]) -> Pace:

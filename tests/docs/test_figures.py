@@ -9,7 +9,7 @@ from benchmarks import reference
 from benchmarks.pages import stale
 from benchmarks.tables import PAGES, TABLES, results, with_tables
 from benchmarks.worked_example_page import files
-from memfit.units import format_bytes
+from memfit.foundations import format_bytes
 from tests.docs.pages import DOCS, ROOT, words_of
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import memfit
-from memfit.fake_gpu import shim
+from memfit import hardware
 
 _ROOTS = (Path(memfit.__file__).parent.parent, Path(__file__).parents[2])
 
@@ -25,7 +25,7 @@ def answers(module: str, *besides: str) -> dict[str, Any]:
         reply = Path(folder, "reply")
         paths = os.pathsep.join(map(str, _ROOTS))
         done = subprocess.run(
-            shim.command(module, str(reply), *besides),
+            hardware.shim.command(module, str(reply), *besides),
             env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,

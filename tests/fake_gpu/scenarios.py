@@ -17,24 +17,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from memfit.capture.fake_workload import fake_copy, mode_of
-from memfit.capture.known_values import KnownValues
-from memfit.capture.step_capture import capture
-from memfit.capture.step_recording import CaptureJob
-from memfit.cost.modelled_costs import roofline
-from memfit.hardware.catalogue import known_devices
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers
-from memfit.ir.remat import Regions
-from memfit.ir.simulate import simulate
-from memfit.ir.trace import Trace
-from memfit.levers.stack import applied
-from memfit.pipeline._estimate import estimate
-from memfit.pipeline._plan import plan
-from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import predict
+from memfit.capture import CaptureJob, KnownValues, capture, fake_copy, mode_of
+from memfit.cost import roofline
+from memfit.hardware import find_device, known_devices
+from memfit.ir import Levers, Regions, Trace, simulate
+from memfit.levers import applied
+from memfit.pipeline import estimate, plan
+from memfit.planner import capture_levers, predict
 from memfit.recipes import byte_lm
-from memfit.solver.candidates import options
+from memfit.solver import options
 from memfit.workload import Workload, batch_size_of
 from tests.fake_gpu.process import answer
 from tests.ir.test_simulate import SHARES_CASTS, differs

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from memfit.fake_gpu.attention import _VERSION, AttentionCall, choose
-from memfit.hardware.catalogue import known_devices
+from memfit.hardware import known_devices
+from memfit.hardware.attention import _VERSION, AttentionCall, choose
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 TURING, AMPERE, CONSUMER, ADA, HOPPER, BLACKWELL, AMD = (

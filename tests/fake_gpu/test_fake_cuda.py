@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from memfit.fake_gpu import shim
+from memfit import hardware
 from tests.covering import some
 from tests.fake_gpu import scenarios as scenarios
 from tests.fake_gpu.process import answers
@@ -14,14 +14,14 @@ from tests.models import BUILDERS
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(shim.has_gpu(), reason="a GPU is here, on which nothing is faked"),
+    pytest.mark.skipif(hardware.shim.has_gpu(), reason="a GPU is here, on which nothing is faked"),
 ]
 Found = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> Found:
-    assert shim.why_not() is None
+    assert hardware.shim.why_not() is None
     mine = [item for item in request.session.items if item.path == request.path]
     asked = {item.get_closest_marker("ci") is not None for item in mine}
     left = {name for name in scenarios.SCENARIOS if (name in scenarios.IN_CI) not in asked}

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from memfit import hardware
 from memfit.errors import CaptureError, InfeasibleError, UntestedTorchWarning
-from memfit.fake_gpu import process, shim
 
-COLD = process.command  # as tests are collected: later the session's is in its place
+COLD = hardware.process.command  # as tests are collected: later the session's is in its place
 
-pytestmark = pytest.mark.skipif(shim.has_gpu(), reason="a GPU is here: nothing is sent")
+pytestmark = pytest.mark.skipif(hardware.shim.has_gpu(), reason="a GPU is here: nothing is sent")
 
 
 def silent(stage: str, done: int, total: int) -> None:
@@ -42,7 +42,7 @@ def raises(kind: str, progress: Any) -> Any:
 
 def test_prints_and_progress_do_not_mix(capfd: pytest.CaptureFixture[str]) -> None:
     stages: list[tuple[str, int, int]] = []
-    assert process.run(prints, lambda *stage: stages.append(stage)) == {"returned": "as it is"}
+    assert hardware.process.run(prints, lambda *stage: stages.append(stage)) == {"returned": "as it is"}
     assert stages == [("counting", i, 3) for i in range(3)]
     out, err = capfd.readouterr()
     assert out == "" and err.count("the user prints") == err.count("and complains") == 3
@@ -55,27 +55,27 @@ def warns(progress: Any) -> None:
 
 
 def test_the_warning_of_an_untested_torch_is_left_to_the_process_that_waits(capfd: pytest.CaptureFixture[str]) -> None:
-    process.run(warns, silent)
+    hardware.process.run(warns, silent)
     told = capfd.readouterr().err
     assert "of something" in told and "not tested" not in told
 
 
 def tells(name: str, progress: Any) -> Any:
     """Return an environment variable, and whether tensors can be on a fake GPU."""
-    return os.environ.get(name), shim.has_gpu() or "MEMFIT_FAKE_CUDA" in os.environ
+    return os.environ.get(name), hardware.shim.has_gpu() or "MEMFIT_FAKE_CUDA" in os.environ
 
 
 def test_a_process_without_fake_cuda_is_a_new_interpreter_and_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "command", COLD)
+    monkeypatch.setattr(hardware.process, "command", COLD)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("KEPT", "1")
-    assert process.run(functools.partial(tells, "RANK"), silent, fakes_cuda=False) == (None, False)
-    assert process.run(functools.partial(tells, "KEPT"), silent, fakes_cuda=False) == ("1", False)
+    assert hardware.process.run(functools.partial(tells, "RANK"), silent, fakes_cuda=False) == (None, False)
+    assert hardware.process.run(functools.partial(tells, "KEPT"), silent, fakes_cuda=False) == ("1", False)
 
 
 def test_errors_arrive_with_what_they_say() -> None:
     with pytest.raises(InfeasibleError, match="no plan") as caught:
-        process.run(functools.partial(raises, "infeasible"), silent)
+        hardware.process.run(functools.partial(raises, "infeasible"), silent)
     assert (caught.value.budget_bytes, caught.value.lowest_peak_bytes, caught.value.proven) == (1, 2, True)
 
 
@@ -84,4 +84,4 @@ def test_errors_arrive_with_what_they_say() -> None:
 )
 def test_other_failures_are_capture_errors(kind: str, message: str) -> None:
     with pytest.raises(CaptureError, match=message):
-        process.run(functools.partial(raises, kind), silent)
+        hardware.process.run(functools.partial(raises, kind), silent)

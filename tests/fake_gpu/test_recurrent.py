@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memfit.fake_gpu.fake_cuda import reserve_bytes
-from memfit.ir.plan import Levers
+from memfit.hardware.fake_cuda import reserve_bytes
+from memfit.ir import Levers
 from memfit.workload import Workload
 from tests.measuring import peaks
 

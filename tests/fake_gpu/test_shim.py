@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import memfit
-from memfit.fake_gpu import shim
+from memfit import hardware
 from memfit.pipeline import estimate
 from tests.models import transformer
 
-pytestmark = pytest.mark.skipif(shim.has_gpu(), reason="a GPU is here, which needs no shim")
+pytestmark = pytest.mark.skipif(hardware.shim.has_gpu(), reason="a GPU is here, which needs no shim")
 
 
 @pytest.fixture
@@ -39,8 +39,8 @@ def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_it_is_built_once(own_cache: Path, counting: Path) -> None:
-    built = shim.library()
-    assert built.parent == own_cache and shim.library() == built
+    built = hardware.shim.library()
+    assert built.parent == own_cache and hardware.shim.library() == built
     assert len(counting.read_text().splitlines()) == 1
     assert [path.name for path in own_cache.iterdir()] == [built.name]
 
@@ -48,34 +48,34 @@ def test_it_is_built_once(own_cache: Path, counting: Path) -> None:
 def test_another_torch_or_source_has_another(
     own_cache: Path, counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = shim.library()
+    first = hardware.shim.library()
     other = tmp_path / "torch"
     other.mkdir()
     (other / "version.py").write_text("__version__ = '2.99'")
     with monkeypatch.context() as patch:
-        patch.setattr(shim, "_torch_folder", lambda: other)
-        second = shim.library()
+        patch.setattr(hardware.shim, "_torch_folder", lambda: other)
+        second = hardware.shim.library()
         (other / "version.py").write_text("__version__ = '2.99.1'")
-        third = shim.library()
+        third = hardware.shim.library()
     source = tmp_path / "shim.cpp"
     source.write_text("// another")
-    monkeypatch.setattr(shim, "_SOURCE", source)
-    assert len({first, second, third, shim.library()}) == 4
+    monkeypatch.setattr(hardware.shim, "_SOURCE", source)
+    assert len({first, second, third, hardware.shim.library()}) == 4
     assert len(counting.read_text().splitlines()) == 4
 
 
 def test_no_compiler_is_said(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMFIT_CXX", "no-such-compiler")
     named = "no C++ compiler 'no-such-compiler' is on the PATH: install it, or name another in MEMFIT_CXX"
-    assert shim.why_not() == named
+    assert hardware.shim.why_not() == named
     assert not own_cache.exists()
 
 
 def test_a_compiler_that_fails_is_quoted(own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "broken.cpp"
     source.write_text("#error nothing works")
-    monkeypatch.setattr(shim, "_SOURCE", source)
-    why = shim.why_not()
+    monkeypatch.setattr(hardware.shim, "_SOURCE", source)
+    why = hardware.shim.why_not()
     assert why is not None and "could not build broken.cpp" in why and "nothing works" in why
     assert list(own_cache.iterdir()) == []
 
@@ -93,19 +93,19 @@ def test_without_a_compiler_a_gpu_is_predicted_from_the_cpus_program(
 
 def test_it_is_refused_after_torch() -> None:
     with pytest.raises(RuntimeError, match="torch is imported already"):
-        shim.load()
-    assert not shim.is_loaded()
+        hardware.shim.load()
+    assert not hardware.shim.is_loaded()
 
 
 def test_children_of_a_process_with_fake_cuda_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMFIT_FAKE_CUDA", str(os.getpid()))
-    assert shim.is_loaded()
+    assert hardware.shim.is_loaded()
     monkeypatch.setenv("MEMFIT_FAKE_CUDA", str(os.getppid()))
-    assert not shim.is_loaded()
+    assert not hardware.shim.is_loaded()
 
 
 def test_this_process_stays_honest() -> None:
-    assert shim.why_not() is None
+    assert hardware.shim.why_not() is None
     assert not torch.cuda.is_available() and torch.cuda.device_count() == 0
 
 
@@ -113,12 +113,12 @@ def test_a_module_runs_with_its_arguments(tmp_path: Path) -> None:
     (tmp_path / "asked.py").write_text(
         "import json, sys\n"
         "before = 'torch' in sys.modules\n"
-        "from memfit.fake_gpu import shim\n"
+        "from memfit.hardware import shim\n"
         "print(json.dumps([__name__, sys.argv[1:], before, shim.is_loaded()]))\n"
     )
     paths = os.pathsep.join([str(tmp_path), str(Path(memfit.__file__).parent.parent)])
     done = subprocess.run(
-        shim.command("asked", "one", "two"),
+        hardware.shim.command("asked", "one", "two"),
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         check=True,

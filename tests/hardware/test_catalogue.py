@@ -13,23 +13,19 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from memfit.errors import UsageError
-from memfit.hardware.catalogue import (
+from memfit.hardware import (
     advice,
-    cublas_workspace_bytes,
     known_devices,
-    look_up,
     match,
-    parse,
     precisions,
     read,
     read_prices,
-    supports_24_sparsity,
     supports_bfloat16,
-    supports_float8,
     supports_tf32,
     user_file,
 )
-from memfit.ir.device import Device
+from memfit.hardware.catalogue import cublas_workspace_bytes, look_up, parse, supports_24_sparsity, supports_float8
+from memfit.ir import Device
 
 SHIPPED = tuple(parse((Path(__file__).parents[2] / "src/memfit/hardware/catalogue.toml").read_text(), "it").values())
 WANTED = """t4 v100-16gb v100-32gb rtx-2080-ti rtx-3060 rtx-3090 rtx-4090 rtx-5090 a10 l4 l40s a100-40gb a100-80gb

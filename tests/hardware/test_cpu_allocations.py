@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from memfit.hardware import cpu_allocations
-from memfit.hardware.cpu_allocations import allocated, allocated_between, allocated_by_name
+from memfit.hardware import allocated, allocated_by_name, cpu_allocations
+from memfit.hardware.cpu_allocations import allocated_between
 
 KIB = 1024
 

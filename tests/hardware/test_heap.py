@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from memfit.hardware import heap
+from memfit import hardware
 from memfit.hardware.heap import is_set_by_user, settle
 from tests.covering import some
 
@@ -118,11 +118,11 @@ def test_a_call_finds_memory_that_was_touched_but_for_blocks_that_are_mapped_ane
 
 
 def test_where_nothing_is_to_be_touched_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heap, "_allocation", None)
-    with heap.touched([]), heap.touched([2**30]):
+    monkeypatch.setattr(hardware.heap, "_allocation", None)
+    with hardware.heap.touched([]), hardware.heap.touched([2**30]):
         pass
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
-    with heap.touched([2**20]):
+    with hardware.heap.touched([2**20]):
         pass
 
 
@@ -147,6 +147,6 @@ def test_the_environment_may_have_settled_it(name: str, monkeypatch: pytest.Monk
 def test_other_c_libraries_are_left_alone(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "libc_ver", lambda: (library, ""))
     monkeypatch.setattr(ctypes, "CDLL", None)  # not even asked
-    assert not heap.return_freed_memory()
+    assert not hardware.heap.return_freed_memory()
     assert settle(peak_bytes=100, room_bytes=1) is None
-    assert not heap.keep(peak_bytes=1, room_bytes=100)
+    assert not hardware.heap.keep(peak_bytes=1, room_bytes=100)

@@ -11,9 +11,10 @@ import psutil
 import pytest
 import torch
 
+from memfit import hardware
 from memfit.errors import UsageError
-from memfit.hardware import accelerators, host
-from memfit.hardware.measurement import _entry, keep_devices
+from memfit.hardware import host, keep_devices
+from memfit.hardware.measurement import _entry
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ RTX_3090 = SimpleNamespace(
 
 def present(monkeypatch: pytest.MonkeyPatch, properties: SimpleNamespace) -> None:
     """Let PyTorch see one GPU with 23.7 GiB, of which 20 are free and one is the allocator's."""
-    monkeypatch.setattr(accelerators, "current_kind", lambda: "cuda")
+    monkeypatch.setattr(hardware.accelerators, "current_kind", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (20 * GIB, int(23.7 * GIB)))

@@ -9,11 +9,9 @@ import msgspec
 import pytest
 import torch
 
-from memfit.allocator.settings import AllocatorSettings
 from memfit.errors import OutputError, UsageError
-from memfit.hardware import host, measurement
-from memfit.hardware.catalogue import known_devices, missing_figures, read
-from memfit.ir.device import Device
+from memfit.hardware import host, known_devices, measurement, missing_figures, read
+from memfit.ir import AllocatorSettings, Device
 from tests.hardware.test_catalogue import MINE, SHIPPED
 
 

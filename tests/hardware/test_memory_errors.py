@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from memfit.errors import CaptureError, MemoryLimitError, NonFiniteError
+from memfit.hardware import out_of_memory
 from memfit.hardware.host import cgroup_oom_kills
-from memfit.hardware.memory_errors import out_of_memory
 
 RAISED_HERE: dict[str, tuple[Callable[[], object], str, int | None]] = {
     "PyTorch's CPU allocator": (lambda: torch.empty(1 << 50, dtype=torch.uint8), "allocator", 1 << 50),

@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import memfit
-from memfit.capture.fake_workload import real_copy
+from memfit.capture import real_copy
 from memfit.errors import InfeasibleError, UsageError
-from memfit.recomputation.regions import is_checkpointed
-from memfit.training.step import Step
+from memfit.recomputation import is_checkpointed
+from memfit.training import Step
 from memfit.workload import Workload
 from tests.recomputation.steps import Chain
 

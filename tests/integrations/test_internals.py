@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from accelerate import Accelerator
 from transformers import Trainer, TrainingArguments
 
-from memfit._torch.distributed import fake_ranks
+from memfit._torch import fake_ranks
 from memfit.integrations import internals
 
 

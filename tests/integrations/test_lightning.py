@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from memfit.errors import InfeasibleError, UsageError
-from memfit.recomputation.regions import is_checkpointed
+from memfit.recomputation import is_checkpointed
 from tests.measuring import peak_bytes_of
 from tests.recomputation.steps import Chain
 

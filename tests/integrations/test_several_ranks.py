@@ -12,10 +12,9 @@ from msgspec.structs import replace
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from memfit import ir
 from memfit.errors import PlanError, PlanMismatchError, UsageError
-from memfit.ir import codec
-from memfit.ir.plan import Plan
-from memfit.ir.sharding import Sharding
+from memfit.ir import Plan, Sharding
 from memfit.pipeline import plan as make_plan
 from memfit.workload import Workload
 
@@ -44,7 +43,7 @@ TOLERANCE = {"transformers": 0.002, "lightning": 0.001, "accelerate": 0.0005}
 
 
 def plan_of(found: Any) -> Plan:
-    return codec.decode(found["plan"], Plan, source="a rank's plan")
+    return ir.codec.decode(found["plan"], Plan, source="a rank's plan")
 
 
 @pytest.mark.ci  # what memfit's own ranks hold, `make test` measures

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from memfit.errors import InfeasibleError, UsageError
-from memfit.recomputation.regions import is_checkpointed
+from memfit.recomputation import is_checkpointed
 from tests.measuring import peak_bytes_of
 
 pytest.importorskip("accelerate")

@@ -21,14 +21,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from benchmarks.distributed.accelerate_on_cpus import fully_sharded_on_cpus
-from memfit._torch.distributed import leave, local_part
+from memfit import ir
+from memfit._torch import leave, local_part
 from memfit.errors import MemfitError
-from memfit.hardware.cpu_allocations import allocated
-from memfit.ir import codec
-from memfit.ir.plan import Plan
-from memfit.ir.sharding import Sharding
+from memfit.hardware import allocated
+from memfit.ir import Plan, Sharding
 from memfit.ranks.in_place import send_in_place
-from memfit.recomputation.regions import is_checkpointed
+from memfit.recomputation import is_checkpointed
 from memfit.workload import Workload
 from tests import warm
 from tests.fixed_costs import fixed_costs
@@ -146,7 +145,7 @@ def found(losses: list[float], model: nn.Module, peaks: Peaks, plan: Plan | None
         "losses": losses,
         "weights": torch.cat([w.detach().flatten() for w in weights]),
         "peak_bytes": min(peaks.peaks[1:]),
-        "plan": None if plan is None else codec.encode(plan),
+        "plan": None if plan is None else ir.codec.encode(plan),
         "was_checkpointed": peaks.was_checkpointed,
     }
 
@@ -351,7 +350,7 @@ def _each(name: str, fully: bool, runs: list[dict[str, Any]]) -> Iterator[Found 
             given = {"budget": None, "plan": made if run.pop("again", False) else None, **run}
             try:
                 result = UNDER[name](given.pop("budget"), fully, **given)
-                made = made or (result["plan"] and codec.decode(result["plan"], Plan, source="a run's plan"))
+                made = made or (result["plan"] and ir.codec.decode(result["plan"], Plan, source="a run's plan"))
                 yield result
             except MemfitError as e:
                 yield f"{type(e).__name__}: {e}"

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from memfit.allocator.caching_allocator import CachingAllocator, MemoryBlock
-from memfit.allocator.settings import AllocatorSettings
+from memfit.ir import AllocatorSettings, CachingAllocator, MemoryBlock
 
 MIB = 2**20
 FIRST_ADDRESS = 0x7000_0000_0000

@@ -9,19 +9,25 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from memfit.allocator.caching_allocator import AllocationEvent, replay
-from memfit.allocator.settings import AllocatorSettings
-from memfit.batch import batch_size_of
-from memfit.hardware.host import find_device
-from memfit.ir.allocations import allocations, allocations_of
-from memfit.ir.operator_costs import CostTable, OpCost
-from memfit.ir.plan import Levers
-from memfit.ir.remat import Region, Regions
-from memfit.ir.simulate import Replay, simulate
-from memfit.ir.trace import Trace
-from memfit.planner.captures import capture_plain
-from memfit.solver.candidates import options
-from memfit.workload import Loop
+from memfit.hardware import find_device
+from memfit.ir import (
+    AllocationEvent,
+    AllocatorSettings,
+    CostTable,
+    Levers,
+    OpCost,
+    Region,
+    Regions,
+    Replay,
+    Trace,
+    allocations,
+    allocations_of,
+    replay,
+    simulate,
+)
+from memfit.planner import capture_plain
+from memfit.solver import options
+from memfit.workload import Loop, batch_size_of
 from tests.models import BUILDERS, COSTS, plain_trace, random_selection, regions_of
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from memfit.ir.arguments import ITEM_BYTES, Tensor, arguments
-from memfit.signature import signature
+from memfit.ir import ITEM_BYTES, Tensor, arguments
+from memfit.workload import signature
 
 aten = torch.ops.aten
 

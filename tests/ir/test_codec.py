@@ -12,12 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memfit import ir
 from memfit.errors import OutputError, PlanError, UsageError
-from memfit.ir import codec
-from memfit.ir.plan import Levers, LeverUse, Plan, Prediction, Solution
-from memfit.ir.remat import Region
-from memfit.ir.simulate import simulate
-from memfit.ir.trace import Trace
+from memfit.ir import Levers, LeverUse, Plan, Prediction, Region, Solution, Trace, simulate
 from tests.models import COSTS, plain_trace, regions_of
 
 PREDICTION = Prediction(
@@ -62,20 +59,20 @@ levers = st.builds(
 @settings(max_examples=60, deadline=None)
 def test_a_plan_survives_the_round_trip(levers: Levers, notes: list[str]) -> None:
     plan = plan_of(levers, notes)
-    assert codec.decode(codec.encode(plan), Plan, source="x") == plan
+    assert ir.codec.decode(ir.codec.encode(plan), Plan, source="x") == plan
 
 
 def test_a_trace_survives_the_round_trip(tmp_path: Path) -> None:
     trace = plain_trace("twice")
-    codec.write_atomic(tmp_path / "trace.json", codec.encode(trace))
-    again = codec.read(tmp_path / "trace.json", Trace)
+    ir.codec.write_atomic(tmp_path / "trace.json", ir.codec.encode(trace))
+    again = ir.codec.read(tmp_path / "trace.json", Trace)
     assert again == trace
     assert simulate(again, COSTS, regions_of({"shared": ()})) == simulate(trace, COSTS, regions_of({"shared": ()}))
 
 
 def test_a_plan_prints_as_its_json_without_a_printer() -> None:
-    assert codec.decode(codec.encode(PLAN), Plan, source="x") == PLAN
-    assert codec.encode(PLAN).startswith(b'{\n "schema": "memfit.plan/1"')
+    assert ir.codec.decode(ir.codec.encode(PLAN), Plan, source="x") == PLAN
+    assert ir.codec.encode(PLAN).startswith(b'{\n "schema": "memfit.plan/1"')
 
 
 def changed(**values: object) -> bytes:
@@ -88,14 +85,14 @@ def without(field: str) -> bytes:
 
 BROKEN = {
     "empty": (b"", "must be a JSON object"),
-    "truncated": (codec.encode(PLAN)[:-40], "must be a JSON object"),
+    "truncated": (ir.codec.encode(PLAN)[:-40], "must be a JSON object"),
     "binary": (bytes(range(256)), "must be a JSON object"),
     "not utf-8": (b'{"schema": "\xff\xfe"}', "must be a JSON object"),
     "a list": (b"[1, 2]", "it must be a JSON object"),
     "deeply nested": (b"[" * 100_000, "must be a JSON object"),
     "a number": (b"3", "it must be a JSON object"),
     "another schema": (changed(schema="memfit.plan/2"), "its schema is 'memfit.plan/2', not 'memfit.plan/1'"),
-    "a trace": (codec.encode(plain_trace("twice")), "its schema is 'memfit.trace/1'"),
+    "a trace": (ir.codec.encode(plain_trace("twice")), "its schema is 'memfit.trace/1'"),
     "no schema": (without("schema"), "its schema is None"),
     "unknown field": (changed(colour="red"), "colour"),
     "wrong type": (changed(budget_bytes="much"), r"\$\.budget_bytes"),
@@ -110,30 +107,30 @@ def test_what_is_no_plan_is_refused_by_name(name: str, tmp_path: Path) -> None:
     path = tmp_path / "my-plan.json"
     path.write_bytes(data)
     with pytest.raises(PlanError, match=message) as caught:
-        codec.read(path, Plan)
+        ir.codec.read(path, Plan)
     assert str(path) in str(caught.value)
 
 
-@given(st.integers(0, len(codec.encode(PLAN)) - 1), st.integers(0, 255))
+@given(st.integers(0, len(ir.codec.encode(PLAN)) - 1), st.integers(0, 255))
 @settings(max_examples=200, deadline=None)
 def test_any_damaged_byte_gives_a_plan_or_a_plan_error(position: int, byte: int) -> None:
-    data = bytearray(codec.encode(PLAN))
+    data = bytearray(ir.codec.encode(PLAN))
     data[position] = byte
     try:
-        assert isinstance(codec.decode(bytes(data), Plan, source="x"), Plan)
+        assert isinstance(ir.codec.decode(bytes(data), Plan, source="x"), Plan)
     except PlanError:
         pass
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="No such file") as caught:
-        codec.read(tmp_path / "nowhere.json", Plan)
+        ir.codec.read(tmp_path / "nowhere.json", Plan)
     assert "nowhere.json" in str(caught.value)
 
 
 def test_a_folder_is_no_plan(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="can't read"):
-        codec.read(tmp_path, Plan)
+        ir.codec.read(tmp_path, Plan)
 
 
 def test_the_error_is_of_the_type_asked_for() -> None:
@@ -141,13 +138,13 @@ def test_the_error_is_of_the_type_asked_for() -> None:
         pass
 
     with pytest.raises(Mine):
-        codec.decode(b"", Plan, source="x", error=Mine)
+        ir.codec.decode(b"", Plan, source="x", error=Mine)
 
 
 def test_writing_makes_folders_and_ordinary_permissions(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
-        path = codec.write_atomic(tmp_path / "a" / "b.json", b"data")
+        path = ir.codec.write_atomic(tmp_path / "a" / "b.json", b"data")
     finally:
         os.umask(before)
     assert path.read_bytes() == b"data"
@@ -167,7 +164,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
 
     monkeypatch.setattr(os, failing, fail)
     with pytest.raises(OutputError, match="No space left on device") as caught:
-        codec.write_atomic(path, b"new")
+        ir.codec.write_atomic(path, b"new")
     assert str(path) in str(caught.value)
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
@@ -184,7 +181,7 @@ def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(
 
     monkeypatch.setattr(os, "fsync", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        codec.write_atomic(path, b"new")
+        ir.codec.write_atomic(path, b"new")
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
 
@@ -192,14 +189,14 @@ def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(
 def test_a_place_that_cannot_be_is_an_output_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(OutputError, match="can't write") as caught:
-        codec.write_atomic(tmp_path / "file" / "plan.json", b"new")
+        ir.codec.write_atomic(tmp_path / "file" / "plan.json", b"new")
     assert str(tmp_path / "file") in str(caught.value)
 
 
 def test_a_folder_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "plan.json").mkdir()
     with pytest.raises(OutputError):
-        codec.write_atomic(tmp_path / "plan.json", b"new")
+        ir.codec.write_atomic(tmp_path / "plan.json", b"new")
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
 
 
@@ -214,10 +211,10 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def test_a_place_that_can_be_written_is_left_as_it_is(place: Path, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
-    codec.check_writable(place)
+    ir.codec.check_writable(place)
     assert sorted(tmp_path.rglob("*")) == before
     assert not place.exists() or place.read_bytes() == b"mine"
-    codec.write_atomic(place, b"new")
+    ir.codec.write_atomic(place, b"new")
 
 
 @pytest.mark.parametrize(
@@ -229,9 +226,9 @@ def test_a_place_that_can_not_be_written_is_named_and_left_as_it_is(name: str, m
     (tmp_path / "folder").mkdir()
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(OutputError, match=message):
-        codec.check_writable(tmp_path / name)
+        ir.codec.check_writable(tmp_path / name)
     with pytest.raises(OutputError):
-        codec.write_atomic(tmp_path / name, b"new")
+        ir.codec.write_atomic(tmp_path / name, b"new")
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -241,7 +238,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         pytest.skip("no file system can be mounted here")
     try:
         with pytest.raises(OutputError, match="No space left"):
-            codec.check_writable(tmp_path / "new" / "plan.json")
+            ir.codec.check_writable(tmp_path / "new" / "plan.json")
         assert list(tmp_path.iterdir()) == []
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from memfit.ir.collectives import BUBBLE, RING, SUM, Collective, is_unmeasurable, text, waited
+from memfit.ir import BUBBLE, RING, SUM, Collective, collective_text, is_unmeasurable, waited
 
 
 @pytest.mark.parametrize("name", [SUM, RING])
 def test_what_is_waited_for_on_paper_is_read_back(name: str) -> None:
-    assert waited(text(name, 4096, 4)) == Collective(name, 4096, 4)
-    assert is_unmeasurable(text(name, 4096, 4))
+    assert waited(collective_text(name, 4096, 4)) == Collective(name, 4096, 4)
+    assert is_unmeasurable(collective_text(name, 4096, 4))
 
 
 @pytest.mark.parametrize("name", ["memfit.wait.default", "memfit.send.default", "memfit.summed.default"])
@@ -20,4 +20,4 @@ def test_other_operators_of_memfit_are_measured(name: str) -> None:
 
 
 def test_a_pipeline_that_fills_is_not_waited_for_as_a_collective() -> None:
-    assert waited(text(BUBBLE, 8, 2)) is None and is_unmeasurable(text(BUBBLE, 8, 2))
+    assert waited(collective_text(BUBBLE, 8, 2)) is None and is_unmeasurable(collective_text(BUBBLE, 8, 2))

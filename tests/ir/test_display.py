@@ -10,11 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from memfit.ir import codec, display
-from memfit.ir.device import Devices
-from memfit.ir.display import Shown, ShownList, View, show_with
-from memfit.ir.plan import Candidate, Frontier, Levers, Plan, Prediction, Solution
-from memfit.ir.remat import Region
+from memfit import ir
+from memfit.ir import Candidate, Devices, Frontier, Levers, Plan, Prediction, Region, Solution, View, display, show_with
+from memfit.ir.display import Shown, ShownList
 
 
 class Long(Shown, frozen=True, kw_only=True):
@@ -98,7 +96,7 @@ def test_a_frontier_is_the_list_that_it_was(views: None) -> None:
 @pytest.mark.parametrize(
     "again",
     [
-        lambda plan: codec.decode(codec.encode(plan), Plan, source="a test"),
+        lambda plan: ir.codec.decode(ir.codec.encode(plan), Plan, source="a test"),
         lambda plan: pickle.loads(pickle.dumps(plan)),
         copy.deepcopy,
         copy.copy,

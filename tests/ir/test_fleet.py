@@ -7,9 +7,8 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from memfit.ir import codec
-from memfit.ir.fleet import Fleet, FleetRow
-from memfit.ir.plan import Levers
+from memfit import ir
+from memfit.ir import Fleet, FleetRow, Levers
 
 
 def fleet_of(rows: list[FleetRow], within_hours: float | None = None) -> Fleet:
@@ -80,4 +79,4 @@ def test_costs_in_several_currencies_are_not_compared() -> None:
 
 def test_a_fleet_survives_the_round_trip() -> None:
     fleet = replace(fleet_of([row("a", 2, 1.0, 1.5)], 3.0), notes=["a note"])
-    assert codec.decode(codec.encode(fleet), Fleet, source="here") == fleet
+    assert ir.codec.decode(ir.codec.encode(fleet), Fleet, source="here") == fleet

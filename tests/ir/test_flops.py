@@ -10,10 +10,8 @@ import torch
 from msgspec.structs import replace
 from torch.utils.flop_counter import flop_registry
 
-from memfit.ir.device import Device
-from memfit.ir.flops import _CAUSAL, Flops, call_flops, peak_flops
-from memfit.ir.operator_classes import ATTENTION, CONVOLUTIONS, MATRIX
-from memfit.ir.trace import Work
+from memfit.ir import ATTENTION, CONVOLUTIONS, MATRIX, Device, Work, call_flops, peak_flops
+from memfit.ir.flops import _CAUSAL, Flops
 from tests.gpus import AMPERE
 
 NO_WORK = Work(0, 0, 0, "bfloat16", True)

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from memfit.ir.interpolation import between, is_one_program, of_samples
-from memfit.ir.simulate import simulate
-from memfit.ir.trace import Trace
+from memfit.ir import Trace, between, is_one_program, of_samples, simulate
 from tests.covering import each
 from tests.models import COSTS, captured, convnet, recurrent, transformer, twice, unet
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from memfit.ir import kernels
-from memfit.ir.flops import call_flops
-from memfit.ir.operator_costs import CostTable, OpCost
-from memfit.ir.trace import Work
+from memfit.ir import CostTable, OpCost, Work, call_flops, kernels
 from tests.ir.test_throughput import TRACE
 
 ADD, MUL, MM = (f'{{"op":"aten.{name}","args":[]}}' for name in ("add.Tensor", "mul.Tensor", "mm.default"))
@@ -27,7 +24,7 @@ COSTS = CostTable(
 @pytest.mark.parametrize("members", [(), (ADD,), (ADD, MUL)])
 @pytest.mark.parametrize("reused", [0, 128])
 def test_the_text_of_a_kernel_has_all_of_it(members: tuple[str, ...], reused: int) -> None:
-    text = kernels.text(members, reused)
+    text = kernels.kernel_text(members, reused)
     assert kernels.is_kernel(text) and not kernels.is_kernel(ADD)
     assert kernels.members_of(text) == members and kernels.reused_bytes_of(text) == reused
 
@@ -46,7 +43,7 @@ def test_the_text_of_a_kernel_has_all_of_it(members: tuple[str, ...], reused: in
 def test_a_kernel_is_as_slow_as_the_slowest_of_its_operators(
     members: tuple[str, ...], reused: int, expected: OpCost
 ) -> None:
-    text = kernels.text(members, reused)
+    text = kernels.kernel_text(members, reused)
     assert COSTS.of(text) == expected
     assert COSTS.seconds_of(text) == expected.seconds and COSTS.seconds_of(ADD) == 1.5
 
@@ -55,7 +52,7 @@ def test_the_operators_of_kernels_are_there_for_their_costs() -> None:
     trace = TRACE
     assert kernels.unfused(trace) is trace
     work = Work(1, 2, 3, "float32", True)
-    text = kernels.text((ADD, MUL))
+    text = kernels.kernel_text((ADD, MUL))
     fused = replace(
         trace,
         signatures=[*trace.signatures, ADD, MUL, text],
@@ -70,4 +67,4 @@ def test_the_operators_of_kernels_are_there_for_their_costs() -> None:
 
 def test_the_operations_of_a_kernel_are_counted() -> None:
     work = Work(12, 0, 0, "float32", True)
-    assert call_flops("aten.mm.default", kernels.text((MM,)), work).model == 12
+    assert call_flops("aten.mm.default", kernels.kernel_text((MM,)), work).model == 12

@@ -6,11 +6,22 @@ import msgspec
 import numpy as np
 import pytest
 
-from memfit.ir.offload import COPY_IN, COPY_OUT, LEAST_BYTES, WAIT, host_bytes, stall_seconds, transfers
-from memfit.ir.operator_costs import OpCost
-from memfit.ir.remat import Region, Regions
-from memfit.ir.simulate import simulate
-from memfit.ir.trace import Op, Storage, Trace
+from memfit.ir import (
+    COPY_IN,
+    COPY_OUT,
+    LEAST_BYTES,
+    Op,
+    OpCost,
+    Region,
+    Regions,
+    Storage,
+    Trace,
+    host_bytes,
+    simulate,
+    stall_seconds,
+    transfers,
+)
+from memfit.ir.offload import WAIT
 from tests.models import COSTS, captured, plain_trace, transformer
 
 LINK = msgspec.structs.replace(COSTS, link_bytes_per_second=1e9)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memfit.cost.modelled_costs import roofline
-from memfit.ir.operator_classes import _CLASS, _NAMES, OTHER, operator_class
-from memfit.ir.throughput import throughput
-from memfit.ir.trace import Trace
+from memfit.cost import roofline
+from memfit.ir import Trace, operator_class, throughput
+from memfit.ir.operator_classes import _CLASS, _NAMES, OTHER
 from memfit.workload import Workload
 from tests.gpus import AMPERE
 from tests.models import BUILDERS, captured, plain_trace

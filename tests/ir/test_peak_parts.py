@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from memfit.ir.peak_parts import peak_parts
-from memfit.ir.plan import PeakPart, Precision
-from memfit.ir.simulate import simulate
+from memfit.ir import Precision, peak_parts, simulate
+from memfit.ir.plan import PeakPart
 from memfit.ir.timeline import operator_text
 from memfit.workload import Workload
 from tests.models import COSTS, Block, captured

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memfit.ir.recompute import Recomputation, recomputations
-from memfit.ir.remat import RegionCall, Regions
+from memfit.ir import Recomputation, RegionCall, Regions, recomputations
 from tests.models import BUILDERS, plain_trace
 
 

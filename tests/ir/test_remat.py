@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memfit.ir.remat import Regions
+from memfit.ir import Regions
 from tests.models import BUILDERS, plain_trace
 
 

@@ -7,17 +7,25 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from memfit.ir import kernels
-from memfit.ir.allocations import allocations_of
-from memfit.ir.interpolation import is_one_program
-from memfit.ir.operator_costs import OpCost
-from memfit.ir.plan import Precision
-from memfit.ir.remat import Region, Regions
-from memfit.ir.sharding import Mode, Sharding
-from memfit.ir.simulate import Replay, captured_overheads, recomputed_runs, repeats, simulate
-from memfit.ir.timeline import Timeline
-from memfit.sharding.one_rank import shard, with_share_of_update
-from memfit.solver.candidates import options
+from memfit.ir import (
+    Mode,
+    OpCost,
+    Precision,
+    Region,
+    Regions,
+    Replay,
+    Sharding,
+    Timeline,
+    allocations_of,
+    captured_overheads,
+    is_one_program,
+    kernels,
+    recomputed_runs,
+    repeats,
+    simulate,
+)
+from memfit.ranks import shard, with_share_of_update
+from memfit.solver import options
 from memfit.workload import batch_size_of
 from tests.covering import each
 from tests.models import BUILDERS, COSTS, LARGE, captured, plain_trace, random_selection, regions_of
@@ -213,7 +221,7 @@ def test_what_compiled_code_computes_again_costs_its_kernels_alone() -> None:
     applied = captured(BUILDERS["transformer"](**LARGE["transformer"]), regions=[Region(("blocks.0",))])
     (run,) = recomputed_runs(applied)
     assert captured_overheads(applied, ONLY_OVERHEAD, [run]) == {run[0]: 1.0}
-    fused = replace(applied, signatures=[kernels.text((signature,)) for signature in applied.signatures])
+    fused = replace(applied, signatures=[kernels.kernel_text((signature,)) for signature in applied.signatures])
     assert captured_overheads(fused, ONLY_OVERHEAD, [run]) == {}
 
 

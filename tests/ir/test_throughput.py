@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from memfit.ir.flops import Matmul
-from memfit.ir.operator_costs import CostTable, OpCost
-from memfit.ir.throughput import throughput
-from memfit.ir.trace import Op, Phase, Trace, Work
+from memfit.ir import CostTable, Matmul, Op, OpCost, Phase, Trace, Work, throughput
 from tests.gpus import AMPERE
 from tests.models import COSTS, plain_trace
 

@@ -14,10 +14,10 @@ import pytest
 import memfit
 from memfit.errors import InfeasibleError, PlanMismatchError, UsageError, WorkloadError
 from memfit.frameworks.jittor.planning import _Cost, _problem
-from memfit.frameworks.jittor.profile import Block, Profile
+from memfit.frameworks.jittor.profile import Profile, ProfiledBlock
 from memfit.frameworks.jittor.variables import named_variables
 from memfit.jittor import Step, Workload, apply, load_workload, memory, plan, seed
-from memfit.solver.milp import Solver
+from memfit.solver import Solver
 from tests.jittor.models import mlp
 from tests.jittor.workloads import unet
 
@@ -112,7 +112,7 @@ def test_wrong_arguments_are_refused(wrong: dict[str, Any]) -> None:
 
 def test_the_problem_is_that_of_a_chain_by_hand() -> None:
     """Three blocks that keep 10, of which 2 are the result, and a plain peak of 35 at 5 a block."""
-    blocks = [Block(name, i, None, 10, 2, 1.0) for i, name in enumerate("abc")]
+    blocks = [ProfiledBlock(name, i, None, 10, 2, 1.0) for i, name in enumerate("abc")]
     profiled = Profile(1, blocks, [[0, 1, 2]])
     problem = _problem(profiled, 1, 1, _Cost(35.0, 0.0, 9.0, 0.0), [[0], [1], [0, 1]])
     peaks = {tuple(x): int(problem.row_peaks(np.array(x)).max()) for x in ([0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 0, 1])}

@@ -11,9 +11,9 @@ import torch
 
 from memfit.errors import CheckpointError, MemoryLimitError, NonFiniteError, UsageError, WorkloadError
 from memfit.frameworks.jittor.variables import is_trainable, named_variables
-from memfit.ir.remat import Region
+from memfit.ir import Region
 from memfit.jittor import Step, Workload, memory, seed
-from memfit.training.loss import LossScaler
+from memfit.training import LossScaler
 from memfit.workload import LossScaling
 from tests.jittor.models import mlp, residuals
 

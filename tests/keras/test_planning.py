@@ -11,7 +11,7 @@ import pytest
 import memfit
 import memfit.keras as mk
 from memfit.errors import BudgetError, InfeasibleError, PlanMismatchError
-from memfit.frameworks.keras.memory import measured_peak
+from memfit.frameworks.keras import measured_peak
 from memfit.frameworks.keras.planning import KerasPlanner
 from memfit.frameworks.keras.recompute import Recomputed
 from tests.keras.models import difference, keras, layers, mlp, resnet, tf, unet, values_after_step, workload

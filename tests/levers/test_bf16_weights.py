@@ -12,15 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from memfit.capture.fake_workload import real_copy
-from memfit.capture.measured_peak import measure_peak_bytes
+from memfit.capture import measure_peak_bytes, real_copy
 from memfit.errors import PlanError
-from memfit.ir.plan import Levers
-from memfit.ir.remat import Region
+from memfit.ir import Levers, Region
+from memfit.levers import applied
 from memfit.levers.precision import stochastically_rounded
-from memfit.levers.stack import applied
 from memfit.pipeline import estimate
-from memfit.training.optimizers import Optimizers
+from memfit.training import Optimizers
 from memfit.training.runs.state import collect, prepare_restore
 from memfit.workload import Workload, batch_size_of, fingerprint
 from tests.models import BUILDERS

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from memfit.errors import WorkloadError
-from memfit.ir.plan import Levers, Precision
-from memfit.ir.remat import Region
+from memfit.ir import Levers, Precision, Region
+from memfit.levers import applied
 from memfit.levers.casts import autocast
-from memfit.levers.stack import applied
 from memfit.workload import Workload
 from tests.models import BUILDERS
 

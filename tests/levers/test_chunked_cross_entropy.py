@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from memfit.errors import PlanError, PlanMismatchError, UsageError
-from memfit.hardware.cpu_allocations import allocated
-from memfit.ir.plan import ChunkedLoss
+from memfit.hardware import allocated
+from memfit.ir import ChunkedLoss
 from memfit.levers.casts import casting
 from memfit.levers.chunked_cross_entropy import Logits, chunked, is_chunked
 

@@ -13,13 +13,10 @@ from msgspec.structs import replace
 from torch import nn
 
 import memfit
-from memfit.capture.fake_workload import real_copy
-from memfit.ir import codec
-from memfit.ir.plan import ChunkedLoss, Levers, Plan
-from memfit.levers import chunked_loss, lean
-from memfit.levers.lever import LeversOn
-from memfit.levers.registry import uses
-from memfit.levers.stack import applied
+from memfit import ir
+from memfit.capture import real_copy
+from memfit.ir import ChunkedLoss, Levers, Plan
+from memfit.levers import LeversOn, applied, chunked_loss, lean, lever_uses
 from memfit.pipeline._apply import switchable
 from memfit.recipes import byte_lm
 from memfit.workload import Workload
@@ -94,10 +91,10 @@ def test_plans_from_before_are_read(plan: Plan) -> None:
         return [without(item) for item in value] if isinstance(value, list) else value
 
     whole = replace(plan, levers=replace(plan.levers, chunked_loss=None), frontier=[])
-    before = json.dumps(without(json.loads(codec.encode(whole)))).encode()
+    before = json.dumps(without(json.loads(ir.codec.encode(whole)))).encode()
     assert b"chunked_loss" not in before
-    assert codec.decode(before, Plan, source="plan.json") == whole
-    assert codec.decode(codec.encode(plan), Plan, source="plan.json") == plan
+    assert ir.codec.decode(before, Plan, source="plan.json") == whole
+    assert ir.codec.decode(ir.codec.encode(plan), Plan, source="plan.json") == plan
 
 
 @pytest.mark.ci
@@ -181,4 +178,4 @@ def test_transformers_models_are_chunked() -> None:
 
 def test_class_is_reordered() -> None:
     levers = Levers(microbatch_size=4, chunked_loss=ChunkedLoss(head="head", rows=1))
-    assert [(u.name, u.numerics) for u in uses(LeversOn(levers, 4))] == [("chunked loss", "reordered")]
+    assert [(u.name, u.numerics) for u in lever_uses(LeversOn(levers, 4))] == [("chunked loss", "reordered")]

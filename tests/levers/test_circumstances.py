@@ -15,11 +15,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import memfit
 from memfit.errors import InfeasibleError, PlanError
-from memfit.hardware.host import find_device
-from memfit.ir.plan import ChunkedLoss, Levers, Plan
-from memfit.ir.remat import Region
-from memfit.ir.sharding import Sharding
+from memfit.hardware import find_device
+from memfit.ir import ChunkedLoss, Levers, Plan, Region, Sharding
 from memfit.levers import (
+    ACTIVATION_OFFLOAD,
+    COMPILATION,
+    CONFLICTS,
+    LIMIT,
+    MICROBATCHES,
+    candidates_of,
+    check_combination,
+    circumstances,
     conflicts,
     fused_optimizer,
     offloaded_optimizer,
@@ -28,18 +34,13 @@ from memfit.levers import (
     replaced_optimizer,
     shared_by_ranks,
 )
-from memfit.levers.checkpointing import ACTIVATION_OFFLOAD
 from memfit.levers.chunked_loss import CHUNKED_LOSS, HEAD_INSIDE
-from memfit.levers.compilation import COMPILATION, LIMIT, OWN_LOOP
+from memfit.levers.compilation import OWN_LOOP
 from memfit.levers.lean import LEAN
-from memfit.levers.microbatches import MICROBATCHES
-from memfit.levers.registry import CONFLICTS, check_combination, circumstances
 from memfit.levers.replaced_optimizer import ADAFACTOR, ADAMW_8BIT
-from memfit.levers.switch import candidates_of
 from memfit.recipes import byte_lm
-from memfit.tape import LoopWorkload
-from memfit.training.optimizers import Optimizers
-from memfit.workload import Workload
+from memfit.training import Optimizers
+from memfit.workload import LoopWorkload, Workload
 from tests.workloads import lean
 
 

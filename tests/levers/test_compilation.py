@@ -17,23 +17,16 @@ from torch import fx, nn
 
 import memfit
 from memfit._torch import compilers
-from memfit.capture.measured_peak import measure_peak_bytes
-from memfit.capture.recorder import Recorder
-from memfit.compiled.compiled_loss import MOST_SHAPES, CompiledLoss, PlannedBackend, unwatched
-from memfit.compiled.joint_rewriter import FUSED_ERROR
+from memfit.capture import Recorder, measure_peak_bytes
+from memfit.compiled import FUSED_ERROR, CompiledLoss, PlannedBackend
+from memfit.compiled.compiled_loss import MOST_SHAPES, unwatched
 from memfit.errors import InfeasibleError, MemfitError, PlanError, UsageError
-from memfit.hardware.host import find_device
-from memfit.ir.kernels import is_kernel
-from memfit.ir.plan import ChunkedLoss, Levers, Plan
-from memfit.ir.remat import Region, Regions
-from memfit.ir.simulate import simulate
-from memfit.ir.trace import Trace
-from memfit.levers import registry
+from memfit.hardware import find_device
+from memfit.ir import ChunkedLoss, Levers, Plan, Region, Regions, Trace, is_kernel, simulate
+from memfit.levers import LEVERS, applied, applied_to_copy, recomputes
 from memfit.levers.compilation import Compilation
-from memfit.levers.stack import applied, applied_to_copy
 from memfit.pipeline.adaptive import Adaptive
-from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import costs_of, predict
+from memfit.planner import capture_levers, costs_of, predict
 from memfit.workload import Workload
 from tests import warm
 from tests.covering import some
@@ -647,9 +640,9 @@ def test_regions_of_other_code_are_refused() -> None:
 
 def test_regions_are_part_of_the_code_and_do_not_switch() -> None:
     regions = replace(ROWS, regions=BLOCKS)
-    assert not registry.recomputes(regions) and registry.recomputes(replace(regions, compiler="none"))
+    assert not recomputes(regions) and recomputes(replace(regions, compiler="none"))
     with applied(regions, whole()) as step:  # nothing is put on the model
-        assert not any(lever.is_applied(step.workload) for lever in registry.LEVERS)
+        assert not any(lever.is_applied(step.workload) for lever in LEVERS)
 
 
 @pytest.mark.ci

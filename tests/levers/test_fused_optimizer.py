@@ -12,11 +12,10 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 import memfit
-from memfit.capture.fake_workload import real_copy
+from memfit.capture import real_copy
 from memfit.errors import InfeasibleError, PlanError
-from memfit.ir.plan import Levers
-from memfit.levers.registry import check_combination
-from memfit.levers.stack import applied
+from memfit.ir import Levers
+from memfit.levers import applied, check_combination
 from memfit.workload import Workload
 from tests.measuring import peaks
 

@@ -13,13 +13,9 @@ from msgspec.structs import replace
 
 import memfit
 from memfit.errors import BudgetError, PlanError
-from memfit.ir.plan import Candidate, ChunkedLoss, Levers, Plan, at_point
-from memfit.ir.remat import Region
-from memfit.ir.sharding import Sharding
-from memfit.levers import registry
-from memfit.levers.lever import Lever, LeversOn
-from memfit.levers.stack import applied, host_bytes_of
-from memfit.levers.switch import candidates_of
+from memfit.ir import Candidate, ChunkedLoss, Levers, Plan, Region, Sharding, at_point
+from memfit.levers import LeversOn, applied, candidates_of, host_bytes_of, registry
+from memfit.levers.lever import Lever
 from memfit.training.guards import host_resources as host_memory
 from memfit.workload import Workload
 from tests.workloads import tiny
@@ -53,7 +49,7 @@ def plan() -> Plan:
 def under(plan: Plan, **changes: Any) -> Plan:
     """Return a plan of other levers, told as they are."""
     levers = replace(plan.levers, **changes)
-    return replace(plan, levers=levers, uses=registry.uses(LeversOn(levers, 4)), allowed="changed")
+    return replace(plan, levers=levers, uses=registry.lever_uses(LeversOn(levers, 4)), allowed="changed")
 
 
 def test_each_is_registered_once() -> None:
@@ -67,8 +63,8 @@ def test_each_tells_its_use_and_goes_without_it(lever: Lever) -> None:
     assert lever.is_used(on) and not lever.is_used(LeversOn(PLAIN, 4))
     assert not lever.is_used(LeversOn(lever.without(on), 4))
     use = lever.use(on)
-    assert use.name == lever.name and use.setting and use.brief and use in registry.uses(on)
-    assert lever.names(on.levers) <= registry.names(on)
+    assert use.name == lever.name and use.setting and use.brief and use in registry.lever_uses(on)
+    assert lever.names(on.levers) <= registry.lever_names(on)
 
 
 @pytest.mark.parametrize("name", [name for name in USED if name not in _LEFT_OUT])
@@ -119,7 +115,7 @@ def test_offloaded_states_are_checked_against_the_host(plan: Plan, monkeypatch: 
 def test_another_point_has_the_classes_that_it_was_planned_with(couples_batch: bool, plan: Plan) -> None:
     """As of Adafactor with microbatches, which is of class changed whether samples are coupled or not."""
     levers = replace(plan.levers, microbatch_size=2, optimizer="adafactor")
-    uses = registry.uses(LeversOn(levers, 4, couples_batch))
+    uses = registry.lever_uses(LeversOn(levers, 4, couples_batch))
     point = replace(plan.frontier[0], levers=levers, uses=uses, numerics="changed")
     assert at_point(plan, point, "").classes == {
         "Adafactor": "changed",

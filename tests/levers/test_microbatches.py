@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import memfit
-from memfit.ir.plan import Levers
-from memfit.levers.microbatches import microbatch_sizes
+from memfit.ir import Levers
+from memfit.levers import microbatch_sizes
 from memfit.workload import Workload
 from tests.measuring import peaks
 from tests.models import recurrent, transformer

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memfit
-from memfit.capture.fake_workload import real_copy
-from memfit.ir.plan import Levers
-from memfit.levers.stack import applied
+from memfit.capture import real_copy
+from memfit.ir import Levers
+from memfit.levers import applied
 from tests.levers.test_optimizer_in_backward import OPTIMIZERS, after, workload
 
 

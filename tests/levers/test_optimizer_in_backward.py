@@ -12,11 +12,10 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memfit.capture.fake_workload import real_copy
+from memfit.capture import real_copy
 from memfit.errors import NonFiniteError, PlanError, WorkloadError
-from memfit.ir.plan import ChunkedLoss, Levers
-from memfit.ir.remat import Region
-from memfit.levers.stack import applied
+from memfit.ir import ChunkedLoss, Levers, Region
+from memfit.levers import applied
 from memfit.recipes import byte_lm
 from memfit.workload import Workload, batch_size_of
 from tests.measuring import peaks

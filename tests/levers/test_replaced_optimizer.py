@@ -15,9 +15,9 @@ from msgspec.structs import replace
 
 import memfit
 from memfit.errors import CheckpointError
-from memfit.ir.plan import Levers, OptimizerLever, Plan
+from memfit.ir import Levers, OptimizerLever, Plan
+from memfit.levers import applied
 from memfit.levers.replaced_optimizer import replaced
-from memfit.levers.stack import applied
 from memfit.recipes import byte_lm
 from memfit.workload import Workload, fingerprint
 from tests.measuring import peaks

@@ -6,10 +6,8 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from memfit.ir.plan import Candidate, Plan
-from memfit.ir.remat import Region
-from memfit.levers.lever import LeversOn
-from memfit.levers.registry import uses
+from memfit.ir import Candidate, Plan, Region
+from memfit.levers import LeversOn, lever_uses
 
 
 def with_frontier(plan: Plan, choices: Iterable[tuple[Region, ...]]) -> Plan:
@@ -18,7 +16,7 @@ def with_frontier(plan: Plan, choices: Iterable[tuple[Region, ...]]) -> Plan:
     points = [
         Candidate(
             levers=levers,
-            uses=uses(LeversOn(levers, plan.batch_size)),
+            uses=lever_uses(LeversOn(levers, plan.batch_size)),
             numerics="exact",
             budget_bytes=plan.budget_bytes,
             peak_bytes=plan.plain.peak_bytes - n,

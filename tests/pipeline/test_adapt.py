@@ -12,11 +12,11 @@ import torch
 
 import memfit
 from memfit.errors import PlanError, UsageError
-from memfit.ir.plan import Levers, Plan
+from memfit.ir import Levers, Plan
+from memfit.levers import applied
 from memfit.levers.casts import is_cast
-from memfit.levers.stack import applied
 from memfit.pipeline.adaptive import Adaptive, ShapeInterpolation, shapes_of
-from memfit.training.step import Step
+from memfit.training import Step
 from memfit.workload import fingerprint
 from tests.models import transformer
 

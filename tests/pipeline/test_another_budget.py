@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 import memfit
 from memfit.errors import BudgetError, InfeasibleError
-from memfit.ir.plan import Plan
+from memfit.ir import Plan
 from tests.measuring import step_peak_bytes
 from tests.workloads import lean
 

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import memfit
-from memfit.capture.fake_workload import real_copy
+from memfit.capture import real_copy
 from memfit.errors import WorkloadError
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers
-from memfit.planner.captures import capture_levers
+from memfit.hardware import find_device
+from memfit.ir import Levers
+from memfit.planner import capture_levers
 from memfit.workload import Workload, samples_of
 from tests.batch_cases import CONTAINERS, SAMPLES, WHOLE, Graphs, graphs, mlp, of, split_graphs
 from tests.measuring import peaks

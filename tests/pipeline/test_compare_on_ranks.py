@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 import memfit
 from memfit.errors import UsageError
-from memfit.hardware.host import find_device
+from memfit.hardware import find_device
 from memfit.pipeline import _verify
 from tests.processes import on_ranks
 from tests.ranks.trainings import ZERO3, plan_for, workload

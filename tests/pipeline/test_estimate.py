@@ -8,15 +8,12 @@ import functools
 import pytest
 
 import memfit
-from memfit.batch import slice_batch, tensors_of
 from memfit.errors import UsageError
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers
-from memfit.planner.captures import capture_plain
-from memfit.planner.prediction import costs_of, predict
-from memfit.ranks.mesh import with_samples
-from memfit.sharding.one_rank import Mode, Sharding, shard, with_share_of_update
-from memfit.workload import Workload
+from memfit.hardware import find_device
+from memfit.ir import Levers
+from memfit.planner import capture_plain, costs_of, predict
+from memfit.ranks import Mode, Sharding, shard, with_samples, with_share_of_update
+from memfit.workload import Workload, slice_batch, tensors_of
 from tests.models import convnet, transformer
 
 SHAPES = {"transformer": functools.partial(transformer, tokens=4), "convnet": convnet}

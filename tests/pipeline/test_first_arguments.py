@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import memfit
-from memfit._torch.fake import FakeTensor, FakeTensorMode
+from memfit._torch import FakeTensor, FakeTensorMode
 from memfit.errors import UsageError
-from memfit.ir.plan import Plan
+from memfit.ir import Plan
 from memfit.workload import Workload
 
 BUDGET = "1GiB"

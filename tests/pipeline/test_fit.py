@@ -18,14 +18,15 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 import memfit
 from memfit._torch import compilers
 from memfit.errors import BudgetError, InfeasibleError, RecomputationError, UsageError
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers, Plan, Prediction
-from memfit.pipeline import _fit, loop_plans
-from memfit.pipeline._fit import Fitted, Listener, fit_whatever_trains
+from memfit.foundations import format_bytes
+from memfit.hardware import find_device
+from memfit.ir import Levers, Plan, Prediction
+from memfit.pipeline import Listener, _fit, fit_whatever_trains, loop_plans
+from memfit.pipeline._fit import Fitted
 from memfit.pipeline._plan import PlanOptions
-from memfit.planner.captures import Captures, capture_levers
+from memfit.planner import Captures, capture_levers
 from memfit.planner.confirmation import Confirmation
-from memfit.tape import LoopWorkload
+from memfit.workload import LoopWorkload
 from tests.measuring import peak_bytes_of
 from tests.pipeline import loops
 
@@ -427,7 +428,7 @@ def test_what_the_loop_itself_could_do_is_told_with_its_figures_where_the_plan_i
     faster = structs.replace(mixed, step_seconds=0.5 * slow.predicted.step_seconds)
     lines = "\n".join(_fit.advice(slow, faster if told else "in use"))
     assert ("torch.autocast" in lines) == told and "batch.split" in lines
-    assert (memfit.units.format_bytes(mixed.peak_bytes) in lines) == told
+    assert (format_bytes(mixed.peak_bytes) in lines) == told
     slower = structs.replace(mixed, step_seconds=1.01 * slow.predicted.step_seconds)
     larger = structs.replace(faster, peak_bytes=slow.plain.peak_bytes)
     for useless in (slower, larger, None):

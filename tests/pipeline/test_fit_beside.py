@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import memfit
-from memfit.training.guards.loop_memory import beside_text, held_beside
+from memfit.foundations import format_bytes
+from memfit.training import beside_text, held_beside
 
 DIM, ROWS = 128, 64
 
@@ -83,7 +84,7 @@ def test_what_the_loop_holds_beside_it_is_told_with_its_bytes(name: str, keep: C
     kept = keep()
     (line,) = trained(made(), keep=kept)
     expected = nbytes(made())
-    assert f"your loop keeps {memfit.units.format_bytes(expected)}" in line
+    assert f"your loop keeps {format_bytes(expected)}" in line
     assert re.search(rf"`kee?pt?` \({type(kept).__name__}, ", line) and "within the budget of 64.0 MiB" in line
 
 
@@ -92,7 +93,7 @@ def test_a_layer_that_a_closure_of_the_models_class_keeps_is_told() -> None:
     kind = patterned()
     (line,) = trained(kind())
     assert "`kind` (type" in line or "`model` (Copying" in line
-    assert memfit.units.format_bytes(4 * (DIM + 1) * 16 * DIM) in line
+    assert format_bytes(4 * (DIM + 1) * 16 * DIM) in line
 
 
 @pytest.mark.ci

@@ -17,7 +17,8 @@ from torch.optim import SGD, Adam, Optimizer
 
 import memfit
 from memfit.errors import InfeasibleError, UsageError
-from memfit.pipeline._fit import Fitted, Listener, fit_whatever_trains
+from memfit.pipeline import Listener, fit_whatever_trains
+from memfit.pipeline._fit import Fitted
 from tests.measuring import peak_bytes_of
 
 

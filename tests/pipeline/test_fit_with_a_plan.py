@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 import memfit
+from memfit import ir
 from memfit.errors import PlanMismatchError, UsageError
-from memfit.ir import codec
-from memfit.ir.plan import Plan
+from memfit.ir import Plan
 from memfit.pipeline import loop_plans
 from tests.pipeline import loops
 from tests.pipeline.test_fit import CASES, measured, plain_of
@@ -47,7 +47,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_nothing_is_planned_while_the_plan_holds(name: str, plans: list[str], tmp_path: Path) -> None:
     losses, plain_bytes = plain_of(name)
     first = planned(name, f"{int(0.75 * plain_bytes)}B")
-    path = codec.write_atomic(tmp_path / "plan.json", codec.encode(first))
+    path = ir.codec.write_atomic(tmp_path / "plan.json", ir.codec.encode(first))
     plans.clear()
     loop, make, _ = CASES[name]
     models, optimizers = make()

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import memfit
+from memfit import hardware
 from memfit.errors import BudgetError, InfeasibleError, UsageError
-from memfit.fake_gpu import shim
-from memfit.ir.fleet import Fleet, Price
+from memfit.ir import Fleet, Price
 from tests.planner.fleet_searches import mlp
 
-there = pytest.mark.skipif(shim.why_not() is not None, reason="fake CUDA can't be had here")
+there = pytest.mark.skipif(hardware.shim.why_not() is not None, reason="fake CUDA can't be had here")
 CARDS = ["a100-80gb", "rtx-3090"]
 
 

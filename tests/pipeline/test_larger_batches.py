@@ -14,12 +14,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import memfit
-from memfit._torch.fake import FakeTensor
-from memfit.capture.measured_peak import measure_peak_bytes
+from memfit._torch import FakeTensor
+from memfit.capture import measure_peak_bytes
 from memfit.errors import UsageError
-from memfit.ir.plan import Plan
+from memfit.foundations import format_bytes
+from memfit.ir import Plan
+from memfit.training import latest
 from memfit.training.guards import loop_memory as growth
-from memfit.training.runs.checkpoint_folders import latest
 from memfit.workload import Workload, tensors_of
 
 
@@ -140,9 +141,7 @@ def test_a_batch_that_the_budget_does_not_hold_is_refused_before_anything_runs(n
         before = copy.deepcopy(workload.model.state_dict())
         with pytest.raises(UsageError, match=str(large)) as caught:
             step(batch(large))
-        assert "Workload.batch" in str(caught.value) and memfit.units.format_bytes(plan.budget_bytes) in str(
-            caught.value
-        )
+        assert "Workload.batch" in str(caught.value) and format_bytes(plan.budget_bytes) in str(caught.value)
         assert all(map(torch.equal, before.values(), workload.model.state_dict().values()))
         step(batch(small))
     assert step.steps == 2
@@ -201,7 +200,7 @@ def test_a_measured_peak_over_the_budget_is_an_event(tmp_path: Path) -> None:
     plan = planned(workload, "64MiB")
     record = memfit.train(replace(plan, budget_bytes=1000), workload, out=tmp_path / "run", steps=3)
     assert [event.kind for event in record.events] == ["over budget"]
-    assert memfit.units.format_bytes(1000) in record.events[0].text
+    assert format_bytes(1000) in record.events[0].text
 
 
 def test_memory_that_grows_in_a_run_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import memfit
-from memfit.fake_gpu import shim
-from memfit.ir.plan import Levers, Plan, allows
+from memfit import hardware
+from memfit.ir import Levers, Plan, allows
 from memfit.pipeline._plan import MEASURE_VARIABLE
 from memfit.planner import measured_choice, measured_steps
 from memfit.planner.measured_steps import Turn
 from memfit.planner.near_ties import MOST
-from memfit.solver.frontier import dominates
+from memfit.solver import dominates
 from tests.workloads import quick
 
 pytestmark = pytest.mark.harmless
@@ -135,7 +135,7 @@ def test_without_any_class_but_exact_only_exact_plans_are_run(monkeypatch: pytes
     assert plan.measured and all(use.numerics == "exact" for step in plan.measured for use in step.uses)
 
 
-@pytest.mark.skipif(shim.why_not() is not None, reason="fake CUDA can't be had here")
+@pytest.mark.skipif(hardware.shim.why_not() is not None, reason="fake CUDA can't be had here")
 def test_for_a_device_that_is_not_here_nothing_is_run_and_the_plan_says_so() -> None:
     plan = memfit.plan(quick(), device="rtx-3090", measure=True, **OPTIONS | {"budget": "1GiB"})
     assert not plan.measured

@@ -10,7 +10,7 @@ import torch
 import memfit
 from benchmarks import on_accelerator
 from benchmarks.common import Measured
-from memfit.ir.plan import Levers, Precision
+from memfit.ir import Levers, Precision
 from memfit.recipes import byte_lm
 from memfit.workload import Workload, batch_size_of
 from tests.models import BUILDERS, LARGE

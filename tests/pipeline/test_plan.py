@@ -18,20 +18,15 @@ from torch import nn
 
 import memfit
 from memfit.errors import BudgetError, InfeasibleError, PlanError, PlanMismatchError, UsageError, WorkloadError
-from memfit.ir.operator_costs import CostTable
-from memfit.ir.plan import NUMERICS, Candidate, Levers, Plan, Prediction
-from memfit.ir.remat import Region
-from memfit.ir.trace import Trace
-from memfit.levers.lever import LeversOn
-from memfit.levers.registry import uses
-from memfit.pipeline._verify import verify
+from memfit.ir import NUMERICS, Candidate, CostTable, Levers, Plan, Prediction, Region, Trace
+from memfit.levers import LeversOn, lever_uses
+from memfit.pipeline import verify
 from memfit.planner import assembly, captured_steps
 from memfit.planner.captured_steps import CapturedSteps
 from memfit.planner.confirmation import Confirmation
 from memfit.recipes import byte_lm
-from memfit.rng import rng_state
-from memfit.solver.frontier import SIMPLER_WITHIN
-from memfit.workload import Workload
+from memfit.solver import SIMPLER_WITHIN
+from memfit.workload import Workload, rng_state
 from tests.measuring import step_peak_bytes
 from tests.workloads import lean, other
 
@@ -285,7 +280,7 @@ def test_batch_norm_is_not_microbatched_unless_allowed() -> None:
     assert plan.levers != Levers(microbatch_size=512)
     assert {c.levers.microbatch_size for c in plan.frontier} == {512}
     assert any("BatchNorm" in note for note in plan.notes)
-    assert [u.numerics for u in uses(LeversOn(Levers(microbatch_size=1), 2, couples_batch=True))] == ["changed"]
+    assert [u.numerics for u in lever_uses(LeversOn(Levers(microbatch_size=1), 2, couples_batch=True))] == ["changed"]
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,11 @@ import pytest
 from msgspec.structs import replace
 
 import memfit
-from memfit.capture.measured_peak import measure_peak_bytes
+from memfit.capture import measure_peak_bytes
 from memfit.errors import InfeasibleError, UsageError
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers, Plan
-from memfit.ir.sharding import Sharding
-from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import costs_of, predict
+from memfit.hardware import find_device
+from memfit.ir import Levers, Plan, Sharding
+from memfit.planner import capture_levers, costs_of, predict
 from memfit.workload import Workload
 from tests.models import transformer
 from tests.processes import on_ranks

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import memfit
+from memfit import ir
 from memfit.errors import BudgetError, InfeasibleError, MemfitError, PlanMismatchError, UsageError
-from memfit.ir import codec
 from tests.models import transformer
 from tests.processes import on_ranks
 from tests.ranks.trainings import workload
@@ -19,7 +19,7 @@ QUICK: Any = {"precisions": ["32-true"], "points": 1, "sharding": "ddp"}
 
 def planning(rank: int) -> Iterator[Any]:
     plan = memfit.plan(workload(), budget="100MiB" if rank else "90MiB", measure=True, **QUICK)
-    yield codec.encode(plan), plan.budget_bytes, plan.levers.sharding
+    yield ir.codec.encode(plan), plan.budget_bytes, plan.levers.sharding
     options: Any = {"precisions": ["32-true"], "points": 1, "measure": True}
     alone = memfit.plan(workload(), budget="100MiB", world_size=1, **options)
     yield alone.levers.sharding, alone.budget_bytes

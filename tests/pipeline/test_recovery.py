@@ -23,22 +23,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import memfit
+from memfit import ir
 from memfit.errors import MemoryLimitError, OutOfMemoryError
-from memfit.ir import codec
-from memfit.ir.plan import Levers, Plan
-from memfit.ir.remat import Region
-from memfit.ir.run_record import RunRecord
-from memfit.levers.stack import applied
+from memfit.ir import Levers, Plan, Region, RunRecord
+from memfit.levers import applied
 from memfit.levers.switch import lower_candidates
 from memfit.pipeline import _apply
 from memfit.recipes.byte_lm import SeededBatches
+from memfit.training import Recovery, RunOptions, StepRecord, Trainer, latest
 from memfit.training.guards import recovery as rollback
-from memfit.training.guards.recovery import Recovery
-from memfit.training.runs.checkpoint_folders import latest
-from memfit.training.runs.log import StepRecord
-from memfit.training.runs.run_options import RunOptions
 from memfit.training.runs.state import collect
-from memfit.training.trainer import Trainer
 from memfit.workload import Workload
 from tests import models
 from tests.bombs import Bomb
@@ -324,7 +318,7 @@ def test_a_training_run_logs_what_ran_out_and_goes_on_with_the_lower_plan(tmp_pa
     events = [line for line in lines if "event" in line]
     assert [(event["step"], event["event"]["kind"]) for event in events] == [(2, "out of memory")]
     assert [event.text for event in record.events] == [event["event"]["text"] for event in events]
-    assert codec.read(tmp_path / "run/run.json", RunRecord).events == record.events
+    assert ir.codec.read(tmp_path / "run/run.json", RunRecord).events == record.events
     taken = memfit.Plan.load(tmp_path / "run/plan.json")
     newest = latest(tmp_path / "run")
     assert newest is not None and memfit.Plan.load(newest / "plan.json") == taken
@@ -356,7 +350,7 @@ def test_the_snapshot_is_of_the_plan_that_ran_out(how: str, tmp_path: Path) -> N
         assert "predicted memory snapshot: out-of-memory-2.pickle" in caught.value.__notes__[0]
     else:
         memfit.train(plan, workload, out=tmp_path, steps=2, limit_bytes=limit_bytes, **run)
-    record = codec.read(tmp_path / "run.json", RunRecord)
+    record = ir.codec.read(tmp_path / "run.json", RunRecord)
     assert "out-of-memory-2.pickle" in record.events[0].text
     with (tmp_path / "out-of-memory-2.pickle").open("rb") as file:
         (entries,) = pickle.load(file)["device_traces"]
@@ -389,7 +383,7 @@ from msgspec.structs import replace
 from torch import nn
 from memfit.ir.plan import Candidate, Levers
 from memfit.ir.remat import Region
-from memfit.workload import fingerprint
+from memfit.workload.description import fingerprint
 
 def workload(samples):
     torch.manual_seed(0)

@@ -14,12 +14,10 @@ from msgspec.structs import replace
 
 import memfit
 from memfit.errors import CheckpointError
-from memfit.ir.plan import Plan, Precision
-from memfit.ir.run_record import RunRecord
-from memfit.levers.stack import applied
+from memfit.ir import Plan, Precision, RunRecord
+from memfit.levers import applied
+from memfit.training import RunOptions, Trainer
 from memfit.training.runs import checkpoint
-from memfit.training.runs.run_options import RunOptions
-from memfit.training.trainer import Trainer
 from memfit.workload import Workload, fingerprint
 from tests.models import BUILDERS
 

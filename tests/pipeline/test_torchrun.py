@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import memfit
 from memfit.errors import PlanMismatchError, UsageError
-from memfit.ir.sharding import Sharding
+from memfit.ir import Sharding
 from tests import warm
 from tests.processes import on_ranks
 from tests.ranks.killed import DEATHS

@@ -9,18 +9,15 @@ import pytest
 import torch
 
 import memfit
-from memfit.cost.pace import Pace
+from memfit import ir
+from memfit.cost import Pace
 from memfit.errors import NonFiniteError, OutputError, UsageError
-from memfit.ir import codec
-from memfit.ir.plan import Levers, Plan
-from memfit.ir.remat import Region
-from memfit.ir.run_record import RunRecord, Views
-from memfit.levers.stack import applied
+from memfit.ir import Levers, Plan, Region, RunRecord, Views
+from memfit.levers import applied
 from memfit.pipeline._train import views
 from memfit.pipeline._verify import compare
 from memfit.recipes import byte_lm
-from memfit.training.runs.folder import METRICS
-from memfit.training.runs.log import read_lines
+from memfit.training import METRICS, read_lines
 from memfit.workload import Workload
 
 
@@ -76,7 +73,7 @@ def test_views_hold_both_timelines_and_the_modules(plan: Plan) -> None:
     whole = rows["(model)"]
     assert whole.planned_saved_bytes < whole.saved_bytes
     assert whole.parameter_bytes == sum(p.nbytes for p in tiny().model.parameters())
-    assert codec.decode(codec.encode(found), Views, source="memory") == found
+    assert ir.codec.decode(ir.codec.encode(found), Views, source="memory") == found
 
 
 def test_run_holds_what_its_report_needs(plan: Plan, tmp_path: Path) -> None:
@@ -88,7 +85,7 @@ def test_run_holds_what_its_report_needs(plan: Plan, tmp_path: Path) -> None:
     assert record.status == "finished"
     assert record.measured_peak_bytes is not None
     assert record.measured_peak_bytes <= plan.budget_bytes
-    assert codec.read(tmp_path / "run" / "run.json", RunRecord) == record
+    assert ir.codec.read(tmp_path / "run" / "run.json", RunRecord) == record
     page = memfit.write_report(tmp_path / "run")
     assert "tiny" in page.read_text() or "byte_lm" in page.read_text()
     with pytest.raises(OutputError, match="overwrite"):
@@ -127,8 +124,8 @@ def test_a_run_goes_on_bitwise_under_the_plan_of_a_smaller_machine(plan: Plan, w
     assert event.kind == "another plan"
     count = len(plan.levers.regions)
     assert event.text.endswith(f"continues with {count} region{'s' * (count > 1)}")
-    assert codec.read(tmp_path / "moved" / "plan.json", Plan) == plan
-    assert codec.read(tmp_path / "moved" / "views.json", Views).planned.peak_bytes == plan.predicted.peak_bytes
+    assert ir.codec.read(tmp_path / "moved" / "plan.json", Plan) == plan
+    assert ir.codec.read(tmp_path / "moved" / "views.json", Views).planned.peak_bytes == plan.predicted.peak_bytes
 
 
 @pytest.mark.ci

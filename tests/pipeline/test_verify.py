@@ -17,12 +17,10 @@ from torch import nn
 import memfit
 from examples import digits_resnet
 from memfit.errors import PlanMismatchError
-from memfit.ir.plan import Levers, Plan
-from memfit.ir.remat import Region
-from memfit.levers.lever import LeversOn
-from memfit.levers.registry import uses
-from memfit.pipeline import _verify
-from memfit.pipeline._verify import probe_regions, verify
+from memfit.ir import Levers, Plan, Region
+from memfit.levers import LeversOn, lever_uses
+from memfit.pipeline import _verify, verify
+from memfit.pipeline._verify import probe_regions
 from memfit.recipes import brain_segmentation, byte_lm
 from memfit.workload import Workload
 from tests.workloads import lean, other
@@ -143,7 +141,9 @@ def test_a_gradient_that_goes_missing_is_found(monkeypatch: pytest.MonkeyPatch) 
 def test_microbatches_are_equal_to_rounding() -> None:
     plan = memfit.plan(lean(), budget="64MiB", numerics="exact", precisions=["32-true"], points=1)
     levers = Levers(microbatch_size=1)
-    found = verify(replace(plan, levers=levers, numerics="reordered", uses=uses(LeversOn(levers, 4))), lean(), steps=0)
+    found = verify(
+        replace(plan, levers=levers, numerics="reordered", uses=lever_uses(LeversOn(levers, 4))), lean(), steps=0
+    )
     assert found.loss_difference < 1e-5
     assert 0.0 < found.gradient_difference < 1e-4
     assert not found.bitwise

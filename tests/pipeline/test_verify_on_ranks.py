@@ -10,18 +10,14 @@ import torch
 from msgspec.structs import replace
 
 import memfit
+from memfit import planner
 from memfit.errors import UsageError
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers, Plan
-from memfit.ir.sharding import Sharding
-from memfit.ir.verification import Verification
-from memfit.levers.lever import LeversOn
-from memfit.levers.registry import uses
+from memfit.hardware import find_device
+from memfit.ir import Levers, Plan, Sharding, Verification
+from memfit.levers import LeversOn, lever_uses
 from memfit.pipeline import _verify
-from memfit.planner import gpu_process
-from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import costs_of, predict
-from memfit.training.step import Step
+from memfit.planner import capture_levers, costs_of, predict
+from memfit.training import Step
 from tests.pipeline.test_plan_for_ranks import workload
 from tests.processes import on_ranks
 from tests.ranks.test_engines import workload as counted
@@ -40,7 +36,7 @@ def predicted(sharding: Sharding) -> Plan:
     plan = replace(plan, levers=levers)
     trace = capture_levers(workload(3), plan.levers, cpu)
     prediction, _ = predict(trace, costs_of([trace], cpu), cpu)
-    named = uses(LeversOn(plan.levers, plan.batch_size))
+    named = lever_uses(LeversOn(plan.levers, plan.batch_size))
     budget = prediction.peak_upper_bytes
     return replace(plan, predicted=prediction, budget_bytes=budget, uses=named, numerics="reordered")
 
@@ -63,7 +59,7 @@ def test_two_ranks_are_what_their_plan_says_bitwise() -> None:
 def tampered(rank: int, plan: Plan) -> Iterator[Any]:
     """Change what the second rank computes, before gradients are reduced and after, and what the plan says."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_process, "call", lambda *_, **__: [])  # which another test looks at
+        patch.setattr(planner.gpu_process, "call", lambda *_, **__: [])  # which another test looks at
         yield memfit.verify(plan, workload(3), steps=0)
         if rank == 1:
             whole_loss, whole_gradients = Step.compute_loss, Step.gradients

@@ -10,20 +10,12 @@ from msgspec.structs import replace
 from torch import nn
 from torch.nn import functional as F
 
-from memfit.allocator.caching_allocator import replay
 from memfit.errors import BudgetError
-from memfit.hardware.host import find_device
-from memfit.ir.allocations import allocations
-from memfit.ir.fleet import FleetRow
-from memfit.ir.plan import Levers
-from memfit.ir.simulate import simulate
-from memfit.planner import fleet_search
-from memfit.planner.captures import capture_each
-from memfit.planner.prediction import costs_of
-from memfit.ranks.mesh import with_samples
-from memfit.sharding.groups import repeated_blocks
-from memfit.sharding.one_rank import SEARCHED, proposals, shard, with_share_of_update
-from memfit.units import Progress, read_budget
+from memfit.foundations import Progress, read_budget
+from memfit.hardware import find_device
+from memfit.ir import FleetRow, Levers, allocations, replay, simulate
+from memfit.planner import capture_each, costs_of, fleet_search
+from memfit.ranks import SEARCHED, proposals, repeated_blocks, shard, with_samples, with_share_of_update
 from memfit.workload import Workload, samples_of
 
 

@@ -11,13 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import memfit
-from memfit._torch.fake import DataDependentOutputException
-from memfit.cost.cpu_costs import missing_kernel
+from memfit._torch import DataDependentOutputException
+from memfit.cost import missing_kernel
 from memfit.errors import CaptureError, InfeasibleError
-from memfit.ir.plan import Levers, Plan
-from memfit.ir.remat import Region
-from memfit.planner import assembly, confirmation
-from memfit.planner.capture_failures import failing, first_line, refusal_notes
+from memfit.ir import Levers, Plan, Region
+from memfit.planner import assembly, confirmation, first_line
+from memfit.planner.capture_failures import failing, refusal_notes
 from memfit.workload import Workload
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]

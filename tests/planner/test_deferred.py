@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from memfit.ir.plan import CompilerLever, Levers
+from memfit.ir import CompilerLever, Levers
 from memfit.planner.deferred import _HALVING, DeferredCandidates
 
 SIZES = (8, 4, 2, 1)

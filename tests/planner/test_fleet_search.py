@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 
 import memfit
-from memfit.fake_gpu import shim
-from memfit.fake_gpu.fake_cuda import family
-from memfit.hardware.catalogue import known_devices
-from memfit.ir.fleet import FleetRow
-from memfit.planner import fleet_search, gpu_process
+from memfit import hardware, planner
+from memfit.hardware import family, known_devices
+from memfit.ir import FleetRow
+from memfit.planner import fleet_search
 from tests.planner import fleet_searches
 from tests.planner.fleet_searches import Checked, mlp
 
-pytestmark = pytest.mark.skipif(shim.why_not() is not None, reason="fake CUDA can't be had here")
+pytestmark = pytest.mark.skipif(hardware.shim.why_not() is not None, reason="fake CUDA can't be had here")
 DEVICE = "a100-80gb"
 BUDGETS = ["200MiB", "320MiB", "2GiB"]
 TOLERANCE = 1.05  # what is about as fast is not taken for more levers, and a menu has some points only
@@ -22,7 +21,7 @@ TOLERANCE = 1.05  # what is about as fast is not taken for more levers, and a me
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Checked]]:
     options = {"device": DEVICE, "budgets": BUDGETS, "world_sizes": [1, 4, 16]}
-    return gpu_process.call(fleet_searches.searched, mlp(), options, lambda *_: None, sizes=[])
+    return planner.gpu_process.call(fleet_searches.searched, mlp(), options, lambda *_: None, sizes=[])
 
 
 @pytest.mark.ci  # `make test` has plans of few rows: `pipeline/test_fleet.py`
@@ -71,7 +70,7 @@ def test_one_rank_is_planned_as_memfit_plan_does(found: dict[str, list[Checked]]
 @pytest.mark.ci
 def test_cards_that_share_captures_are_predicted_as_alone() -> None:
     devices = ["rtx-3090", "a100-40gb", "mi300x"]
-    pairs = gpu_process.call(fleet_searches.grouped, mlp(32), {"devices": devices}, lambda *_: None, sizes=[])
+    pairs = planner.gpu_process.call(fleet_searches.grouped, mlp(32), {"devices": devices}, lambda *_: None, sizes=[])
     assert len(pairs) == 6
     for together, alone in pairs:
         assert plan_of(together) == plan_of(alone) and together.held_bytes == alone.held_bytes
@@ -82,7 +81,7 @@ def test_cards_that_share_captures_are_predicted_as_alone() -> None:
 def test_what_cards_and_ranks_share_is_what_each_finds_alone() -> None:
     """Replays, peaks and what the allocator holds are shared; budgets are not, and one card has no room at all."""
     options = {"devices": ["a100-80gb", "a100-40gb", "rtx-3070"], "budget": "0.5%", "world_sizes": [1, 4]}
-    together, alone = gpu_process.call(fleet_searches.in_parts, mlp(), options, lambda *_: None, sizes=[])
+    together, alone = planner.gpu_process.call(fleet_searches.in_parts, mlp(), options, lambda *_: None, sizes=[])
     rows = {(row.device, row.ranks): row for row in together.rows}
     rows_alone = {(row.device, row.ranks): row for each in alone for row in each.rows}
     assert rows.keys() == rows_alone.keys() and len({row.levers for row in rows.values()}) > 2
@@ -98,7 +97,7 @@ def test_what_cards_and_ranks_share_is_what_each_finds_alone() -> None:
 def test_ranks_that_can_not_be_faster_are_left_out_unless_asked() -> None:
     def rows(each: bool) -> list[FleetRow]:
         options = {"device": DEVICE, "budget": "2GiB", "each": each}
-        return gpu_process.call(fleet_searches.every, mlp(8), options, lambda *_: None, sizes=[])
+        return planner.gpu_process.call(fleet_searches.every, mlp(8), options, lambda *_: None, sizes=[])
 
     every, some = rows(True), rows(False)
     assert [row.ranks for row in every] == list(range(1, 9))  # the batch has eight samples
@@ -126,8 +125,10 @@ def test_cards_of_one_family_are_searched_together_and_none_is_left_out() -> Non
 def test_searches_in_two_parts_find_what_one_does() -> None:
     options = {"world_sizes": [1, 4], "budget": "320MiB"}
     names = ["a100-80gb", "h100"]
-    together = gpu_process.call(fleet_searches.found, mlp(), {**options, "devices": names}, lambda *_: None, sizes=[])
-    apart = gpu_process.call_each(
+    together = planner.gpu_process.call(
+        fleet_searches.found, mlp(), {**options, "devices": names}, lambda *_: None, sizes=[]
+    )
+    apart = planner.gpu_process.call_each(
         fleet_searches.found, mlp(), [{**options, "devices": [name]} for name in names], lambda *_: None, sizes=[]
     )
     joined = fleet_search.joined(apart)

@@ -18,15 +18,10 @@ from torch.nn import functional as F
 
 import memfit
 from memfit.errors import InfeasibleError, MemfitError
-from memfit.hardware.host import find_device
-from memfit.ir.plan import ChunkedLoss, Levers, Numerics, OptimizerLever, Plan, Precision, allows, freest
-from memfit.ir.remat import Region
-from memfit.levers import registry
-from memfit.levers.conflicts import met
-from memfit.levers.lever import LeversOn
-from memfit.levers.registry import circumstances
-from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import costs_of, predict
+from memfit.hardware import find_device
+from memfit.ir import ChunkedLoss, Levers, Numerics, OptimizerLever, Plan, Precision, Region, allows, freest
+from memfit.levers import LeversOn, circumstances, met, registry
+from memfit.planner import capture_levers, costs_of, predict
 from memfit.workload import Workload
 from tests.models import Transformer
 
@@ -141,9 +136,9 @@ def by_hand(made: Workload, plan: Plan) -> Iterator[Levers]:
     around = circumstances(made, CPU)
     is_coupled = any(isinstance(module, nn.BatchNorm2d) for module in made.model.modules())
     for levers in dict.fromkeys(near):
-        uses = registry.uses(LeversOn(levers, size, is_coupled))
+        uses = registry.lever_uses(LeversOn(levers, size, is_coupled))
         if allows(plan.allowed, freest(uses)) and not met(
-            registry.CONFLICTS, registry.names(LeversOn(levers, size)) | around, plan.allowed
+            registry.CONFLICTS, registry.lever_names(LeversOn(levers, size)) | around, plan.allowed
         ):
             yield levers
 

@@ -10,15 +10,15 @@ import pytest
 from msgspec.structs import replace
 
 from memfit.errors import WorkloadError
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers, Proof
+from memfit.hardware import find_device
+from memfit.ir import Levers, Proof
+from memfit.levers import registry
+from memfit.planner import Measure, measured_steps
 from memfit.planner import measured_choice as module
-from memfit.planner import measured_steps
+from memfit.planner.candidate_search import Confirmed
 from memfit.planner.confirmation import Excluded
-from memfit.planner.measured_choice import Choice, measured_choice
+from memfit.planner.measured_choice import ChosenPlan, measured_choice
 from memfit.planner.measured_steps import LONGEST_SECONDS, Timed, Turn
-from memfit.planner.near_ties import Measure
-from memfit.planner.search import Confirmed
 from memfit.workload import Workload
 from tests.planner.test_search import Applied, combinations
 from tests.workloads import lean
@@ -54,9 +54,9 @@ def choice(
     measure: Measure = "auto",
     prove: Callable[[Confirmed], Proof] = lambda plan: Proof(levers="proven"),
     near: Callable[[], list[Confirmed]] | None = None,
-) -> Choice:
+) -> ChosenPlan:
     return measured_choice(
-        Choice(found[0], Proof(why="as predicted")),
+        ChosenPlan(found[0], Proof(why="as predicted")),
         near or (lambda: found),
         prove,
         workload=lean(),
@@ -145,7 +145,8 @@ def test_steps_run_for_longer_where_plans_are_compiled(monkeypatch: pytest.Monke
     found, machine = plans(2.5), Machine(monkeypatch, [2.5, 2.0, 1.5])
     taken = choice(found)
     assert not machine.run and "predicted to take 2.50 s, too long to compare plans in 30 s" in taken.notes[0]
-    monkeypatch.setattr(measured_steps.registry, "compiles", lambda levers: levers.precision == "bf16-mixed")
+    monkeypatch.setattr(measured_steps, "compiles", lambda levers: levers.precision == "bf16-mixed")
+    monkeypatch.setattr(registry, "compiles", lambda levers: levers.precision == "bf16-mixed")
     assert len(choice(found).measured) == 2
 
 
@@ -197,7 +198,7 @@ def test_copies_of_compiled_plans_need_room_beside_the_step(monkeypatch: pytest.
     found = [plan._replace(prediction=replace(plan.prediction, by_category=kept)) for plan in found]
     largest = max(plan.prediction.peak_upper_bytes for plan in found)
     assert module._held_bytes(found) == largest
-    monkeypatch.setattr(module.registry, "compiles", lambda levers: levers.precision == "32-true")
+    monkeypatch.setattr(registry, "compiles", lambda levers: levers.precision == "32-true")
     compiled = sum(plan.point.levers.precision == "32-true" for plan in found)
     assert module._held_bytes(found) == largest + compiled * 3100 and 0 < compiled < len(found)
 

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from memfit.hardware import find_device
 from memfit.hardware.catalogue import look_up
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers
+from memfit.ir import Levers
+from memfit.levers import registry
 from memfit.planner import measured_steps
 from memfit.planner.measured_steps import (
     Clocks,
@@ -274,7 +275,8 @@ def test_a_time_that_is_over_ends_a_turn_between_two_steps() -> None:
 
 def code_is_made_for(monkeypatch: pytest.MonkeyPatch, *sizes: int) -> None:
     """Have microbatches of some sizes count as compiled."""
-    monkeypatch.setattr(measured_steps.registry, "compiles", lambda levers: levers.microbatch_size in sizes)
+    for module in (measured_steps, registry):
+        monkeypatch.setattr(module, "compiles", lambda levers: levers.microbatch_size in sizes)
 
 
 def test_making_code_is_timed_apart_and_costs_the_others_none_of_their_time(monkeypatch: pytest.MonkeyPatch) -> None:

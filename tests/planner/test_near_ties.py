@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from memfit.ir.plan import NUMERICS, Candidate, Levers, LeverUse, Numerics, Prediction, allows
+from memfit.ir import NUMERICS, Candidate, Levers, LeverUse, Numerics, Prediction, allows
+from memfit.planner.candidate_search import Confirmed, Limits
 from memfit.planner.near_ties import MARGIN, MOST, RATIO_ERROR, Measured, fastest_measured, near_ties, weighed
-from memfit.planner.search import Confirmed, Limits
-from memfit.solver.frontier import Combination
+from memfit.solver import Combination
 from tests.planner.test_search import Applied, chosen, combinations, limits, plain_bytes
 
 seconds = st.floats(1e-4, 1e3)

@@ -9,15 +9,14 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-from memfit.cost.modelled_costs import roofline
+from memfit.cost import roofline
 from memfit.cost.operator_call import KERNELS_BYTES
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers, OptimizerLever, Precision
-from memfit.ir.remat import Region
+from memfit.hardware import find_device
+from memfit.ir import Levers, OptimizerLever, Precision, Region
+from memfit.planner import Captures, capture_levers, predict
 from memfit.planner import captures as captured_steps
-from memfit.planner.captures import Captures, StepVariant, capture_levers
-from memfit.planner.prediction import predict
-from memfit.training.step import Step
+from memfit.planner.captures import StepVariant
+from memfit.training import Step
 from memfit.workload import Workload, batch_size_of
 from tests.gpus import AMPERE
 from tests.models import BUILDERS, COSTS, plain_trace, squared_error, transformer

@@ -17,19 +17,17 @@ from torch.nn import functional as F
 
 import memfit
 from memfit.errors import RecomputationError
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers, Plan, levers_key
-from memfit.ir.remat import Region
-from memfit.levers.registry import recomputes
-from memfit.pipeline._apply import apply
-from memfit.pipeline._verify import verify
+from memfit.hardware import find_device
+from memfit.ir import Levers, Plan, Region, levers_key
+from memfit.levers import recomputes
+from memfit.pipeline import apply, verify
 from memfit.planner import confirmation
 from memfit.planner.capture_failures import CaptureFailures
 from memfit.planner.confirmation import why_not_proven
-from memfit.recomputation.probe import Expected, _sums, checking, checksum, report
-from memfit.recomputation.regions import checkpointed
+from memfit.recomputation import checking, checkpointed
+from memfit.recomputation.probe import Expected, _sums, checksum, report
 from memfit.report.summary import proof_text
-from memfit.training.step import Step
+from memfit.training import Step
 from memfit.workload import Workload
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import memfit
 from benchmarks.common import whole_run_peak_bytes
 from benchmarks.steps.loop import difference, trained_by_plan, trained_plainly
-from memfit.capture.control_flow import Readings
-from memfit.fake_gpu import shim
+from memfit import hardware
+from memfit.capture import Readings
 from memfit.planner import readings
 from memfit.workload import Workload
 
@@ -91,7 +91,7 @@ def test_a_plan_runs_the_step_with_data_once_for_each_microbatch_size(monkeypatc
     assert {4, 2, 1} <= set(sizes) and len(sizes) == len(set(sizes))
 
 
-@pytest.mark.skipif(shim.has_gpu(), reason="a GPU is here: nothing is sent")
+@pytest.mark.skipif(hardware.shim.has_gpu(), reason="a GPU is here: nothing is sent")
 def test_what_a_step_for_a_gpu_reads_is_read_of_the_data_here() -> None:
     def sometimes(block: nn.Module, x: Tensor) -> Tensor:
         return x if x.abs().max().item() > 0.5 else x + block(x)

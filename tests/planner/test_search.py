@@ -16,15 +16,23 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from memfit import ir
 from memfit.errors import InfeasibleError
-from memfit.ir import codec
-from memfit.ir.operator_costs import CostTable
-from memfit.ir.plan import Candidate, Levers, LeverUse, Numerics, Precision, Prediction
-from memfit.ir.remat import Region, Regions
-from memfit.ir.simulate import simulate
-from memfit.ir.trace import Trace
-from memfit.planner import search
-from memfit.planner.search import (
+from memfit.ir import (
+    Candidate,
+    CostTable,
+    Levers,
+    LeverUse,
+    Numerics,
+    Precision,
+    Prediction,
+    Region,
+    Regions,
+    Trace,
+    simulate,
+)
+from memfit.planner import candidate_search as search
+from memfit.planner.candidate_search import (
     Advice,
     Confirmed,
     Limits,
@@ -34,10 +42,7 @@ from memfit.planner.search import (
     leanest_that_fits,
     with_plan,
 )
-from memfit.solver.candidates import options
-from memfit.solver.frontier import SIMPLER_WITHIN, Combination, frontier
-from memfit.solver.milp import Choice
-from memfit.solver.problem import build
+from memfit.solver import SIMPLER_WITHIN, Choice, Combination, build, frontier, options
 
 FOLDER = Path(__file__).parent / "traces"
 SECONDS = 0.5
@@ -51,12 +56,12 @@ CLASSES: dict[tuple[Precision, int], Numerics] = {
 @functools.cache
 def saved_trace(precision: Precision, size: int) -> Trace:
     content = gzip.decompress((FOLDER / f"tiny-{precision}-{size}.json.gz").read_bytes())
-    return codec.decode(content, Trace, source="saved")
+    return ir.codec.decode(content, Trace, source="saved")
 
 
 @functools.cache
 def saved_costs() -> CostTable:
-    return codec.decode(gzip.decompress((FOLDER / "costs.json.gz").read_bytes()), CostTable, source="saved")
+    return ir.codec.decode(gzip.decompress((FOLDER / "costs.json.gz").read_bytes()), CostTable, source="saved")
 
 
 @functools.cache

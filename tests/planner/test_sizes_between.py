@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memfit
-from memfit.ir.plan import Levers
-from memfit.levers.microbatches import microbatch_sizes
+from memfit.ir import Levers
+from memfit.levers import microbatch_sizes
 from memfit.planner import assembly
 from memfit.planner.deferred import size_between
 from memfit.workload import Workload

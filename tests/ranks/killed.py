@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from memfit.training import Step, Trainer
 from memfit.training.runs import checkpoint
-from memfit.training.step import Step
-from memfit.training.trainer import Trainer
 from memfit.workload import Workload
 from tests.ranks import trainings
 from tests.training.held_writes import HeldWrites

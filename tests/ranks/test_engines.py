@@ -12,12 +12,10 @@ from msgspec.structs import replace
 from torch import nn
 
 from memfit.errors import MemfitError, PlanError
-from memfit.hardware.cpu_allocations import allocated
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers
-from memfit.ir.sharding import Sharding
-from memfit.levers.stack import applied
-from memfit.planner.captures import capture_levers
+from memfit.hardware import allocated, find_device
+from memfit.ir import Levers, Sharding
+from memfit.levers import applied
+from memfit.planner import capture_levers
 from memfit.workload import Workload, fingerprint
 from tests.processes import on_ranks
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from memfit.hardware.cpu_allocations import allocated
+from memfit.hardware import allocated
 from memfit.ranks.in_place import Gather, ReduceScatter
 from tests.processes import on_ranks
 

@@ -12,9 +12,8 @@ from torch import nn
 
 import memfit
 from memfit.errors import WorkloadError
-from memfit.ir.plan import Levers, Plan
-from memfit.ir.sharding import Sharding
-from memfit.ranks.meta_models import Initialisation
+from memfit.ir import Levers, Plan, Sharding
+from memfit.ranks import Initialisation
 from memfit.workload import Workload
 from tests.processes import on_ranks
 from tests.training.conftest import make_plan

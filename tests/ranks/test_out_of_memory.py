@@ -15,14 +15,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import memfit
+from memfit import ir
 from memfit.errors import MemfitError, NonFiniteError, OutOfMemoryError, PlanError, PlanMismatchError, UsageError
-from memfit.ir import codec
-from memfit.ir.plan import Plan
-from memfit.ir.remat import Region
-from memfit.ir.sharding import Sharding
+from memfit.ir import Plan, Region, Sharding
+from memfit.training import Recovery, Step
 from memfit.training.guards import recovery as rollback
-from memfit.training.guards.recovery import Recovery
-from memfit.training.step import Step
 from memfit.workload import Workload
 from tests.bombs import Bomb
 from tests.pipeline.frontiers import with_frontier
@@ -93,7 +90,7 @@ def trained(plan: Plan, bombs: dict[tuple[int, int], int] | None = None, *, coun
 
 def each_place(rank: int, data: bytes, count: int, counted: bool) -> Iterator[Any]:
     """Rank 1 runs out at places over the whole of three steps; return what each gave."""
-    plan = codec.decode(data, Plan, source="the test")
+    plan = ir.codec.decode(data, Plan, source="the test")
     undisturbed = trained(plan, counted=counted)
     lower = trained(replace(plan, levers=plan.frontier[1].levers), counted=counted)
     assert undisturbed["weights"] == lower["weights"] and undisturbed["events"] == []
@@ -126,7 +123,7 @@ def _marked(name: str, counted: bool) -> object:
 def test_wherever_it_runs_out_on_one_rank_it_is_undone_on_all(name: str, counted: bool) -> None:
     """Forward and backward passes, recomputation's probe, norm, clipping, the optimizer's first state."""
     sharding = SHARDINGS[name]
-    found = on_ranks(sharding.world_size, each_place, codec.encode(plan_of(sharding)), PLACES, counted)
+    found = on_ranks(sharding.world_size, each_place, ir.codec.encode(plan_of(sharding)), PLACES, counted)
     assert found == [[1] * PLACES] * sharding.world_size
 
 
@@ -308,7 +305,7 @@ CASES: dict[str, Callable[[Plan, int], dict[str, Any]]] = {
 
 
 def each_case(rank: int, data: bytes) -> Iterator[dict[str, Any]]:
-    plan = codec.decode(data, Plan, source="the test")
+    plan = ir.codec.decode(data, Plan, source="the test")
     for case in CASES.values():
         yield case(plan, rank)
 
@@ -319,7 +316,7 @@ Found = dict[str, list[dict[str, Any]]]
 @pytest.fixture(scope="module", params=["ddp", pytest.param("resharded", marks=pytest.mark.ci)])
 def found(request: pytest.FixtureRequest) -> Found:
     """What every case gave on both ranks, in one pair of processes."""
-    by_rank = on_ranks(2, each_case, codec.encode(plan_of(SHARDINGS[request.param])))
+    by_rank = on_ranks(2, each_case, ir.codec.encode(plan_of(SHARDINGS[request.param])))
     return dict(zip(CASES, map(list, zip(*by_rank, strict=True)), strict=True))
 
 
@@ -394,7 +391,7 @@ def counting() -> Workload:
 
 
 def with_buffers(rank: int, data: bytes) -> Iterator[Any]:
-    plan = codec.decode(data, Plan, source="the test")
+    plan = ir.codec.decode(data, Plan, source="the test")
     for index, at in [(9, 0), *((step, at) for step in (1, 4) for at in range(1, 40, 3))]:
         work = counting()
         with memfit.apply(plan, work, recover=True) as step:
@@ -412,7 +409,7 @@ def test_buffers_are_those_before_the_step_on_all_ranks() -> None:
     sharding = Sharding(world_size=2, mode="ddp")
     frontier = [replace(c, levers=replace(c.levers, sharding=sharding, microbatch_size=2)) for c in plan.frontier]
     plan = replace(plan, levers=frontier[0].levers, frontier=frontier, allowed="reordered")
-    one, other = on_ranks(2, with_buffers, codec.encode(plan))
+    one, other = on_ranks(2, with_buffers, ir.codec.encode(plan))
     assert one == other
     (expected, none), *disturbed = one
     assert none == 0
@@ -420,7 +417,7 @@ def test_buffers_are_those_before_the_step_on_all_ranks() -> None:
 
 
 def refused(rank: int, data: bytes) -> Iterator[Any]:
-    plan = codec.decode(data, Plan, source="the test")
+    plan = ir.codec.decode(data, Plan, source="the test")
     assert plan.levers.sharding is not None
     copies = replace(plan.levers.sharding, replicas=2)
     with pytest.raises(UsageError, match="use levers.sharding.mode='ddp'"):
@@ -436,4 +433,4 @@ def refused(rank: int, data: bytes) -> Iterator[Any]:
 
 
 def test_what_can_not_be_undone_is_refused_by_name() -> None:
-    assert on_ranks(2, refused, codec.encode(plan_of(SHARDINGS["resharded"]))) == [[True]] * 2
+    assert on_ranks(2, refused, ir.codec.encode(plan_of(SHARDINGS["resharded"]))) == [[True]] * 2

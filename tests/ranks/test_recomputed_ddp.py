@@ -7,11 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers
-from memfit.ir.remat import Region, Regions
-from memfit.ir.sharding import Sharding
-from memfit.planner.captures import capture_levers
+from memfit.hardware import find_device
+from memfit.ir import Levers, Region, Regions, Sharding
+from memfit.planner import capture_levers
 from memfit.workload import Workload
 from tests.models import squared_error
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from memfit.errors import OutOfMemoryError, PlanMismatchError, RankError
-from memfit.ranks.group import Group
-from memfit.ranks.processes import SingleProcess, check_same, each, once
+from memfit.ranks import Group, SingleProcess, check_same, each, once
 from tests.processes import on_ranks
 
 

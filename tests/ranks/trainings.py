@@ -12,13 +12,9 @@ from msgspec.structs import replace
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from memfit.ir.plan import Levers, Plan
-from memfit.ir.run_record import RunRecord
-from memfit.ir.sharding import Sharding
-from memfit.levers.stack import applied
-from memfit.training.runs.run_options import RunOptions
-from memfit.training.step import Step
-from memfit.training.trainer import Trainer
+from memfit.ir import Levers, Plan, RunRecord, Sharding
+from memfit.levers import applied
+from memfit.training import RunOptions, Step, Trainer
 from memfit.workload import LossScaling, Workload
 from tests.training.conftest import make_plan
 

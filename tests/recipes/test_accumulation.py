@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from memfit.recipes import byte_lm
-from memfit.training.step import Step, StepOptions
+from memfit.training import Step, StepOptions
 from memfit.workload import Workload, batch_size_of
 
 Gradients = dict[str, torch.Tensor]

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit.ir.remat import Region
-from memfit.recomputation.regions import checkpointed
+from memfit.ir import Region
+from memfit.recomputation import checkpointed
 
 
 class Executed(TorchDispatchMode):

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from memfit.errors import PlanError, PlanMismatchError, RecomputationError
-from memfit.ir.remat import Region
-from memfit.recomputation.regions import checkpointed
+from memfit.ir import Region
+from memfit.recomputation import checkpointed
 from tests.recomputation.steps import Chain, Executed, differing, executed, results
 
 ADDMM, GELU = "aten.addmm.default", "aten.gelu.default"

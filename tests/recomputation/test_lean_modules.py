@@ -15,21 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from memfit.capture.fake_workload import real_copy
-from memfit.capture.step_capture import capture
-from memfit.capture.step_recording import CaptureJob
-from memfit.cost.cpu_costs import calibrate
+from memfit.capture import CaptureJob, capture, real_copy
+from memfit.cost import calibrate
 from memfit.errors import PlanError, PlanMismatchError, RecomputationError
-from memfit.hardware.cpu_allocations import allocated
-from memfit.ir.plan import Levers, Precision
-from memfit.ir.remat import Region
-from memfit.ir.simulate import simulate
-from memfit.ir.trace import Trace
-from memfit.levers.stack import applied
+from memfit.hardware import allocated
+from memfit.ir import Levers, Precision, Region, Trace, simulate
+from memfit.levers import applied
 from memfit.recipes import brain_segmentation
+from memfit.recomputation import checkpointed, is_lean, is_made_lean, lean
 from memfit.recomputation.kept_outputs import hooks_around
-from memfit.recomputation.lean_modules import is_lean, is_made_lean, lean
-from memfit.recomputation.regions import checkpointed
 from memfit.workload import Workload, batch_size_of
 from tests.covering import each, some
 from tests.measuring import step_peak_bytes

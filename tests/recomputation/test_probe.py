@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from memfit.errors import RecomputationError
-from memfit.ir.remat import Region
-from memfit.recomputation.probe import checking, difference, probing
-from memfit.recomputation.regions import checkpointed
+from memfit.ir import Region
+from memfit.recomputation import checking, checkpointed, probing
+from memfit.recomputation.probe import difference
 from tests.recomputation.steps import Chain, blocks
 
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 from memfit.errors import RecomputationError
-from memfit.hardware.cpu_allocations import allocated
-from memfit.ir.remat import Region
-from memfit.recomputation.regions import checkpointed
+from memfit.hardware import allocated
+from memfit.ir import Region
+from memfit.recomputation import checkpointed
 from tests.covering import each
 from tests.recomputation.steps import Chain, Residual, blocks, differing, executed, results
 

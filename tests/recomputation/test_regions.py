@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from memfit.errors import PlanError, PlanMismatchError
-from memfit.ir.plan import Precision
-from memfit.ir.remat import Keep, Regions
-from memfit.recomputation.regions import checkpointed, is_checkpointed
-from memfit.solver.candidates import options
+from memfit.ir import Keep, Precision, Regions
+from memfit.recomputation import checkpointed, is_checkpointed
+from memfit.solver import options
 from memfit.workload import Workload
 from tests.models import BUILDERS, COSTS, convnet, plain_trace, recurrent, regions_of, step_of, transformer, twice, unet
 from tests.recomputation.steps import Executed, differing

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from memfit.errors import PlanError, PlanMismatchError
-from memfit.hardware.cpu_allocations import allocated
-from memfit.ir.remat import Region
-from memfit.recomputation.regions import checkpointed
+from memfit.hardware import allocated
+from memfit.ir import Region
+from memfit.recomputation import checkpointed
 from tests.recomputation.steps import Chain, blocks, differing, executed, results
 
 ADDMM, GELU, DROPOUT = "aten.addmm.default", "aten.gelu.default", "aten.bernoulli_.float"

@@ -9,12 +9,27 @@ from typing import Any
 import msgspec
 import pytest
 
-from memfit.ir.plan import Candidate, Levers, LeverUse, MeasuredStep, Numerics, Plan, Precision, Prediction, Solution
-from memfit.ir.remat import Region
-from memfit.ir.run_record import Comparison, Evaluation, Event, ModuleRow, RunRecord, Views
-from memfit.ir.timeline import TIMELINE_CATEGORIES, Timeline
-from memfit.levers.lever import LeversOn
-from memfit.levers.registry import uses
+from memfit.ir import (
+    TIMELINE_CATEGORIES,
+    Candidate,
+    Comparison,
+    Evaluation,
+    Event,
+    Levers,
+    LeverUse,
+    MeasuredStep,
+    ModuleRow,
+    Numerics,
+    Plan,
+    Precision,
+    Prediction,
+    Region,
+    RunRecord,
+    Solution,
+    Timeline,
+    Views,
+)
+from memfit.levers import LeversOn, lever_uses
 
 MIB = 1024**2
 GIB = 1024**3
@@ -97,7 +112,7 @@ def candidate(
     )
     return Candidate(
         levers=levers,
-        uses=uses(LeversOn(levers, 16)),
+        uses=lever_uses(LeversOn(levers, 16)),
         numerics=numerics,
         budget_bytes=int(peak_gib * 1.05 * GIB),
         peak_bytes=int(peak_gib * GIB),

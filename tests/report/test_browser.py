@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 from playwright.sync_api import sync_playwright
 
-from memfit.ir.plan import Plan
-from memfit.ir.run_record import RunRecord, Views
-from memfit.report.html import write
-from memfit.report.ladders import write_ladder
-from memfit.units import format_bytes
+from memfit.foundations import format_bytes
+from memfit.ir import Plan, RunRecord, Views
+from memfit.report import write, write_ladder
 from tests.covering import some
 from tests.report.test_notebook import a_ladder
 

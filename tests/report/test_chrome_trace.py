@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from memfit.ir.timeline import Timeline
-from memfit.report.chrome_trace import chrome_trace, write_chrome_trace
+from memfit.ir import Timeline
+from memfit.report import write_chrome_trace
+from memfit.report.chrome_trace import chrome_trace
 from tests.report.conftest import make_timeline
 
 TIMELINE = make_timeline(recompute=True)

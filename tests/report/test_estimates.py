@@ -7,9 +7,8 @@ import io
 import msgspec
 from rich.console import Console
 
-from memfit.ir.plan import Prediction
-from memfit.ir.throughput import Throughput
-from memfit.report.estimates import estimate_page
+from memfit.ir import Prediction, Throughput
+from memfit.report import estimate_page
 
 GIB = 1024**3
 SPEED = Throughput(

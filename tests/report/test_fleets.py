@@ -6,9 +6,8 @@ import re
 
 from msgspec.structs import replace
 
-from memfit.ir.fleet import Fleet, Misfit
-from memfit.ir.sharding import Sharding
-from memfit.report.axes import GRID
+from memfit.ir import Fleet, Misfit, Sharding
+from memfit.report import GRID
 from memfit.report.fleets import LogAxis, answer_lines, fleet_chart, fleet_page, fleet_text, shown_rows
 from tests.ir.test_fleet import fleet_of, row
 

@@ -16,24 +16,13 @@ import msgspec
 import pytest
 
 from memfit.errors import OutputError
-from memfit.ir.plan import Levers, Plan
-from memfit.ir.run_record import Evaluation, Event, ModuleRow, RunRecord, Views
-from memfit.ir.timeline import TIMELINE_CATEGORIES, Timeline
-from memfit.report.axes import (
-    GRID,
-    Axis,
-    bucket_extremes,
-    bucket_maxima,
-    byte_unit,
-    css_name,
-    label,
-    second_axis,
-    second_unit,
-)
+from memfit.foundations import format_bytes
+from memfit.ir import TIMELINE_CATEGORIES, Evaluation, Event, Levers, ModuleRow, Plan, RunRecord, Timeline, Views
+from memfit.report import GRID, Axis, write
+from memfit.report.axes import bucket_extremes, bucket_maxima, byte_unit, css_name, label, second_axis, second_unit
 from memfit.report.charts import Chart, Mark, Note, Shape, chart_html, steps_to
 from memfit.report.figures import curve_chart, frontier_chart, timeline_chart, total_bytes
-from memfit.report.html import render, write
-from memfit.units import format_bytes
+from memfit.report.html import render
 from tests.report.conftest import run_before
 
 MIB, GIB = 1024**2, 1024**3

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from memfit.hardware.catalogue import known_devices
-from memfit.ir.device import Device
-from memfit.report.listings import device_page, device_table
+from memfit.hardware import known_devices
+from memfit.ir import Device
+from memfit.report import device_page, device_table
 from tests.report.test_tables import line_with, shown
 
 BARE = Device(

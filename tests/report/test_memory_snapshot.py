@@ -19,11 +19,10 @@ from typing import Any
 import pytest
 from torch.cuda import _memory_viz as viz
 
-from memfit.allocator.caching_allocator import AllocationEvent, replay
-from memfit.allocator.settings import AllocatorSettings
 from memfit.errors import OutputError
-from memfit.ir.timeline import TIMELINE_CATEGORIES
-from memfit.report.memory_snapshot import snapshot, stack, write_snapshot
+from memfit.ir import TIMELINE_CATEGORIES, AllocationEvent, AllocatorSettings, replay
+from memfit.report import write_snapshot
+from memfit.report.memory_snapshot import snapshot, stack
 
 MIB = 2**20
 CONFS = ["", "expandable_segments:True", "max_split_size_mb:32,roundup_power2_divisions:4"]

@@ -8,11 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from memfit.ir.plan import Levers, Plan
-from memfit.ir.run_record import Event, RunRecord, Views
+from memfit.foundations import parse_budget
+from memfit.ir import Event, Levers, Plan, RunRecord, Views
 from memfit.report.html import render
 from memfit.report.next_steps import NextStep, Report, budget_argument, next_steps
-from memfit.units import parse_budget
 
 MIB, GIB = 1024**2, 1024**3
 replace = msgspec.structs.replace

@@ -15,15 +15,22 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from memfit.ir.device import Device, Devices
-from memfit.ir.ladder import Ladder, Rung
-from memfit.ir.plan import Plan
-from memfit.ir.ranges import ModuleRange, ValueStatistics, range_report
-from memfit.ir.run_record import RunRecord, Views
-from memfit.ir.verification import GradientDifference, Verification
-from memfit.report.html import write
-from memfit.report.notebook import ReportFile, show_records
-from memfit.report.rendering import html_of, text_of
+from memfit.ir import (
+    Device,
+    Devices,
+    GradientDifference,
+    Ladder,
+    Plan,
+    Rung,
+    RunRecord,
+    ValueStatistics,
+    Verification,
+    Views,
+    range_report,
+)
+from memfit.ir.ranges import ModuleRange
+from memfit.report import ReportFile, show_records, text_of, write
+from memfit.report.rendering import html_of
 
 MIB = 1024**2
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from memfit.report import notebook_progress
-from memfit.report.notebook_progress import Bars, in_notebook, stages, with_bars
+from memfit.report import Bars, notebook_progress, stages, with_bars
+from memfit.report.notebook_progress import in_notebook
 
 
 class Handle:

@@ -11,21 +11,24 @@ import pytest
 from rich.console import Console, RenderableType
 
 from memfit import report
-from memfit.ir.plan import (
+from memfit.foundations import options
+from memfit.ir import (
     NUMERICS,
     ChunkedLoss,
+    Comparison,
     Levers,
     OptimizerLever,
-    PeakPart,
     Plan,
     Precision,
     Prediction,
+    Region,
     Solution,
+    Views,
 )
-from memfit.ir.remat import Region
-from memfit.ir.run_record import Comparison, Views
-from memfit.levers.lever import LeversOn
-from memfit.levers.registry import UPDATES, uses
+from memfit.ir.plan import PeakPart
+from memfit.levers import LeversOn, lever_uses
+from memfit.levers.registry import UPDATES
+from memfit.report import comparison_table, frontier_table, plan_table, ratio_text
 from memfit.report.summary import (
     change_text,
     chosen_index,
@@ -34,14 +37,12 @@ from memfit.report.summary import (
     lever_rows,
     levers_text,
     loss_text,
-    ratio_text,
     region_groups,
     share_text,
     solver_text,
 )
-from memfit.report.tables import comparison_table, frontier_table, plan_table, plan_text, prediction_table
+from memfit.report.tables import plan_text, prediction_table
 from memfit.report.verdict import offers
-from memfit.words import options
 from tests.report.conftest import run_before
 from tests.report.test_estimates import SPEED
 
@@ -152,7 +153,7 @@ def test_levers_are_told_with_their_classes(plan: Plan) -> None:
         lean=("*",),
         optimizer="adamw-8bit",
     )
-    plan = msgspec.structs.replace(plan, levers=levers, uses=uses(LeversOn(levers, 16)))
+    plan = msgspec.structs.replace(plan, levers=levers, uses=lever_uses(LeversOn(levers, 16)))
     assert [(row.name, row.setting, row.numerics) for row in lever_rows(plan)] == [
         ("precision", "tf32", "reduced"),
         ("AdamW with 8-bit states", "adamw-8bit", "reduced"),
@@ -170,7 +171,7 @@ def test_levers_are_told_with_their_classes(plan: Plan) -> None:
 @pytest.mark.parametrize("optimizer", ["as-is", "in-backward", "offloaded", "adamw-8bit", "adafactor"])
 def test_no_lever_is_told_without_its_class(precision: Precision, optimizer: OptimizerLever, plan: Plan) -> None:
     levers = Levers(precision=precision, microbatch_size=16, optimizer=optimizer)
-    rows = lever_rows(msgspec.structs.replace(plan, levers=levers, uses=uses(LeversOn(levers, 16))))
+    rows = lever_rows(msgspec.structs.replace(plan, levers=levers, uses=lever_uses(LeversOn(levers, 16))))
     assert [row.setting for row in rows] == [x for x in (precision, optimizer) if x not in ("32-true", "as-is")]
     assert all(row.numerics in NUMERICS for row in rows)
 
@@ -188,7 +189,7 @@ def test_different_points_are_told_apart(plan: Plan) -> None:
         *({"optimizer": lever.value} for lever in UPDATES),
     ]
     every = [base, *(msgspec.structs.replace(base, **change) for change in changes)]
-    points = [msgspec.structs.replace(plan.frontier[0], levers=x, uses=uses(LeversOn(x, 16))) for x in every]
+    points = [msgspec.structs.replace(plan.frontier[0], levers=x, uses=lever_uses(LeversOn(x, 16))) for x in every]
     texts = {levers_text(point) for point in points}
     assert len(texts) == len(every) and levers_text(points[0]) == "plain"
     table = shown(frontier_table(msgspec.structs.replace(plan, frontier=points)), width=160)
@@ -381,7 +382,7 @@ def test_rows_name_their_levers_and_whether_they_were_captured(plan: Plan) -> No
         chunked_loss=ChunkedLoss(head="head", rows=8),
         optimizer="in-backward",
     )
-    point = msgspec.structs.replace(plan.frontier[0], levers=levers, uses=uses(LeversOn(levers, 8)))
+    point = msgspec.structs.replace(plan.frontier[0], levers=levers, uses=lever_uses(LeversOn(levers, 8)))
     assert levers_text(point) == (
         "bf16-mixed, optimizer in-backward, microbatch 4, chunked loss, norms recomputed, 2 regions, 1 offloaded"
     )
@@ -475,7 +476,7 @@ def test_the_report_imports_no_torch_and_no_other_stage() -> None:
         "sys.modules['memfit'] = package = types.ModuleType('memfit')\n"
         f"package.__path__ = [{str(Path(report.__file__).parents[1])!r}]\n"
         "import memfit.report.html, memfit.report.tables, memfit.report.figures, memfit.report.axes\n"
-        "mine = {'allocator', 'errors', 'frames', 'ir', 'report', 'tracebacks', 'units', 'version'}\n"
+        "mine = {'errors', 'foundations', 'ir', 'report', 'version'}\n"
         "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'plotly', 'jinja2')])\n"
         "print([m for m in sys.modules if m.startswith('memfit.') and m.split('.')[1] not in mine])"
     )

@@ -7,21 +7,29 @@ from typing import Any
 import msgspec
 import pytest
 
-from memfit.ir.plan import NUMERICS, OTHER_DRAWS, Levers, LeverUse, MeasuredStep, Numerics, Plan, Prediction
-from memfit.ir.run_record import Comparison
-from memfit.ir.sharding import Sharding
-from memfit.ir.verification import Verification
-from memfit.report.verdict import (
-    comparison_verdict,
+from memfit.foundations import read_budget
+from memfit.ir import (
+    NUMERICS,
+    OTHER_DRAWS,
+    Comparison,
+    Levers,
+    LeverUse,
+    MeasuredStep,
+    Numerics,
+    Plan,
+    Prediction,
+    Sharding,
+    Verification,
+)
+from memfit.report import (
     enough_text,
     infeasible_verdict,
     of_text,
     plan_verdict,
     prediction_verdict,
-    speed_text,
     verification_verdict,
 )
-from memfit.units import read_budget
+from memfit.report.verdict import comparison_verdict, speed_text
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 

@@ -15,10 +15,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import memfit
 from memfit.errors import UsageError
-from memfit.hardware.cpu_allocations import allocated
-from memfit.ir.simulate import simulate
-from memfit.ir.trace import Trace
-from memfit.sharding.model_parallel import Parallel, read_parallel, stages_of
+from memfit.hardware import allocated
+from memfit.ir import Trace, simulate
+from memfit.ranks import Parallel, read_parallel, stages_of
 from memfit.workload import Workload
 from tests.models import COSTS, Transformer, captured, cross_entropy, plain_trace, transformer
 from tests.processes import on_two_ranks

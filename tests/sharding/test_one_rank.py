@@ -14,22 +14,10 @@ from msgspec.structs import replace
 from torch import nn
 
 from memfit.errors import UsageError
-from memfit.ir.plan import Precision
-from memfit.ir.remat import Regions
-from memfit.ir.simulate import simulate
-from memfit.ir.trace import Parameter, Trace
-from memfit.sharding.insertion import Insertion
-from memfit.sharding.one_rank import (
-    Mode,
-    Sharding,
-    buckets,
-    communication,
-    partition,
-    repeated_blocks,
-    shard,
-    with_share_of_update,
-)
-from memfit.solver.candidates import options
+from memfit.ir import Parameter, Precision, Regions, Trace, simulate
+from memfit.ranks import Insertion, Mode, Sharding, communication, repeated_blocks, shard, with_share_of_update
+from memfit.ranks.one_rank import buckets, partition
+from memfit.solver import options
 from memfit.workload import Workload
 from tests.covering import each
 from tests.models import BUILDERS, COSTS, LARGE, captured, plain_trace, random_selection, regions_of, transformer

@@ -15,16 +15,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.cost.cpu_costs import measure as measure_operators
-from memfit.hardware.cpu_allocations import allocated
-from memfit.ir.plan import Precision
-from memfit.ir.simulate import simulate
-from memfit.ir.trace import Trace
+from memfit.hardware import allocated
+from memfit.ir import Precision, Trace, simulate
 from memfit.levers.casts import autocast
-from memfit.ranks.engines import shared
-from memfit.ranks.mesh import mesh_of
-from memfit.recomputation.regions import checkpointed
-from memfit.sharding.one_rank import Mode, Sharding, buckets, repeated_blocks, shard
-from memfit.training.step import Step, StepOptions
+from memfit.ranks import Mode, Sharding, mesh_of, repeated_blocks, shard, shared
+from memfit.ranks.one_rank import buckets
+from memfit.recomputation import checkpointed
+from memfit.training import Step, StepOptions
 from memfit.workload import Workload, tensors_of
 from tests.covering import some
 from tests.models import COSTS, captured, regions_of, transformer

@@ -9,13 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers, Precision
-from memfit.ir.sharding import Mode, Sharding
-from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import costs_of, predict
-from memfit.ranks.mesh import of_one_rank
-from memfit.sharding.one_rank import of_engine
+from memfit.hardware import find_device
+from memfit.ir import Levers, Mode, Precision, Sharding
+from memfit.planner import capture_levers, costs_of, predict
+from memfit.ranks import of_engine, of_one_rank
 from memfit.workload import Workload
 from tests.models import squared_error
 

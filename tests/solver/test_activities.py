@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.solver.problem import ALWAYS, Activity, Tightening
+from memfit.solver import ALWAYS, Activity, Tightening
 
 MOST_OPTIONS = 6
 

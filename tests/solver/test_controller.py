@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.solver.controller import Controller, Expected
+from memfit.solver import Controller, ExpectedStep
 
 
 def played(
@@ -17,7 +17,7 @@ def played(
     rng = random.Random(0)
     controller = Controller(100, 0.0)
     taken = []
-    expected = [Expected(50.0, seconds) for seconds in predicted]
+    expected = [ExpectedStep(50.0, seconds) for seconds in predicted]
     for index in range(steps):
         now = factors[::-1] if drift is not None and index >= drift else factors
         arm = controller.choose(0, expected)
@@ -50,7 +50,7 @@ def test_only_plans_that_fit_are_taken_and_what_is_measured_counts(
     arms: list[tuple[float, float]], measured: list[tuple[int, float]]
 ) -> None:
     controller = Controller(100, 0.01)
-    expected = [Expected(peak, seconds) for peak, seconds in arms]
+    expected = [ExpectedStep(peak, seconds) for peak, seconds in arms]
     largest = 1.0
     for which, ratio in measured:
         one = expected[which % len(expected)]
@@ -65,11 +65,11 @@ def test_only_plans_that_fit_are_taken_and_what_is_measured_counts(
 
 def test_a_plan_that_ran_out_of_memory_is_not_taken_again_nor_any_that_takes_as_much() -> None:
     controller = Controller(100, 0.0)
-    expected = [Expected(95.0, 1.0), Expected(90.0, 2.0), Expected(40.0, 3.0)]
+    expected = [ExpectedStep(95.0, 1.0), ExpectedStep(90.0, 2.0), ExpectedStep(40.0, 3.0)]
     assert controller.choose(0, expected) == 0
     controller.ran_out(expected[1])
     assert controller.choose(0, expected) == 2
-    assert controller.fits(Expected(89.0, 1.0))
+    assert controller.fits(ExpectedStep(89.0, 1.0))
     for _ in range(12):
         controller.learn(0, 2, expected[2], 1.0, None)
     assert controller.fits(expected[0])

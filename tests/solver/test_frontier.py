@@ -7,12 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from memfit.ir.plan import NUMERICS, Candidate, Levers, LeverUse, Numerics, Precision
-from memfit.ir.remat import Regions
-from memfit.solver.candidates import options
-from memfit.solver.frontier import SIMPLER_WITHIN, Combination, fastest, frontier
-from memfit.solver.milp import COARSE, FINE, Choice, Solver
-from memfit.solver.problem import build
+from memfit.ir import NUMERICS, Candidate, Levers, LeverUse, Numerics, Precision, Regions
+from memfit.solver import COARSE, SIMPLER_WITHIN, Choice, Combination, Solver, build, fastest, frontier, options
+from memfit.solver.milp import FINE
 from tests.models import plain_trace
 from tests.solver.test_problem import with_workspaces
 

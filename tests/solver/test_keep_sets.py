@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.ir.remat import Region, Regions
-from memfit.ir.simulate import simulate
-from memfit.solver.candidates import FEW_OPERATORS, Worth, every_keep_set, keep_sets, options
-from memfit.solver.milp import Solver
-from memfit.solver.problem import build
+from memfit.ir import Region, Regions, simulate
+from memfit.solver import Solver, build, options
+from memfit.solver.candidates import FEW_OPERATORS, Worth, every_keep_set, keep_sets
 from tests.covering import some
 from tests.models import plain_trace
 from tests.solver.test_problem import with_workspaces

@@ -11,12 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from memfit.ir.remat import Regions
+from memfit.ir import Regions
+from memfit.solver import Choice, Ints, Problem, Solver, build, options
 from memfit.solver import milp as module
-from memfit.solver.candidates import options
-from memfit.solver.highs import Solution, minimized
-from memfit.solver.milp import EXACT, Choice, Ints, Solver
-from memfit.solver.problem import Problem, build
+from memfit.solver.highs import MilpResult, minimized
+from memfit.solver.milp import EXACT
 from tests.models import plain_trace
 from tests.solver.test_problem import with_workspaces
 
@@ -206,7 +205,7 @@ def test_a_short_time_limit_gives_a_legal_choice_or_none(limit: float, monkeypat
 def test_on_a_busy_machine_the_solver_gets_longer_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float] = []
 
-    def noted(*arguments: Any, time_limit_seconds: float, **others: Any) -> Solution:
+    def noted(*arguments: Any, time_limit_seconds: float, **others: Any) -> MilpResult:
         limits.append(time_limit_seconds)
         return minimized(*arguments, time_limit_seconds=time_limit_seconds, **others)
 
@@ -226,7 +225,7 @@ def test_the_search_for_the_lowest_peak_ends_at_its_time_limit(monkeypatch: pyte
     problem = build(Regions(trace), costs, options(Regions(trace), costs))
     now, late = 0.0, []
 
-    def counted(*arguments: Any, **others: Any) -> Solution:
+    def counted(*arguments: Any, **others: Any) -> MilpResult:
         nonlocal now
         found = minimized(*arguments, **others)
         if others["whole"] is not None:
@@ -249,7 +248,7 @@ def test_the_leanest_without_time_is_the_best_policy(monkeypatch: pytest.MonkeyP
     costs = with_workspaces(trace)
     problem = build(Regions(trace), costs, options(Regions(trace), costs))
     solver = Solver(problem)
-    monkeypatch.setattr(module, "minimized", lambda *_, **__: Solution("stopped"))
+    monkeypatch.setattr(module, "minimized", lambda *_, **__: MilpResult("stopped"))
     leanest = solver.leanest()
     check(problem, leanest)
     whole = {o.modules[0]: i for i, o in enumerate(problem.options) if o.is_whole}
@@ -309,7 +308,7 @@ def test_the_leanest_is_solved_again_where_there_is_more_time(monkeypatch: pytes
     problem = small("transformer", 0)
     solver = Solver(problem)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "minimized", lambda *_, **__: Solution("stopped"))
+        patch.setattr(module, "minimized", lambda *_, **__: MilpResult("stopped"))
         assert solver.leanest(0.5).status == "feasible"
     assert solver.leanest(0.5).status == "feasible"  # no more time than before
     found = solver.leanest(5.0)

@@ -7,10 +7,9 @@ import re
 import numpy as np
 import pytest
 
-from memfit.ir.remat import Regions
-from memfit.solver.candidates import options
+from memfit.ir import Regions
+from memfit.solver import Problem, build, options
 from memfit.solver.milp import policies
-from memfit.solver.problem import Problem, build
 from tests.models import plain_trace
 from tests.solver.test_milp import legal
 from tests.solver.test_problem import with_workspaces

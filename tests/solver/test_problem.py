@@ -10,13 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from memfit.ir.operator_costs import CostTable, OpCost
-from memfit.ir.plan import Precision
-from memfit.ir.remat import Regions
-from memfit.ir.simulate import simulate
-from memfit.ir.trace import Trace
-from memfit.solver.candidates import Option, options, refusals
-from memfit.solver.problem import Problem, build
+from memfit.ir import CostTable, OpCost, Precision, Regions, Trace, simulate
+from memfit.solver import Option, Problem, build, options, refusals
 from tests.covering import each
 from tests.models import BUILDERS, COSTS, plain_trace
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from benchmarks.common import whole_run_peak_bytes
-from memfit.capture.fake_workload import nothing_changes
-from memfit.ir.plan import Levers
+from memfit.capture import nothing_changes
+from memfit.ir import Levers
 from memfit.structure import Proposal
 from memfit.workload import Workload, batch_size_of
 

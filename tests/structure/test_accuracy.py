@@ -17,7 +17,7 @@ pytest.importorskip("torch_pruning")
 from examples import digits_resnet
 from memfit.structure import prune, separable_convolutions
 from memfit.structure.proposal import evaluated, refresh_statistics
-from memfit.training.step import Step, StepOptions
+from memfit.training import Step, StepOptions
 from memfit.workload import Workload
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from memfit.errors import WorkloadError
-from memfit.ir.plan import Levers
-from memfit.levers.stack import applied
+from memfit.ir import Levers
+from memfit.levers import applied
 from memfit.pipeline import plan
-from memfit.structure.batch_norm import freeze_batch_norm, group_norm_for_batch_norm
+from memfit.structure import freeze_batch_norm, group_norm_for_batch_norm
 from memfit.workload import Workload, fingerprint
 from tests.models import BUILDERS, cross_entropy
 

@@ -15,7 +15,7 @@ from memfit.errors import WorkloadError
 from memfit.structure import grouped_convolutions, separable_convolutions
 from memfit.structure.convolutions import SeparableConv, separated
 from memfit.structure.proposal import changeable_copy, forward_pass
-from memfit.training.step import Step, StepOptions
+from memfit.training import Step, StepOptions
 from memfit.workload import Workload
 from tests.models import LARGE, convnet, cross_entropy, unet
 from tests.structure.measuring import savings

@@ -14,7 +14,7 @@ import memfit
 from memfit.errors import OutputError, WorkloadError
 from memfit.structure import distill, precompute, softened_loss, student
 from memfit.structure.targets import Targets
-from memfit.training.step import Step, StepOptions
+from memfit.training import Step, StepOptions
 from memfit.workload import Workload, batch_size_of
 from tests.models import LARGE, convnet, cross_entropy, transformer, unet
 from tests.structure.measuring import measured_peak_bytes

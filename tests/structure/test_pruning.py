@@ -15,7 +15,7 @@ pytest.importorskip("torch_pruning")
 import memfit
 from memfit.errors import MissingExtraError, WorkloadError
 from memfit.structure import batch_norm_sparsity, prune
-from memfit.training.step import Step, StepOptions
+from memfit.training import Step, StepOptions
 from memfit.workload import Workload, batch_size_of
 from tests.models import LARGE, convnet, cross_entropy, tied, unet
 from tests.structure.measuring import savings

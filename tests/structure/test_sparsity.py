@@ -13,7 +13,7 @@ import memfit
 from memfit.errors import UsageError, WorkloadError
 from memfit.structure import sparsify, to_sparse
 from memfit.structure.sparsity import is_masked, mask_2_to_4, why_not_sparse
-from memfit.training.step import Step, StepOptions
+from memfit.training import Step, StepOptions
 from memfit.workload import Workload
 from tests.models import LARGE, convnet, cross_entropy, tied, transformer
 from tests.structure.measuring import savings

@@ -11,14 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from memfit import tools
+from memfit import ir, levers, tools
 from memfit.errors import BudgetError, UsageError, WorkloadError
-from memfit.hardware.host import find_device
-from memfit.ir import codec
-from memfit.ir.ladder import Ladder, Rung
-from memfit.ir.plan import Levers
-from memfit.levers import registry
-from memfit.levers.lever import NotOffered
+from memfit.hardware import find_device
+from memfit.ir import Ladder, Levers, Rung
+from memfit.levers import NotOffered
 from memfit.report.ladders import ladder_page, ladder_text
 from memfit.tools._ladder import PAYS, _Climb, pays
 from memfit.workload import Workload
@@ -106,7 +103,7 @@ def test_a_budget_is_climbed_down_to() -> None:
 def test_batch_norm_leaves_microbatches_out() -> None:
     climb = _Climb(convnet(), find_device("cpu"), None, "reordered", 0.02)
     with pytest.raises(NotOffered, match="BatchNorm"):
-        dict(registry.rungs())["microbatches"](climb, climb.plain)
+        dict(levers.registry.lever_rungs())["microbatches"](climb, climb.plain)
 
 
 RATIOS = st.floats(0.3, 3.0)
@@ -132,7 +129,7 @@ def test_with_a_budget_fitting_comes_first_and_then_throughput(peak: float, step
 
 def test_a_ladder_prints_writes_and_reads_back() -> None:
     ladder = climbed()
-    assert codec.decode(codec.encode(ladder), Ladder, source="a test") == ladder
+    assert ir.codec.decode(ir.codec.encode(ladder), Ladder, source="a test") == ladder
     assert str(ladder) == ladder_text(ladder)
     page = ladder_page(ladder)
     for found in ladder.rungs:

@@ -10,9 +10,8 @@ from torch import nn
 
 from memfit.capture.range_observer import _ExponentSums
 from memfit.errors import UsageError
-from memfit.ir.plan import Levers
-from memfit.ir.ranges import ValueStatistics, range_report
-from memfit.levers.stack import applied
+from memfit.ir import Levers, ValueStatistics, range_report
+from memfit.levers import applied
 from memfit.tools import probe_range
 from memfit.workload import LossScaling, Workload
 from tests.models import BUILDERS

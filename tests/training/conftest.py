@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from memfit.ir.plan import Levers, Plan, Prediction, Solution
+from memfit.ir import Levers, Plan, Prediction, Solution
 from memfit.recipes.byte_lm import SeededBatches
+from memfit.training import Step
 from memfit.training.runs import checkpoint
-from memfit.training.step import Step
 from memfit.workload import Workload, fingerprint
 
 WIDTH, SAMPLES, BATCH = 6, 24, 4

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from memfit.training import Trainer
 from memfit.training.runs import checkpoint, checkpoint_folders
 from memfit.training.runs.tensor_files import read_tensors
-from memfit.training.trainer import Trainer
 
 THREAD = "memfit-checkpoint"
 

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from memfit.training.runs.run_options import RunOptions
-from memfit.training.step import Step
-from memfit.training.trainer import Trainer
+from memfit.training import RunOptions, Step, Trainer
 from tests.training.conftest import make_plan, make_workload
 from tests.training.held_writes import HeldWrites
 

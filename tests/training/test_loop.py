@@ -12,10 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import memfit
-from memfit.capture.fake_workload import real_copy
+from memfit.capture import real_copy
 from memfit.errors import WorkloadError
-from memfit.hardware.cpu_allocations import allocated
-from memfit.workload import Loop, NoUpdate, Workload, precision_label
+from memfit.hardware import allocated
+from memfit.workload import Loop, Workload, precision_label
+from memfit.workload.description import NoUpdate
 
 _STEPS = 3
 

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from memfit.errors import NonFiniteError, WorkloadError
-from memfit.training.loss import LossScaler
-from memfit.training.optimizers import Optimizers
-from memfit.training.step import Step, StepOptions
+from memfit.training import LossScaler, Optimizers, Step, StepOptions
 from memfit.workload import LossScaling, Workload
 
 

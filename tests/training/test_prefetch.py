@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from memfit.errors import UsageError, WorkloadError
-from memfit.training.batches import BatchStream, Prefetcher, on_device
+from memfit.training import on_device
+from memfit.training.batches import BatchStream, Prefetcher
 from tests.training.test_trainer import BATCH_KINDS, Crash, Run, crash_at
 
 

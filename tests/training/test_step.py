@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from memfit.errors import NonFiniteError, UsageError, WorkloadError
-from memfit.training.loss import LossScaler
-from memfit.training.step import Step, StepOptions
+from memfit.training import LossScaler, Step, StepOptions
 from memfit.workload import LossScaling, Workload
 
 WIDTH = 3

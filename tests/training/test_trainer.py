@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from memfit import ir
 from memfit.errors import (
     CheckpointError,
     MissingExtraError,
@@ -23,17 +24,11 @@ from memfit.errors import (
     UsageError,
     WorkloadError,
 )
-from memfit.ir import codec
-from memfit.ir.plan import Plan
-from memfit.ir.run_record import RunRecord
-from memfit.rng import rng_state
+from memfit.ir import Plan, RunRecord
+from memfit.training import LossScaler, RunOptions, Step, StepOptions, Trainer
 from memfit.training import trainer as trainer_module
-from memfit.training.loss import LossScaler
 from memfit.training.runs import checkpoint
-from memfit.training.runs.run_options import RunOptions
-from memfit.training.step import Step, StepOptions
-from memfit.training.trainer import Trainer
-from memfit.workload import Workload
+from memfit.workload import Workload, rng_state
 from tests import warm
 from tests.ranks.trainings import is_same
 from tests.training.conftest import restored
@@ -68,7 +63,7 @@ class Run:
 
     @property
     def record(self) -> RunRecord:
-        return codec.read(self.out / "run.json", RunRecord)
+        return ir.codec.read(self.out / "run.json", RunRecord)
 
     @property
     def checkpoints(self) -> list[str]:
@@ -109,7 +104,7 @@ def test_a_run_is_recorded(run: Run) -> None:
     assert (record.status, record.steps, record.error, record.workload) == ("finished", 7, None, "tied")
     assert record.first_loss == run.lines[0]["loss"] and record.last_loss == run.lines[-1]["loss"]
     assert record.step_seconds is not None and record.step_seconds > 0 and record.measured_peak_bytes is None
-    assert codec.read(run.out / "plan.json", Plan) == trainer.plan
+    assert ir.codec.read(run.out / "plan.json", Plan) == trainer.plan
     assert run.checkpoints == ["checkpoint-6", "checkpoint-7"]
     raw = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
     rest = ["predicted_peak_bytes", "learning_rate", "skips", "allocation_retries"]
@@ -448,8 +443,8 @@ def test_one_shot_batches_are_named(cases: SimpleNamespace, tmp_path: Path) -> N
 def test_another_precision_is_an_event(run: Run) -> None:
     run.fit(steps=2)
     trainer = run.trainer(resume=True)
-    trainer.plan = codec.decode(
-        codec.encode(trainer.plan).replace(b"32-true", b"bf16-mixed"), Plan, source="the changed plan"
+    trainer.plan = ir.codec.decode(
+        ir.codec.encode(trainer.plan).replace(b"32-true", b"bf16-mixed"), Plan, source="the changed plan"
     )
     (event,) = trainer.fit().events
     assert event.kind == "another precision"

@@ -2,7 +2,7 @@
 
 A test that needs a process of its own mostly needs its end, its streams, its memory or its folder to itself, and not
 the seconds that it takes to import PyTorch. `run` and `command` start it as a fork of a server, of which a session has
-two: one as any process, and one with fake CUDA (`memfit.fake_gpu.shim`). What tests the start itself, or that
+two: one as any process, and one with fake CUDA (`memfit.hardware.shim`). What tests the start itself, or that
 something is not imported, takes `subprocess` and `sys.executable`.
 """
 
@@ -16,13 +16,13 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from memfit.fake_gpu import shim
+from memfit import hardware
 
 ROOT = Path(__file__).parents[2]
 _SHARED = "MEMFIT_TESTS_WARM"
 """Names the folder of the servers that the processes of a session share."""
 _CLIENT = Path(__file__).with_name("client.py")
-_cold_fake_cuda = shim.command
+_cold_fake_cuda = hardware.shim.command
 
 
 class Servers:
@@ -47,14 +47,14 @@ class Servers:
             self.folder = Path(os.environ[_SHARED])
             return
         self.folder = Path(tempfile.mkdtemp(prefix="memfit-warm-"))
-        paths = os.pathsep.join([str(Path(shim.__file__).parents[2]), str(ROOT)])
+        paths = os.pathsep.join([str(Path(hardware.shim.__file__).parents[2]), str(ROOT)])
         environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         traces = str(self.traces or "")
         lines = [
             [sys.executable, "-m", "tests.warm.server", str(self.folder), "cpu", traces],
             _cold_fake_cuda("tests.warm.server", str(self.folder), "cuda", traces),
         ]
-        for line in lines if shim.why_not() is None else lines[:1]:
+        for line in lines if hardware.shim.why_not() is None else lines[:1]:
             self._started.append(subprocess.Popen(line, cwd=ROOT, env=environment, stdin=subprocess.PIPE))
 
     def share(self) -> None:

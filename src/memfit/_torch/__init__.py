@@ -3,3 +3,7 @@
 Each is imported here under a public name, and nowhere else in memfit. `tests/_torch` has a contract test for each: a
 new PyTorch that moved or changed one fails there, by name.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

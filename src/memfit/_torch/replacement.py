@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from memfit.turns import here
+from memfit.foundations import here
 
 _INHERITED = object()
 

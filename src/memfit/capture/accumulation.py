@@ -15,10 +15,15 @@ from typing import Any
 import torch
 from torch.autograd import graph
 
-from memfit._torch.autograd import current_autograd_node, current_graph_task_id, storage_use_count
-from memfit._torch.dispatch import TorchDispatchMode
-from memfit._torch.tensors import storage_key_of, use_count
-from memfit._torch.versions import CLAMP_SPLITS_TIES
+from memfit._torch import (
+    CLAMP_SPLITS_TIES,
+    TorchDispatchMode,
+    current_autograd_node,
+    current_graph_task_id,
+    storage_key_of,
+    storage_use_count,
+    use_count,
+)
 
 _aten = torch.ops.aten
 _ADD, _ADD_IN_PLACE = _aten.add.Tensor, _aten.add_.Tensor

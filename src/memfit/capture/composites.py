@@ -16,11 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memfit._torch.autograd import forward_ad_level
-from memfit._torch.dispatch import DispatchKey, below_autograd, peek_interpreter_stack
-from memfit._torch.operators import call_at, destroy_library
-from memfit._torch.replacement import replaced
-from memfit.turns import has_turn, here
+from memfit._torch import (
+    DispatchKey,
+    below_autograd,
+    call_at,
+    destroy_library,
+    forward_ad_level,
+    peek_interpreter_stack,
+    replaced,
+)
+from memfit.foundations import has_turn, here
 
 _aten = torch.ops.aten
 _KEYS = ("AutogradCPU", "AutogradCUDA")

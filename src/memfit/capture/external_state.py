@@ -27,9 +27,7 @@ from torch import nn
 from torch.autograd import graph as autograd_graph
 from torch.utils.weak import WeakIdKeyDictionary
 
-from memfit._torch.autograd import add_tensor_hooks, tensor_hooks
-from memfit._torch.modules import hooks_of_all, hooks_of_all_modules
-from memfit.batch import parts_of, set_slot
+from memfit._torch import add_tensor_hooks, hooks_of_all, hooks_of_all_modules, tensor_hooks
 from memfit.capture.object_graph import (
     ITEMS,
     MAPPINGS,
@@ -40,8 +38,17 @@ from memfit.capture.object_graph import (
     contents_of,
     is_variable,
 )
-from memfit.held_state import MOST_ITEMS, globals_of, is_followed, is_object, names_in
-from memfit.workload import Workload, tensors_of
+from memfit.workload import (
+    MOST_ITEMS,
+    Workload,
+    globals_of,
+    is_followed,
+    is_object,
+    names_in,
+    parts_of,
+    set_slot,
+    tensors_of,
+)
 
 _IMMUTABLE = (tuple, frozenset, types.MethodType, types.BuiltinFunctionType, weakref.ref, functools.partial)
 _CONTAINERS = (list, dict, set, collections.deque)

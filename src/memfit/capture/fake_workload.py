@@ -15,23 +15,40 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from memfit._torch.dispatch import DisableTorchFunction
-from memfit._torch.fake import CachedFakeTensorMode, FakeTensor, FakeTensorMode
-from memfit._torch.modules import Apply, apply_as_its_class, converted_by, own_buffers, own_parameters
-from memfit._torch.replacement import replaced_here
-from memfit._torch.tensors import dispatches, inner_tensors, is_wrapper, rewrapped, storage_key_of
-from memfit.batch import is_uncut, packed_in
+from memfit._torch import (
+    Apply,
+    CachedFakeTensorMode,
+    DisableTorchFunction,
+    FakeTensor,
+    FakeTensorMode,
+    apply_as_its_class,
+    converted_by,
+    dispatches,
+    inner_tensors,
+    is_wrapper,
+    own_buffers,
+    own_parameters,
+    replaced_here,
+    rewrapped,
+    storage_key_of,
+)
 from memfit.capture.external_state import Rebinding, graph_of
 from memfit.capture.known_values import KnownValues
 from memfit.capture.operator_calls import device_of
 from memfit.capture.subclasses import as_class_of, parameter_of
 from memfit.capture.user_state import UserState
 from memfit.errors import MemfitError, WorkloadError
-from memfit.interrupts import held_back
-from memfit.rng import generators_of_turn, rng_preserved
-from memfit.sparse import assembled, parts
-from memfit.turns import turn
-from memfit.workload import Workload, tensors_of
+from memfit.foundations import held_back, turn
+from memfit.workload import (
+    Workload,
+    assembled,
+    generators_of_turn,
+    is_uncut,
+    packed_in,
+    parts,
+    rng_preserved,
+    tensors_of,
+)
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 T = TypeVar("T")

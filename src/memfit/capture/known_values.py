@@ -16,18 +16,22 @@ from typing import Any, Literal
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from memfit._torch.compilers import disable_dynamo
-from memfit._torch.dispatch import PassiveMode
-from memfit._torch.fake import (
+from memfit._torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    PassiveMode,
+    disable_dynamo,
+    is_wrapper,
+    packet_of,
+    replaced_here,
+    schema_of,
+    storage_key_of,
+    supported_types,
+    tree_map,
     unset_fake_temporarily,
 )
-from memfit._torch.operators import packet_of, schema_of, supported_types
-from memfit._torch.replacement import replaced_here
-from memfit._torch.tensors import is_wrapper, storage_key_of, tree_map
 from memfit.capture.operator_calls import (
     device_of,
     tensors_in,

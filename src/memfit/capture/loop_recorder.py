@@ -15,29 +15,33 @@ from torch import nn
 from torch.optim import optimizer as optimizers
 from torch.overrides import TorchFunctionMode
 
-from memfit._torch.compilers import compiles
-from memfit._torch.dispatch import (
+from memfit._torch import (
+    compiles,
     get_current_function_mode,
+    own_modules,
+    own_parameters,
     pop_function_mode,
     pop_function_mode_temporarily,
     push_function_mode,
+    replaced,
+    tree_map,
+    version_of,
 )
-from memfit._torch.modules import own_modules, own_parameters
-from memfit._torch.replacement import replaced
-from memfit._torch.tensors import tree_map, version_of
-from memfit.batch import leaves_of, map_tensors
 from memfit.errors import MemfitError
-from memfit.extent import Extent, joined
-from memfit.tape import (
+from memfit.workload import (
     BatchTensor,
     CallNumber,
     Entry,
     EntryArguments,
     ExecutionContext,
+    Extent,
     ModuleTensor,
     RecordedStep,
     Reference,
     ResultTensor,
+    joined,
+    leaves_of,
+    map_tensors,
     with_phases,
 )
 

@@ -11,12 +11,17 @@ from typing import Any
 
 from torch import nn
 
-from memfit._torch import versions
-from memfit._torch.dispatch import UnfollowedOperatorError
-from memfit._torch.fake import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
-from memfit._torch.modules import DropoutBase, NormBase
+from memfit import _torch
+from memfit._torch import (
+    DataDependentOutputException,
+    DropoutBase,
+    DynamicOutputShapeException,
+    NormBase,
+    UnfollowedOperatorError,
+    UnsupportedOperatorException,
+)
 from memfit.errors import CaptureError, MemfitError, UntestedTorchWarning
-from memfit.frames import memfits_place, users_place, warn_users
+from memfit.foundations import memfits_place, users_place, warn_users
 from memfit.workload import Workload
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
@@ -138,5 +143,5 @@ def _reads_mode(kind: type[nn.Module]) -> bool:
 @functools.cache
 def warn_if_untested() -> None:
     """Warn at the user's line, once in a process, unless memfit was tested with this PyTorch."""
-    if reason := versions.why_untested():
+    if reason := _torch.versions.why_untested():
         warn_users(reason, UntestedTorchWarning)

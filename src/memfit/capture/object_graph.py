@@ -28,10 +28,9 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from memfit._torch.autograd import tensor_hooks
-from memfit._torch.dispatch import TorchDispatchMode, TorchFunctionMode
+from memfit._torch import TorchDispatchMode, TorchFunctionMode, tensor_hooks
 from memfit.capture.subclasses import attributes_of
-from memfit.held_state import ATOMS, globals_of, is_followed, names_in
+from memfit.workload import ATOMS, globals_of, is_followed, names_in
 
 _ATOMIC = frozenset({bool, *ATOMS, torch.Size, type(Ellipsis), type(NotImplemented), slice, range, bytearray})
 OPAQUE = (

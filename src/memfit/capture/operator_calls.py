@@ -10,15 +10,10 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from memfit._torch.distributed import ranks_of
-from memfit._torch.fake import FakeTensor
-from memfit._torch.operators import packet_of, schema_of
-from memfit._torch.tensors import storage_key_of
-from memfit.ir.collectives import is_collective
-from memfit.ir.collectives import text as collective_text
-from memfit.ir.trace import Work
-from memfit.signature import signature
-from memfit.sparse import is_dense, parts
+from memfit._torch import FakeTensor, packet_of, ranks_of, schema_of, storage_key_of
+from memfit.ir import Work, is_collective
+from memfit.ir import collective_text as collective_text
+from memfit.workload import is_dense, parts, signature
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:

@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit._torch.autograd import current_graph_task_id
-from memfit._torch.dispatch import EagerMode
-from memfit._torch.modules import undone_by_exceptions
-from memfit.ir.ranges import ValueStatistics
+from memfit._torch import EagerMode, current_graph_task_id, undone_by_exceptions
+from memfit.ir import ValueStatistics
 from memfit.workload import tensors_of
 
 _BLANK = (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty)

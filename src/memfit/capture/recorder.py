@@ -17,30 +17,36 @@ from torch import nn
 from torch.autograd import graph
 from torch.utils.weak import WeakIdKeyDictionary
 
-from memfit._torch.autograd import (
+from memfit._torch import (
+    BatchNormBase,
+    FakeTensor,
+    FakeTensorMode,
+    NormBase,
+    PassiveMode,
     current_autograd_node,
     current_graph_task_id,
-    get_sequence_nr,
-    pop_saved_tensors_default_hooks,
-    push_saved_tensors_default_hooks,
-    sequence_nr_of,
-    top_saved_tensors_default_hooks,
-)
-from memfit._torch.dispatch import PassiveMode, current_mode_stack, get_unwrapped, is_functorch_wrapped_tensor
-from memfit._torch.fake import FakeTensor, FakeTensorMode
-from memfit._torch.modules import (
-    BatchNormBase,
-    NormBase,
+    current_mode_stack,
     forward_hooks,
     forward_pre_hooks,
+    get_sequence_nr,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    is_wrapper,
+    is_zerotensor,
+    pop_saved_tensors_default_hooks,
+    push_saved_tensors_default_hooks,
+    replaced,
+    replaced_here,
+    sequence_nr_of,
     set_forward_hooks,
+    storage_key,
+    storage_key_of,
+    top_saved_tensors_default_hooks,
+    tree_leaves,
     undone_by_exceptions,
 )
-from memfit._torch.replacement import replaced, replaced_here
-from memfit._torch.tensors import is_wrapper, is_zerotensor, storage_key, storage_key_of, tree_leaves
-from memfit.argument_values import selected_by
 from memfit.capture.accumulation import Accumulation
-from memfit.capture.kernel_outputs import SparseOperators, grouped_product, kernel_outputs, per_tensor_calls
+from memfit.capture.kernel_storages import SparseOperators, grouped_product, kernel_outputs, per_tensor_calls
 from memfit.capture.known_values import KnownValues
 from memfit.capture.operator_calls import (
     dense_in,
@@ -52,12 +58,9 @@ from memfit.capture.operator_calls import (
     written_by,
 )
 from memfit.errors import CaptureError
-from memfit.held_state import Place, Reader
-from memfit.interrupts import safe_point
-from memfit.ir.trace import Call, Module, Op, Phase, Save, Work
-from memfit.signature import with_selected
-from memfit.sparse import parts
-from memfit.transfers import covers_storage, has_history
+from memfit.foundations import safe_point
+from memfit.ir import Call, Module, Op, Phase, Save, Work
+from memfit.workload import Place, Reader, covers_storage, has_history, parts, selected_by, with_selected
 
 _aten = torch.ops.aten
 _INCIDENTAL = ("profiler", "prim")  # marks, and queries such as `tensor.device` that only fake tensors dispatch

@@ -15,11 +15,7 @@ import psutil
 import torch
 from msgspec.structs import replace
 
-from memfit._torch.compilers import is_compiled_function
-from memfit._torch.dispatch import EagerMode
-from memfit._torch.fake import FakeTensor
-from memfit._torch.modules import compiled_call, own_modules
-from memfit.batch import map_tensors
+from memfit._torch import EagerMode, FakeTensor, compiled_call, is_compiled_function, own_modules
 from memfit.capture.composites import composites_without_mode
 from memfit.capture.control_flow import ControlFlowPath, ControlFlowPaths, GeneratorStates, Readings
 from memfit.capture.fake_workload import fake_copy, in_place_conversions, mode_of, nothing_changes, real_copy
@@ -39,14 +35,10 @@ from memfit.capture.step_recording import (
 from memfit.capture.user_state import UserState
 from memfit.capture.value_reads import ReadRecorder, ReadReplay
 from memfit.errors import CaptureError, MemfitError
-from memfit.fake_gpu.attention import AttentionKernels
-from memfit.fake_gpu.fake_cuda import fake_gpu
-from memfit.frames import users_place
-from memfit.interrupts import safe_point
-from memfit.ir.device import Device
-from memfit.ir.trace import Trace
-from memfit.units import format_bytes
-from memfit.workload import Workload, has_data, part_of, samples_of, tensors_of, uncut_note
+from memfit.foundations import format_bytes, safe_point, users_place
+from memfit.hardware import AttentionKernels, fake_gpu
+from memfit.ir import Device, Trace
+from memfit.workload import Workload, has_data, map_tensors, part_of, samples_of, tensors_of, uncut_note
 
 _OTHERS_MORE = 0.1  # chosen, not measured: the slack for microbatches that differ from the two captured
 _MICROBATCHES_DIFFER = (

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from memfit._torch.tensors import storage_key_of
+from memfit._torch import storage_key_of
 from memfit.capture.composites import composites_without_mode
 from memfit.capture.control_flow import ControlFlowPath, DataRun, live_peak_bytes
 from memfit.capture.external_state import external_tensors
@@ -20,13 +20,10 @@ from memfit.capture.operator_calls import device_of
 from memfit.capture.recorder import LiveStorage, Recorder, Recording
 from memfit.capture.subclasses import aliasing
 from memfit.errors import CaptureError
-from memfit.fake_gpu.attention import AttentionKernels
-from memfit.ir.device import Device
-from memfit.ir.kernels import is_kernel
-from memfit.ir.trace import Category, Parameter, Phase, Storage, Trace
-from memfit.sparse import parts
-from memfit.units import format_bytes
-from memfit.workload import StepProgram, Workload, fingerprint, samples_of, tensors_of
+from memfit.foundations import format_bytes
+from memfit.hardware import AttentionKernels
+from memfit.ir import Category, Device, Parameter, Phase, Storage, Trace, is_kernel
+from memfit.workload import StepProgram, Workload, fingerprint, parts, samples_of, tensors_of
 
 MOST_MICROBATCHES = 32  # run for one trace
 NOTED_GARBAGE = 1e-3  # share of the peak
@@ -50,7 +47,7 @@ class CaptureJob:
         precision: The precision that the trace names.
         microbatch_size: Samples in a microbatch; None for the whole batch.
         device: The device that the copy runs on; None for the CPU. A CUDA device needs fake CUDA in this process
-            (`memfit.fake_gpu.shim`); another accelerator must be here.
+            (`memfit.hardware.shim`); another accelerator must be here.
         warm: Whether the workload comes from `warmed`, and the step updates its parameters as the one there did: then
             one step runs.
         reading: The run with data, for the values that the step reads; None where it can't run.

@@ -21,9 +21,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, get_default_nowrap_functions
 
-from memfit._torch.dispatch import disabled_torch_function
-from memfit._torch.fake import FakeTensor, FakeTensorMode
-from memfit._torch.tensors import inner_tensors, is_wrapper
+from memfit._torch import FakeTensor, FakeTensorMode, disabled_torch_function, inner_tensors, is_wrapper
 from memfit.capture.operator_calls import tensors_in
 
 _MARK = "_memfit_makes_subclasses"

@@ -22,17 +22,24 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from memfit._torch.autograd import add_tensor_hooks, tensor_hooks
-from memfit._torch.dispatch import get_cudnn_enabled, set_cudnn_enabled
-from memfit._torch.fake import FakeTensor, FakeTensorMode
-from memfit._torch.tensors import context_of, inner_tensors, is_wrapper, storage_key
+from memfit._torch import (
+    FakeTensor,
+    FakeTensorMode,
+    add_tensor_hooks,
+    context_of,
+    get_cudnn_enabled,
+    inner_tensors,
+    is_wrapper,
+    set_cudnn_enabled,
+    storage_key,
+    tensor_hooks,
+)
 from memfit.capture.known_values import KnownValues, is_followed
 from memfit.capture.notes import warn_if_untested
 from memfit.capture.subclasses import attributes_of, parameter_of
 from memfit.errors import WorkloadError
-from memfit.sparse import assembled, parts
-from memfit.units import Progress
-from memfit.workload import Workload
+from memfit.foundations import Progress
+from memfit.workload import Workload, assembled, parts
 
 T = TypeVar("T")
 Setter = tuple[Callable[[Any], Any], Any]

@@ -36,12 +36,9 @@ from typing import Any, NamedTuple, ParamSpec
 import numpy as np
 import torch
 
-from memfit._torch.fake import FakeTensor
-from memfit._torch.operators import supported_types
-from memfit.batch import set_slot
+from memfit._torch import FakeTensor, supported_types
 from memfit.capture.object_graph import contents_of
-from memfit.held_state import ATOMS
-from memfit.rng import ForeignGenerator, foreign_generator, same_states
+from memfit.workload import ATOMS, ForeignGenerator, foreign_generator, same_states, set_slot
 
 _P = ParamSpec("_P")
 

@@ -18,13 +18,19 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from memfit import turns
-from memfit._torch.autograd import current_graph_task_id
-from memfit._torch.dispatch import EagerMode, TensorBase, disable_current_modes
-from memfit._torch.fake import FakeTensor
-from memfit._torch.replacement import replaced, replaced_here
-from memfit._torch.tensors import sparse_indices, tree_leaves
-from memfit.argument_values import TO_SPARSE
+from memfit import foundations
+from memfit._torch import (
+    EagerMode,
+    FakeTensor,
+    TensorBase,
+    current_graph_task_id,
+    disable_current_modes,
+    replaced,
+    replaced_here,
+    sparse_indices,
+    tree_leaves,
+)
+from memfit.workload import TO_SPARSE
 
 _aten = torch.ops.aten
 _TORCH = str(Path(torch.__file__).parent)
@@ -33,7 +39,7 @@ _BETWEEN = tuple(str(_PACKAGE / room) for room in ("_torch", "capture", "levers"
 """Folders whose code may run between the user's and PyTorch's."""
 _STEPS = tuple(str(_PACKAGE / room) for room in ("training", "planner", "pipeline", "cli"))
 """Folders whose code runs the step."""
-_LIBRARY = (contextlib.__file__, turns.__file__, __file__)
+_LIBRARY = (contextlib.__file__, foundations.turns.__file__, __file__)
 _ITEM = "item"
 _MOST_REPEATS = 16  # guesses at one line, after which the answer changes, so that a loop ends
 

@@ -11,7 +11,7 @@ import typer
 from memfit.cli import commands, machine_commands, plan_commands, streams, train_commands
 from memfit.cli.output import print_error
 from memfit.errors import MemfitError
-from memfit.frames import users_frames
+from memfit.foundations import users_frames
 from memfit.version import __version__
 
 app = commands.Commands(

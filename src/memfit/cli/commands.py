@@ -13,12 +13,11 @@ import typer
 from msgspec.structs import replace
 
 from memfit.cli import output
-from memfit.hardware.host import is_busy
-from memfit.words import Words, options
+from memfit.foundations import Words, options
+from memfit.hardware import is_busy
 
 if TYPE_CHECKING:
-    from memfit.ir.fleet import Fleet
-    from memfit.ir.plan import Plan, Prediction
+    from memfit.ir import Fleet, Plan, Prediction
 
 _Noted = TypeVar("_Noted", "Plan", "Prediction", "Fleet")
 

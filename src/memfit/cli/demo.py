@@ -7,19 +7,14 @@ from pathlib import Path
 import torch
 from rich.rule import Rule
 
-from memfit import pipeline
+from memfit import hardware, ir, pipeline, recipes
 from memfit.cli.output import out, stages
 from memfit.cli.training import train_with_bar
-from memfit.hardware import heap
-from memfit.hardware.host import free_bytes, is_busy
-from memfit.ir import codec
-from memfit.ir.run_record import Views
-from memfit.recipes import byte_lm
-from memfit.report.estimates import estimate_page
-from memfit.report.tables import comparison_table, frontier_table, plan_table
-from memfit.training.runs.folder import VIEWS, held_folder
-from memfit.training.runs.run_options import RunOptions
-from memfit.units import format_bytes
+from memfit.foundations import format_bytes
+from memfit.hardware import free_bytes, is_busy
+from memfit.ir import Views
+from memfit.report import comparison_table, estimate_page, frontier_table, plan_table
+from memfit.training import VIEWS, RunOptions, held_folder
 
 _COMPARED_STEPS = 4  # of which the first is not timed
 _PLAIN_BYTES = 600 * 2**20  # no less than the plain step takes
@@ -41,8 +36,8 @@ def run_demo(folder: Path, steps: int | None, budget: str, device: str, overwrit
     with held_folder(folder, overwrite=overwrite, resume=False):
         _one_thread_on_a_busy_machine()
         if device == "cpu":
-            heap.keep(_PLAIN_BYTES, free_bytes())  # before operators are timed
-        workload = byte_lm()
+            hardware.heap.keep(_PLAIN_BYTES, free_bytes())  # before operators are timed
+        workload = recipes.byte_lm()
         with stages() as progress:
             plain = pipeline.estimate(workload, device=device, progress=progress)
         out.print(Rule("The plain step, predicted without running it"))
@@ -67,7 +62,7 @@ def run_demo(folder: Path, steps: int | None, budget: str, device: str, overwrit
             ),
         )
         report = pipeline.write_report(folder)
-        comparison = codec.read(folder / VIEWS, Views).comparison
+        comparison = ir.codec.read(folder / VIEWS, Views).comparison
         assert comparison is not None  # asked for above
         out.print(Rule("Predicted and measured"))
         out.print(comparison_table(plan, comparison))

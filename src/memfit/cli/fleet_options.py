@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from memfit.errors import UsageError
-from memfit.hardware.catalogue import known_devices, read_prices
-from memfit.hardware.host import find_device
-from memfit.units import parse_hours
+from memfit.foundations import parse_hours
+from memfit.hardware import find_device, known_devices, read_prices
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _MOST = 65_536

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from memfit.cli.output import out, print_json, stages
 from memfit.errors import UsageError
-from memfit.frameworks.jittor import doctor
-from memfit.ir.plan import Numerics, Plan, Precision
+from memfit.frameworks import jittor
+from memfit.ir import Numerics, Plan, Precision
 
 
 def examine(prepare: bool, as_json: bool) -> None:
@@ -23,7 +23,7 @@ def examine(prepare: bool, as_json: bool) -> None:
         UsageError: `prepare` is True, and a requirement is missing.
     """
     seconds = _prepare() if prepare else 0.0
-    checks = doctor.checks()
+    checks = jittor.doctor.checks()
     if as_json:
         print_json({"checks": [dataclasses.asdict(c) for c in checks], "prepare_seconds": seconds})
         return
@@ -37,7 +37,7 @@ def examine(prepare: bool, as_json: bool) -> None:
 def _prepare() -> float:
     started = time.monotonic()
     with stages() as progress:
-        doctor.prepare(progress)
+        jittor.doctor.prepare(progress)
     return time.monotonic() - started
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from memfit import ir
 from memfit.cli.options import (
     AsJson,
     DeviceHere,
@@ -21,13 +22,12 @@ from memfit.cli.options import (
     load,
 )
 from memfit.cli.output import err, out, print_json, stages
-from memfit.hardware.host import check_device, find_device
-from memfit.hardware.host import devices as hosts_devices
-from memfit.ir import codec
-from memfit.units import read_budget
+from memfit.foundations import read_budget
+from memfit.hardware import check_device, find_device
+from memfit.hardware import devices as hosts_devices
 
 if TYPE_CHECKING:
-    from memfit.ir.device import Device
+    from memfit.ir import Device
 
 
 def ladder(
@@ -54,7 +54,7 @@ def ladder(
     check_new("--html", page, overwrite)
     if budget is not None:
         read_budget(budget)
-    from memfit.report.ladders import ladder_table, write_ladder
+    from memfit.report import ladder_table, write_ladder
     from memfit.tools import ladder as climb
 
     loaded = load(workload)
@@ -68,7 +68,7 @@ def ladder(
             progress=progress,
         )
     if output is not None:
-        codec.write_atomic(output, codec.encode(climbed))
+        ir.codec.write_atomic(output, ir.codec.encode(climbed))
     if page is not None:
         write_ladder(page, climbed)
     if as_json:
@@ -84,8 +84,8 @@ def devices(
     as_json: AsJson = False,
 ) -> None:
     """Show this machine's devices and the catalogue of others."""
-    from memfit.hardware.catalogue import advice, known_devices
-    from memfit.report.listings import device_page, device_table
+    from memfit.hardware import advice, known_devices
+    from memfit.report import device_page, device_table
 
     if name is not None:
         found = find_device(name)
@@ -109,12 +109,11 @@ def probe_devices(
     """Measure this machine's devices, and keep the figures for predictions."""
     import psutil
 
-    from memfit.hardware.catalogue import advice, missing_figures, read, user_file
-    from memfit.hardware.measurement import keep_devices, probe_all
-    from memfit.report.listings import device_page
+    from memfit.hardware import advice, keep_devices, missing_figures, probe_all, read, user_file
+    from memfit.report import device_page
 
     read(output or user_file())  # an invalid file is refused before the measurements
-    codec.check_writable(output or user_file())
+    ir.codec.check_writable(output or user_file())
     if psutil.getloadavg()[0] > psutil.cpu_count() / 2:
         err.print(
             "Other programs are using this machine: the rates may be too low. Probe again when it is idle.",
@@ -136,7 +135,7 @@ def probe_devices(
 
 
 def _with_advice(device: Device) -> dict[str, Any]:
-    from memfit.hardware.catalogue import advice, precisions
+    from memfit.hardware import advice, precisions
 
     return {**msgspec.structs.asdict(device), "precisions": precisions(device), "advice": advice(device)}
 
@@ -167,7 +166,7 @@ def demo(
     """Train a byte-level GPT on Python's standard library under a budget too small for the plain step."""
     read_budget(budget)
     check_device(device or "cpu")
-    codec.check_writable(output / "plan.json")
+    ir.codec.check_writable(output / "plan.json")
     from memfit.cli.demo import run_demo
 
     run_demo(output, steps, budget, device or "cpu", overwrite)

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
+from memfit import hardware
 from memfit.cli import streams
 from memfit.cli.output import stages
 from memfit.errors import UsageError
-from memfit.fake_gpu import shim
-from memfit.hardware.host import check_device, free_bytes
-from memfit.units import read_budget
-from memfit.workload_names import parts_of
+from memfit.foundations import parts_of, read_budget
+from memfit.hardware import check_device, free_bytes
 
 if TYPE_CHECKING:
-    from memfit.ir.plan import Plan, Precision
+    from memfit.ir import Plan, Precision
     from memfit.workload import Workload
 
 WorkloadName = Annotated[
@@ -186,10 +185,9 @@ def read_plan(path: Path) -> Plan:
     Raises:
         PlanError: The file can't be read, or is not a plan.
     """
-    from memfit.ir import codec
-    from memfit.ir.plan import Plan
+    from memfit import ir
 
-    return codec.read(path, Plan)
+    return ir.codec.read(path, ir.Plan)
 
 
 def strays(context: typer.Context) -> list[list[str]]:
@@ -227,11 +225,11 @@ def typed(*options: str, without: Sequence[str] = ()) -> str:
 
 def check_new(option: str, path: Path | None, overwrite: bool) -> None:
     """Refuse to replace a file, and a file that can't be written, before any work is done for it."""
-    from memfit.ir import codec
+    from memfit import ir
 
     if path is None:
         return
-    codec.check_writable(path)
+    ir.codec.check_writable(path)
     if path.exists() and not overwrite:
         raise UsageError(f"{option} {path} already exists: give another file, or --overwrite")
 
@@ -241,13 +239,13 @@ def load_for(workload: str, device: str | None) -> Workload:
 
     There the workload is built under fake tensors, so that a model of any size takes no memory.
     """
-    from memfit import pipeline
+    from memfit import planner
 
     if device is None:
         return load(workload)
-    target = pipeline.find_device(device)
-    if pipeline.is_elsewhere(target):
-        line = shim.command("memfit", *sys.argv[1:])
+    target = hardware.find_device(device)
+    if planner.is_elsewhere(target):
+        line = hardware.shim.command("memfit", *sys.argv[1:])
         streams.give_back(is_end=False)
         sys.stdout.flush()
         os.execve(line[0], line, {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})

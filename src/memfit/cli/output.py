@@ -27,8 +27,8 @@ from rich.text import Text
 
 from memfit.cli import streams
 from memfit.errors import MemfitError
-from memfit.frames import frames_text
-from memfit.ranks.environment import launched_rank
+from memfit.foundations import frames_text
+from memfit.ranks import launched_rank
 
 out = Console()
 err = Console(stderr=True)

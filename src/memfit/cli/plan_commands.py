@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import msgspec
 import typer
 
+from memfit import hardware
 from memfit.cli import commands, output
 from memfit.cli.commands import with_options
 from memfit.cli.options import (
@@ -42,13 +43,11 @@ from memfit.cli.options import (
 )
 from memfit.cli.output import out, print_json, stages, tell_written
 from memfit.errors import UsageError
-from memfit.hardware import heap
-from memfit.hardware.host import free_bytes
-from memfit.units import parse_budget, read_budget
-from memfit.workload_names import has_module
+from memfit.foundations import has_module, parse_budget, read_budget
+from memfit.hardware import free_bytes
 
 if TYPE_CHECKING:
-    from memfit.ir.plan import Precision
+    from memfit.ir import Precision
 
 
 def estimate(
@@ -94,14 +93,13 @@ def estimate(
     if sharding is not None and world_size == 1:
         raise UsageError(f"--sharding {sharding.value} needs several ranks: give --world-size above 1")
     from memfit import pipeline
-    from memfit.hardware.catalogue import precisions
-    from memfit.report.estimates import as_written_line, estimate_page
-    from memfit.report.verdict import prediction_verdict
+    from memfit.hardware import precisions
+    from memfit.report import as_written_line, estimate_page, prediction_verdict
     from memfit.workload import is_in_fp32, precision_label
 
     loaded = load_for(workload, device)
     device = pipeline.device_named(device, loaded)
-    card = pipeline.find_device(device)
+    card = hardware.find_device(device)
     compares = precision is None and card.kind == "cuda" and not card.is_here and is_in_fp32(loaded)
     if compares or precision is PrecisionName.auto:
         chosen = precisions(card)[-1]
@@ -185,8 +183,7 @@ def plan(
     if world_size > 1 and framework is FrameworkName.jittor:
         raise UsageError("--world-size is for workloads in PyTorch: leave out --framework jittor")
     from memfit import pipeline
-    from memfit.report.tables import frontier_table, plan_table
-    from memfit.report.verdict import plan_verdict
+    from memfit.report import frontier_table, plan_table, plan_verdict
 
     if framework is FrameworkName.jittor:
         from memfit.cli.jittor_commands import plan_in_jittor
@@ -199,7 +196,9 @@ def plan(
     else:
         loaded = load_for(workload, device)
         if pipeline.device_named(device, loaded) == "cpu" and read_budget(budget).of == "":
-            heap.keep(read_budget(budget).nbytes(), free_bytes())  # steps that are measured run as `memfit train` does
+            hardware.heap.keep(
+                read_budget(budget).nbytes(), free_bytes()
+            )  # steps that are measured run as `memfit train` does
         with stages() as progress:
             chosen = pipeline.plan(
                 loaded,
@@ -275,7 +274,7 @@ def fleet(
     numbers, searched = rank_numbers(ranks), precisions_of(precision or [])
     cards = check_cards(device, prices, within)
     from memfit import pipeline
-    from memfit.report.fleets import fleet_table, write_fleet
+    from memfit.report import fleet_table, write_fleet
 
     loaded = load_for(workload, cards[0])
     with stages() as progress:

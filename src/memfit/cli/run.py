@@ -10,18 +10,16 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+from memfit import hardware
 from memfit.cli import commands, output
 from memfit.cli.options import suggested_budget, typed
 from memfit.cli.output import err, note, stages
 from memfit.errors import MemfitError, UsageError
-from memfit.frames import is_memfits, is_users
-from memfit.hardware import accelerators, heap
-from memfit.hardware.host import free_bytes
-from memfit.ir.plan import Numerics, Plan
-from memfit.pipeline import load_log
-from memfit.pipeline._fit import Listener, fit_whatever_trains
-from memfit.report.verdict import plan_verdict
-from memfit.units import Budget, read_budget
+from memfit.foundations import Budget, is_memfits, is_users, read_budget
+from memfit.hardware import free_bytes
+from memfit.ir import Numerics, Plan
+from memfit.pipeline import Listener, fit_whatever_trains, load_log
+from memfit.report import plan_verdict
 
 _GPU_BUDGET = "90%"
 
@@ -115,7 +113,7 @@ def run_script(
 def _default_budget(call: ScriptCall) -> str:
     """Return the share of the GPU that is taken without --budget; without a GPU, ask for a budget."""
     stray = next((stray for stray in call.strays if stray[0].startswith("--budget")), None)
-    if accelerators.current_kind() is None:
+    if hardware.accelerators.current_kind() is None:
         if stray is not None:
             raise UsageError(f"--budget stands before the script: {typed(*stray, without=stray)}")
         raise UsageError(
@@ -152,7 +150,11 @@ def _what_is_left(call: ScriptCall, written: list[Path]) -> str:
 
 def _settle_memory(budget: Budget) -> None:
     """Keep or return freed memory (`heap.settle`), by a CPU budget in bytes, and tell the user where it is slower."""
-    if budget.of == "" and accelerators.current_kind() is None and (told := heap.settle(budget.nbytes(), free_bytes())):
+    if (
+        budget.of == ""
+        and hardware.accelerators.current_kind() is None
+        and (told := hardware.heap.settle(budget.nbytes(), free_bytes()))
+    ):
         _note(told)
 
 

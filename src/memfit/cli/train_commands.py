@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from memfit import hardware, ir
 from memfit.cli import output as printed
 from memfit.cli.options import (
     COMPILE,
@@ -30,10 +31,9 @@ from memfit.cli.options import (
 )
 from memfit.cli.output import note, out, print_json, stages, tell_written
 from memfit.errors import UsageError, VerificationError
-from memfit.hardware.host import free_bytes
-from memfit.ir import codec
-from memfit.ranks.environment import launched_rank
-from memfit.units import parse_budget
+from memfit.foundations import parse_budget
+from memfit.hardware import free_bytes
+from memfit.ranks import launched_rank
 
 
 def verify(
@@ -50,8 +50,7 @@ def verify(
     read = read_plan(plan)
     from memfit import pipeline
     from memfit.cli.training import settle_memory
-    from memfit.report.listings import verification_table
-    from memfit.report.verdict import verification_verdict
+    from memfit.report import verification_table, verification_verdict
 
     pipeline.check_launched(read)
     if steps:
@@ -180,16 +179,15 @@ def train(
     if plan is not None:
         read_plan(plan)
     searched = precisions_of(precision or [])
-    codec.check_writable(output / "plan.json")
+    ir.codec.check_writable(output / "plan.json")
     from memfit import pipeline
     from memfit.cli.training import plan_of, settle_memory, train_with_bar
-    from memfit.report.summary import retries_text, waiting_text
-    from memfit.training.runs.folder import check_folder
-    from memfit.training.runs.run_options import RunOptions
+    from memfit.report import retries_text, waiting_text
+    from memfit.training import RunOptions, check_folder
 
     if plan is None and not launched_rank():  # before it is planned; others may come when the first has begun to write
         check_folder(output, overwrite=overwrite, resume=resume)
-    if device is not None and pipeline.on_this_machine(pipeline.find_device(device)) is None:
+    if device is not None and pipeline.on_this_machine(hardware.find_device(device)) is None:
         raise UsageError(
             f"--device {device} is not on this machine, and training runs here: give cpu or cuda, or make a"
             f" plan for it with memfit plan --device {device} and train there"

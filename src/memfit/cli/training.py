@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from memfit import hardware
 from memfit.cli.output import note, stages
-from memfit.hardware import heap
-from memfit.hardware.host import free_bytes
-from memfit.ir.plan import Plan
-from memfit.ir.run_record import RunRecord
-from memfit.pipeline._train import trained
-from memfit.ranks.environment import launched_size
-from memfit.training.runs.folder import PLAN
-from memfit.training.runs.log import StepRecord
-from memfit.training.runs.run_options import RunOptions
-from memfit.units import format_bytes, format_seconds, parse_budget
+from memfit.foundations import format_bytes, format_seconds, parse_budget
+from memfit.hardware import free_bytes
+from memfit.ir import Plan, RunRecord
+from memfit.pipeline import trained
+from memfit.ranks import launched_size
+from memfit.training import PLAN, RunOptions, StepRecord
 from memfit.workload import Workload
 
 
@@ -81,7 +78,7 @@ def settle_memory(plan: Plan, host_budget: str | None = None, *, runs_plain: boo
     peak_bytes = plan.predicted.peak_upper_bytes
     if runs_plain:
         peak_bytes = max(peak_bytes, plan.plain.peak_upper_bytes)
-    if told := heap.settle(peak_bytes, room):
+    if told := hardware.heap.settle(peak_bytes, room):
         note(told)
 
 

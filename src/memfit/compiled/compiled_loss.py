@@ -11,25 +11,24 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from memfit._torch.compilers import (
+from memfit._torch import (
     SeenCode,
+    all_forward_hooks,
     boxed,
     compiler_errors,
     current_compile_id,
     default_partition,
     recompilations_limited,
+    untold_calls,
 )
-from memfit._torch.modules import all_forward_hooks, untold_calls
-from memfit.batch import leaves_of
-from memfit.capture.composites import composites_lifted
-from memfit.capture.known_values import KnownValues
-from memfit.capture.recorder import Recorder
+from memfit.capture import KnownValues, Recorder, composites_lifted
 from memfit.compiled.joint_graph import CallNames, has_symbols, users_of_sparse
 from memfit.compiled.joint_rewriter import recompute_regions
 from memfit.compiled.kernel_recording import RecordedGraph
 from memfit.compiled.layouts import hold_masks_as_bytes, lay_out_channels_last, show_in_any_layout
 from memfit.errors import CaptureError, MemfitError, PlanError
-from memfit.ir.remat import Region
+from memfit.ir import Region
+from memfit.workload import leaves_of
 
 LossFn = Callable[[nn.Module, Any], Any]
 

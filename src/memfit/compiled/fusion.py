@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from memfit._torch.compilers import default_op_list
-from memfit._torch.dispatch import OpOverload
-from memfit.ir.operator_classes import REDUCTIONS, operator_class
+from memfit._torch import OpOverload, default_op_list
+from memfit.ir import REDUCTIONS, operator_class
 
 INLINED = "memfit_inlined"
 """Metadata key of a copied node, which runs in the kernel that it was copied for."""

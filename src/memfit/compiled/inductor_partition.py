@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memfit._torch.inductor import (
+from memfit._torch import (
     CustomPartitionerFn,
     InductorChoices,
     V,

@@ -18,15 +18,12 @@ import torch
 from msgspec.structs import replace
 from torch import fx
 
-from memfit._torch.dispatch import OpOverload
-from memfit._torch.operators import schema_of
-from memfit._torch.tensors import storage_key_of, tree_leaves, tree_map_only
-from memfit.capture.kernel_outputs import kernel_outputs
-from memfit.capture.operator_calls import draws_random_numbers, work_of
+from memfit._torch import OpOverload, schema_of, storage_key_of, tree_leaves, tree_map_only
+from memfit.capture import draws_random_numbers, kernel_outputs, work_of
 from memfit.compiled.fusion import COMPUTED_FOR_EACH, INLINED, is_fusible, is_written_between, kernels, puts_into
-from memfit.ir.kernels import text as kernel_text
-from memfit.ir.trace import Call, Category, Module, Op, Phase, Save, Storage, Trace, Work
-from memfit.signature import signature
+from memfit.ir import Call, Category, Module, Op, Phase, Save, Storage, Trace, Work
+from memfit.ir import kernel_text as kernel_text
+from memfit.workload import signature
 
 _RECOMPUTED, _KEPT = "memfit_recomputed", "memfit_kept"
 _CPU = torch.device("cpu")

@@ -12,13 +12,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
-from memfit._torch.dispatch import OpOverload
-from memfit._torch.operators import schema_of
+from memfit._torch import OpOverload, schema_of
 from memfit.compiled.fusion import INLINED, computed_of, is_fusible, is_slow, is_written_between
 from memfit.compiled.joint_graph import CallNames, JointGraph, mark_recomputed, read
 from memfit.compiled.rematerialization import KERNEL, GraphRegion, compute_for_each, keep_apart, rematerialize
-from memfit.ir.operator_classes import COPIES, ELEMENTWISE, VIEWS, operator_class
-from memfit.ir.remat import Region
+from memfit.ir import COPIES, ELEMENTWISE, VIEWS, Region, operator_class
 
 FUSED_ERROR = 0.05
 """Inductor's excess over a prediction, as a share of the bytes that the step adds: it orders kernels by itself. At most

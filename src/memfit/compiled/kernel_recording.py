@@ -10,13 +10,10 @@ import torch
 from msgspec.structs import replace
 from torch import fx
 
-from memfit._torch.compilers import mark_boxed
-from memfit._torch.dispatch import OpOverload
-from memfit._torch.fake import FakeTensor, FakeTensorMode
-from memfit._torch.tensors import tree_leaves
-from memfit.capture.recorder import Recorder
+from memfit._torch import FakeTensor, FakeTensorMode, OpOverload, mark_boxed, tree_leaves
+from memfit.capture import Recorder
 from memfit.compiled.joint_graph import JointGraph, tensors_of
-from memfit.ir.trace import Op, Phase, Save
+from memfit.ir import Op, Phase, Save
 
 _ALWAYS = 1 << 62
 

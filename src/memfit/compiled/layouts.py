@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memfit._torch.dispatch import OpOverload
-from memfit._torch.fake import detect_fake_mode
-from memfit._torch.tensors import tree_leaves
+from memfit._torch import OpOverload, detect_fake_mode, tree_leaves
 from memfit.compiled.joint_graph import mark_kept
 
 _aten, _prims = torch.ops.aten, torch.ops.prims

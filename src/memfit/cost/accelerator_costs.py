@@ -21,24 +21,25 @@ import torch
 from msgspec.structs import replace
 from torch.utils.checkpoint import checkpoint
 
+from memfit import hardware, ir
 from memfit.cost.cpu_costs import OperatorCount, storages_of
 from memfit.cost.error_bars import measured_like
 from memfit.cost.modelled_costs import PEAK_ERROR, PEAK_ERROR_CONVOLUTIONS, check_figures, floor_seconds, roofline
 from memfit.cost.operator_call import OperatorCall, resident_bytes
 from memfit.errors import OutputError, PlanError, UsageError
-from memfit.fake_gpu import process
-from memfit.hardware.accelerators import allocated_bytes, peaks, reset_peaks, stopwatch, synchronize
-from memfit.hardware.host import cache_folder
-from memfit.hardware.measurement import float32_precision, link_rate
-from memfit.ir import codec
-from memfit.ir.device import Device
-from memfit.ir.flops import Matmul
-from memfit.ir.offload import COPY_IN, COPY_OUT
-from memfit.ir.operator_classes import CONVOLUTIONS, operator_class
-from memfit.ir.operator_costs import CostTable, OpCost
-from memfit.ir.trace import Trace
-from memfit.signature import rebuild
-from memfit.units import Progress, StageProgress, silent
+from memfit.foundations import Progress, StageProgress, silent
+from memfit.hardware import (
+    allocated_bytes,
+    cache_folder,
+    float32_precision,
+    link_rate,
+    peaks,
+    reset_peaks,
+    stopwatch,
+    synchronize,
+)
+from memfit.ir import CONVOLUTIONS, COPY_IN, COPY_OUT, CostTable, Device, Matmul, OpCost, Trace, operator_class
+from memfit.workload import rebuild
 
 STEP_ERROR = 0.2
 _MEASURING = 3  # version of the measurement, in the cache's name
@@ -92,7 +93,7 @@ def measured_costs(
         ops = {**known.ops, **found.ops}
         known = replace(known if knows_the_device else found, ops=ops)
         with contextlib.suppress(OutputError):  # without a cache, the next run measures again
-            codec.write_atomic(path, codec.encode(known))
+            ir.codec.write_atomic(path, ir.codec.encode(known))
     return _table(traces, replace(device, launch_seconds=known.launch_seconds), known, matmul)
 
 
@@ -159,7 +160,7 @@ def cache_path(device: Device, matmul: Matmul) -> Path:
 def read_cache(path: Path) -> AcceleratorCosts:
     """Return the figures in a file of the cache; none where it is missing or damaged."""
     with contextlib.suppress(PlanError):
-        return codec.read(path, AcceleratorCosts) if path.exists() else AcceleratorCosts()
+        return ir.codec.read(path, AcceleratorCosts) if path.exists() else AcceleratorCosts()
     return AcceleratorCosts()
 
 
@@ -170,7 +171,7 @@ def _measure(
         return measure(signatures, torch.device(device.name), matmul, progress, ops_only=ops_only)
     failure = f"the process that measures operators on {device.name} ended with status {{status}}: see its output above"
     there = functools.partial(_measure_there, signatures, device.name, matmul, ops_only)
-    found = process.run(there, silent, fakes_cuda=False, failure=failure)
+    found = hardware.process.run(there, silent, fakes_cuda=False, failure=failure)
     if progress is not None:
         progress(len(signatures), len(signatures))
     return found

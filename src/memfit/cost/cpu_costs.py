@@ -25,25 +25,15 @@ import psutil
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from memfit._torch.autograd import profiler_enabled
-from memfit._torch.dispatch import EagerMode
-from memfit._torch.tensors import storage_key, tree_leaves
+from memfit import hardware, ir
+from memfit._torch import EagerMode, profiler_enabled, storage_key, tree_leaves
 from memfit.cost.cost_source import fixed_source
 from memfit.cost.error_bars import calibration
 from memfit.errors import OutputError, PlanError
-from memfit.fake_gpu import process
-from memfit.hardware import heap
-from memfit.hardware.cpu_allocations import allocated_by_name
-from memfit.hardware.host import cache_folder, host_name
-from memfit.interrupts import safe_point
-from memfit.ir import codec
-from memfit.ir.collectives import is_unmeasurable, share_on_paper
-from memfit.ir.operator_costs import CostTable, OpCost
-from memfit.ir.simulate import simulate
-from memfit.ir.trace import Trace
-from memfit.signature import rebuild
-from memfit.sparse import parts
-from memfit.units import Progress, StageProgress, silent
+from memfit.foundations import Progress, StageProgress, safe_point, silent
+from memfit.hardware import allocated_by_name, cache_folder, host_name
+from memfit.ir import CostTable, OpCost, Trace, is_unmeasurable, share_on_paper, simulate
+from memfit.workload import parts, rebuild
 
 _MARK = "memfit-op-"
 _ENOUGH_SECONDS = 0.02
@@ -124,7 +114,7 @@ def calibrate(traces: Iterable[Trace], progress: StageProgress | None = None) ->
         if is_new and checks:  # a program that took a processor during the one measurement may have stopped by now
             table = _with_overheads(table, again=True)
         with contextlib.suppress(OutputError):  # without a cache, the next run measures again
-            codec.write_atomic(path, codec.encode(table))
+            ir.codec.write_atomic(path, ir.codec.encode(table))
     return msgspec.structs.replace(table, peak_error=_peak_error(table, traces))
 
 
@@ -173,7 +163,7 @@ def known_workspace_bytes() -> dict[str, int]:
 def cache_path() -> Path:
     """Return the path of this machine's costs, in MEMFIT_CACHE_DIR or the user's cache folder."""
     machine = f"{host_name()}-torch{torch.__version__}-{torch.get_num_threads()}threads"
-    if heap.is_kept():  # large outputs cost page faults where it is not
+    if hardware.heap.is_kept():  # large outputs cost page faults where it is not
         machine += "-kept"
     source = fixed_source()  # in a file of its own: processes with a clock write to the other one
     return cache_folder() / f"costs{_MEASURING if source is None else f'-{source.name}'}-{machine}.json"
@@ -182,7 +172,7 @@ def cache_path() -> Path:
 def _read(path: Path) -> CostTable | None:
     """Return the costs in the cache; None without any, and where they are damaged or of another version."""
     with contextlib.suppress(PlanError):
-        return codec.read(path, CostTable) if path.exists() else None
+        return ir.codec.read(path, CostTable) if path.exists() else None
     return None
 
 
@@ -421,7 +411,7 @@ def _first_runs(signatures: list[str], progress: StageProgress | None = None) ->
     """Run calls once; return the time and workspace of each. Calls that can't be run are left out."""
     if profiler_enabled():  # the user's: PyTorch has one at a time. That process has PyTorch's operators only
         there = functools.partial(_first_runs_there, torch.get_num_threads(), signatures)
-        return process.run(there, silent, fakes_cuda=False)
+        return hardware.process.run(there, silent, fakes_cuda=False)
     runs: dict[int, tuple[float, int]] = {}
     with torch.enable_grad(), allocated_by_name(_MARK) as meters:
         for index, text in enumerate(signatures):
@@ -481,7 +471,7 @@ def _least_seconds(text: str, evicting: torch.Tensor) -> float:
     given, call, clock = _blocks((args, kwargs)), functools.partial(func, *args, **kwargs), _clock()
     made = [nbytes for key, nbytes in _blocks(call()).items() if key not in given]
     if not _NOTICED_BYTES <= sum(given.values()) < evicting.nbytes:
-        with heap.touched(made * _OUTPUTS):
+        with hardware.heap.touched(made * _OUTPUTS):
             return _least(lambda: _seconds(call, clock), _WARM_RUNS)
     _, args, kwargs = rebuild(text, "cpu")
     alike = functools.partial(func, *args, **kwargs)
@@ -494,7 +484,7 @@ def _least_seconds(text: str, evicting: torch.Tensor) -> float:
         del held
         return seconds
 
-    with heap.touched(made * _OUTPUTS):
+    with hardware.heap.touched(made * _OUTPUTS):
         return _least(cold, _COLD_RUNS)
 
 

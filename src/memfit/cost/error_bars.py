@@ -22,8 +22,8 @@ import re
 
 import msgspec
 
-from memfit.ir import codec
-from memfit.ir.device import Device
+from memfit import ir
+from memfit.ir import Device
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,7 +68,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 def calibration() -> Calibration:
     """Return the calibration of this version, made by `python -m benchmarks.calibration`."""
     file = importlib.resources.files("memfit.cost") / "calibration.json"
-    return codec.decode(file.read_bytes(), Calibration, source=str(file))
+    return ir.codec.decode(file.read_bytes(), Calibration, source=str(file))
 
 
 class CardMeasurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -116,7 +116,7 @@ class CardMeasurements(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 def card_measurements() -> CardMeasurements:
     """Return the measurements of this version, made by `python -m benchmarks.gpu`."""
     file = importlib.resources.files("memfit.cost") / "card_measurements.json"
-    return codec.decode(file.read_bytes(), CardMeasurements, source=str(file))
+    return ir.codec.decode(file.read_bytes(), CardMeasurements, source=str(file))
 
 
 def measured_like(device: Device) -> CardMeasurement | None:

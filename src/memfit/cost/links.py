@@ -14,18 +14,24 @@ from collections.abc import Callable, Iterable
 import msgspec
 import torch
 
-from memfit._torch.distributed import leave
+from memfit import ir
+from memfit._torch import leave
 from memfit.cost.cost_source import Link, Links, fixed_source
 from memfit.cost.modelled_costs import figures
 from memfit.errors import CaptureError, OutputError
-from memfit.hardware.host import cache_folder
-from memfit.ir import codec
-from memfit.ir.collectives import collective, copy_on_paper, share_on_paper, waited
-from memfit.ir.device import Device
-from memfit.ir.operator_classes import COPIES
-from memfit.ir.operator_costs import CostTable, OpCost
-from memfit.ir.sharding import Sharding
-from memfit.ir.trace import Trace
+from memfit.hardware import cache_folder
+from memfit.ir import (
+    COPIES,
+    CostTable,
+    Device,
+    OpCost,
+    Sharding,
+    Trace,
+    collective,
+    copy_on_paper,
+    share_on_paper,
+    waited,
+)
 
 _GPU_LATENCY_SECONDS = 5e-6  # estimate: of one hop of a ring, which NCCL's tests show at 3 to 10 µs within a node
 _NODE_LATENCY_SECONDS = 1e-5  # estimate: of one hop between nodes
@@ -81,7 +87,7 @@ def _measured(ranks: int) -> Links:
         return msgspec.json.decode(path.read_bytes(), type=Links)
     found = _probe(ranks)
     with contextlib.suppress(OutputError):  # without a cache, the next run measures again
-        codec.write_atomic(path, msgspec.json.encode(found))
+        ir.codec.write_atomic(path, msgspec.json.encode(found))
     return found
 
 

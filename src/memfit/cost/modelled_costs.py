@@ -27,14 +27,24 @@ from memfit.cost.operator_call import (
     workspace_bytes,
 )
 from memfit.errors import UsageError
-from memfit.ir.arguments import ITEM_BYTES, Tensor
-from memfit.ir.device import Device
-from memfit.ir.flops import Matmul
-from memfit.ir.kernels import is_kernel
-from memfit.ir.offload import COPY_IN, COPY_OUT
-from memfit.ir.operator_classes import ATTENTION, CONVOLUTIONS, COPIES, MATRIX, RECURRENT, operator_class
-from memfit.ir.operator_costs import CostTable, OpCost
-from memfit.ir.trace import Trace
+from memfit.ir import (
+    ATTENTION,
+    CONVOLUTIONS,
+    COPIES,
+    COPY_IN,
+    COPY_OUT,
+    ITEM_BYTES,
+    MATRIX,
+    RECURRENT,
+    CostTable,
+    Device,
+    Matmul,
+    OpCost,
+    Tensor,
+    Trace,
+    is_kernel,
+    operator_class,
+)
 
 STEP_ERROR = 0.30  # an estimate, not measured: see `CostTable.step_error`
 PEAK_ERROR = 0.05

@@ -21,11 +21,25 @@ from collections.abc import Callable
 
 import msgspec
 
-from memfit.ir.arguments import ITEM_BYTES, Arguments, Tensor, arguments
-from memfit.ir.device import Device
-from memfit.ir.flops import AttentionShape, Matmul, attention_shape, base_name, call_flops, peak_flops
-from memfit.ir.operator_classes import CONVOLUTIONS, MATRIX, VIEWS, operator_class
-from memfit.ir.trace import Trace, Work
+from memfit.ir import (
+    CONVOLUTIONS,
+    ITEM_BYTES,
+    MATRIX,
+    VIEWS,
+    Arguments,
+    AttentionShape,
+    Device,
+    Matmul,
+    Tensor,
+    Trace,
+    Work,
+    arguments,
+    attention_shape,
+    base_name,
+    call_flops,
+    operator_class,
+    peak_flops,
+)
 
 _OVERWRITES = {
     *("copy_", "zero_", "fill_", "bernoulli_", "uniform_", "normal_", "exponential_", "random_", "_foreach_copy_"),

@@ -9,10 +9,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from memfit.errors import InfeasibleError
-from memfit.ir.plan import Candidate, Levers, LeverUse, Numerics, Plan, Prediction, Solution
-from memfit.levers import registry
-from memfit.levers.lever import LeversOn
-from memfit.report.verdict import infeasible_verdict
+from memfit.ir import Candidate, Levers, LeverUse, Numerics, Plan, Prediction, Solution
+from memfit.levers import LeversOn, lever_uses
+from memfit.report import infeasible_verdict
 from memfit.version import __version__
 
 MEASURED = "measured on the applied step"
@@ -53,7 +52,7 @@ class Planner(ABC):
 
     def uses(self, levers: Levers) -> tuple[LeverUse, ...]:
         """Return the levers that are used, in words."""
-        uses = registry.uses(LeversOn(levers, self.batch_size, self.couples_batch))
+        uses = lever_uses(LeversOn(levers, self.batch_size, self.couples_batch))
         return tuple(replace(u, numerics="reordered") if self.reorders and u.recomputes else u for u in uses)
 
     def fitting(self, budget_bytes: int, budget_share: str) -> Plan:

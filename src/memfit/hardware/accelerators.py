@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memfit._torch.cuda import is_initialized
+from memfit._torch import is_initialized
 from memfit.errors import UsageError
 
 

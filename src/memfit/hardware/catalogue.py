@@ -17,9 +17,7 @@ import msgspec
 import platformdirs
 
 from memfit.errors import UsageError
-from memfit.ir.device import Device, Vendor
-from memfit.ir.fleet import Price
-from memfit.ir.plan import Precision
+from memfit.ir import Device, Precision, Price, Vendor
 
 DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8")
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")

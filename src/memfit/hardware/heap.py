@@ -17,7 +17,7 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from memfit.units import format_bytes
+from memfit.foundations import format_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from memfit.errors import UsageError
 from memfit.hardware.catalogue import ELSEWHERE, cublas_workspace_bytes, known_devices, look_up, match
-from memfit.ir.device import Device, Devices, Vendor
+from memfit.ir import Device, Devices, Vendor
 
 _ACCELERATOR = re.compile(r"([a-z]+)(?::(\d+))?")
 KINDS = ("cuda", "xpu", "mps")

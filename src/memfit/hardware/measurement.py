@@ -21,13 +21,13 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
+from memfit import ir
 from memfit.errors import UsageError
+from memfit.foundations import Progress, silent
 from memfit.hardware.accelerators import synchronize
 from memfit.hardware.catalogue import parse, read_text, user_file
 from memfit.hardware.host import cpu_model, devices, host_name
-from memfit.ir import codec
-from memfit.ir.device import Device
-from memfit.units import Progress, silent
+from memfit.ir import Device
 
 _SECONDS = 0.3  # duration of one measurement, unless one call takes longer
 _LONGEST_CALL_SECONDS = 0.5
@@ -225,7 +225,7 @@ def keep_devices(devices: list[Device], path: Path | None = None) -> Path:
         )
     text = "\n".join([*([text.rstrip("\n") + "\n"] if text.strip() else []), *map(_block, devices)])
     parse(text, str(path))
-    return codec.write_atomic(path, text.encode())
+    return ir.codec.write_atomic(path, text.encode())
 
 
 def _block(device: Device) -> str:

@@ -12,11 +12,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from memfit.errors import UsageError, brought_by
 from memfit.integrations.trainer_plan import NAMES, TrainerPlan, check_budget, data_parallel
-from memfit.ir.plan import Plan
-from memfit.ir.sharding import Reduces, Sharding
-from memfit.ranks.environment import check_shared, launched_size
-from memfit.ranks.group import Group
-from memfit.ranks.processes import SingleProcess
+from memfit.ir import Plan, Reduces, Sharding
+from memfit.ranks import Group, SingleProcess, check_shared, launched_size
 from memfit.workload import Workload
 
 with brought_by("accelerate", "memfit.integrations.accelerate"):

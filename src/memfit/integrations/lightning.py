@@ -14,19 +14,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from memfit._torch.tensors import tree_leaves
+from memfit._torch import tree_leaves
 from memfit.errors import UsageError, brought_by
+from memfit.foundations import Words
 from memfit.integrations.trainer_plan import TrainerPlan, check_budget, data_parallel
-from memfit.ir.plan import Plan
-from memfit.ir.sharding import Sharding as Sharding
-from memfit.ranks.environment import check_shared, launched_size
-from memfit.ranks.mesh import joined
-from memfit.ranks.processes import SingleProcess
-from memfit.rng import rng_preserved
-from memfit.training.optimizers import parameters_of
-from memfit.training.runs.log import LogFunction
-from memfit.words import Words
-from memfit.workload import Workload, batch_size_of
+from memfit.ir import Plan
+from memfit.ir import Sharding as Sharding
+from memfit.ranks import SingleProcess, check_shared, joined, launched_size
+from memfit.training import LogFunction, parameters_of
+from memfit.workload import Workload, batch_size_of, rng_preserved
 
 with brought_by("lightning", "memfit.integrations.lightning"):
     from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler

@@ -15,29 +15,17 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
+from memfit import ir, levers
 from memfit.errors import PlanError, PlanMismatchError, UsageError
-from memfit.extent import shape_text
-from memfit.hardware.host import find_device
-from memfit.ir import codec
-from memfit.ir.plan import Levers, Plan, Precision
-from memfit.ir.sharding import Reduces, Sharding
-from memfit.levers import registry
-from memfit.levers.lever import LeversOn
-from memfit.levers.shared_by_ranks import described
-from memfit.levers.stack import check_plan
-from memfit.levers.switch import switched
-from memfit.pipeline import plan
-from memfit.pipeline.placement import device_kind
-from memfit.pipeline.verbs import plan_given
-from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import costs_of, predict
-from memfit.ranks.processes import SingleProcess, once
-from memfit.sharding.one_rank import of_engine
-from memfit.training.runs.log import LogFunction, LoopLog
-from memfit.training.step import evaluation_mode
-from memfit.units import format_bytes
-from memfit.words import Words
-from memfit.workload import Workload, part_of, tensors_of
+from memfit.foundations import Words, format_bytes
+from memfit.hardware import find_device
+from memfit.ir import Levers, Plan, Precision, Reduces, Sharding
+from memfit.levers import LeversOn, check_plan, sharding_text, switched
+from memfit.pipeline import device_kind, plan, plan_given
+from memfit.planner import capture_levers, costs_of, predict
+from memfit.ranks import SingleProcess, of_engine, once
+from memfit.training import LogFunction, LoopLog, evaluation_mode
+from memfit.workload import Workload, part_of, shape_text, tensors_of
 
 NAMES: dict[Precision, str] = {"32-true": "no", "bf16-mixed": "bf16", "16-mixed": "fp16"}
 """Precisions that these trainers offer, and accelerate's names of them."""
@@ -105,10 +93,10 @@ class TrainerPlan:
         def planned() -> bytes:
             made = given or plan(workload, **options, optimizers=(), world_size=1, engine=engine)
             _check(made, workload, engine)
-            return codec.encode(made)
+            return ir.codec.encode(made)
 
         with words.spoken():
-            made = codec.decode(once(self._ranks, planned), Plan, source="the first rank's plan")
+            made = ir.codec.decode(once(self._ranks, planned), Plan, source="the first rank's plan")
         self.plan: Plan = replace(made, notes=[words.of(note) for note in made.notes])
         if self._ranks.rank == 0:
             print(f"memfit: {words.of(str(self.plan))}", file=sys.stderr, flush=True)
@@ -222,8 +210,8 @@ def _check(made: Plan, workload: Workload, engine: Sharding | None) -> None:
             f"plan= shares the step over {made.levers.sharding.world_size} ranks by memfit's own engine"
             " (levers.sharding), and the trainer uses another: make a plan under this trainer, with budget="
         )
-    for lever in registry.used(LeversOn(made.levers, made.batch_size)):
-        if lever in registry.UPDATES:
+    for lever in levers.registry.used_levers(LeversOn(made.levers, made.batch_size)):
+        if lever in levers.registry.UPDATES:
             raise PlanError(f"plan= uses {lever.name}, and {_OWN['optimizers']}: make a plan with optimizers=()")
     if made.levers.precision not in NAMES:
         raise PlanError(
@@ -243,7 +231,7 @@ def data_parallel(world_size: int, arguments: Mapping[str, Any], *, reduces: Red
 
 
 def _shown(engine: Sharding | None) -> str:
-    return "one process" if engine is None else described(engine)
+    return "one process" if engine is None else sharding_text(engine)
 
 
 def check_budget(budget: object, given: object) -> None:

@@ -14,18 +14,14 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-from memfit.batch import map_tensors
 from memfit.errors import UsageError, brought_by
+from memfit.foundations import Words
 from memfit.integrations.trainer_plan import NAMES, TrainerPlan, check_budget
-from memfit.ir.plan import Plan
-from memfit.pipeline.placement import device_kind
-from memfit.ranks.group import Group
-from memfit.ranks.processes import SingleProcess, agreed
-from memfit.rng import rng_preserved
-from memfit.training.runs.log import LogFunction
-from memfit.training.step import modes_restored
-from memfit.words import Words
-from memfit.workload import Workload, batch_size_of, tensors_of
+from memfit.ir import Plan
+from memfit.pipeline import device_kind
+from memfit.ranks import Group, SingleProcess, agreed
+from memfit.training import LogFunction, modes_restored
+from memfit.workload import Workload, batch_size_of, map_tensors, rng_preserved, tensors_of
 
 with brought_by("transformers", "memfit.integrations.transformers"):
     from accelerate.utils import convert_outputs_to_fp32

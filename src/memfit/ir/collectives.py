@@ -15,8 +15,8 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
-GATHER, COPY_OUT = "c10d._allgather_base_.default", "fsdp.split_with_sizes_copy.default"
-COPY_IN, SCATTER = "fsdp.chunk_cat.default", "c10d._reduce_scatter_base_.default"
+GATHER, SHARDS_OUT = "c10d._allgather_base_.default", "fsdp.split_with_sizes_copy.default"
+SHARDS_IN, SCATTER = "fsdp.chunk_cat.default", "c10d._reduce_scatter_base_.default"
 REDUCE, BROADCAST = "c10d.allreduce_.default", "c10d.broadcast_.default"
 _SENT_SHARE = {GATHER: 1.0, SCATTER: 1.0, REDUCE: 2.0, BROADCAST: 1.0, "_c10d_functional.all_reduce.default": 2.0}
 """What each rank of N sends, as a multiple of B·(N−1)/N of B bytes: ring algorithms."""
@@ -47,7 +47,7 @@ class Collective(NamedTuple):
         return share * self.nbytes * (self.ranks - 1) / self.ranks
 
 
-def text(name: str, nbytes: int, ranks: int) -> str:
+def collective_text(name: str, nbytes: int, ranks: int) -> str:
     """Return the signature of a collective."""
     return json.dumps({"op": name, "args": [nbytes, ranks]}, separators=(",", ":"))
 
@@ -81,7 +81,7 @@ class Copy(NamedTuple):
 
 def copy_on_paper(signature: str) -> Copy | None:
     """Return the copy of a signature that was put in on paper; None for other operators, and for captured ones."""
-    if not signature.startswith(('{"op":"' + COPY_OUT, '{"op":"' + COPY_IN)):
+    if not signature.startswith(('{"op":"' + SHARDS_OUT, '{"op":"' + SHARDS_IN)):
         return None
     body = json.loads(signature)
     args = body.get("args", ())
@@ -156,6 +156,6 @@ class Communicator:
         """Return how long an operator waits for what it needs."""
         if is_update:
             return max(0.0, self._free - now)
-        if name == COPY_OUT and self._gathers:
+        if name == SHARDS_OUT and self._gathers:
             return max(0.0, self._gathers.pop(0) - now)
-        return max(0.0, self._reduced - now) if name == COPY_IN else 0.0
+        return max(0.0, self._reduced - now) if name == SHARDS_IN else 0.0

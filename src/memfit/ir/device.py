@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from memfit.allocator.settings import AllocatorSettings
 from memfit.ir.display import Shown, ShownList
+from memfit.ir.settings import AllocatorSettings
 
 Vendor = Literal["nvidia", "amd", "intel", "apple", "other", "cpu"]
 Count = Annotated[int, msgspec.Meta(ge=1)]

@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from memfit.ir.arguments import Arguments, Tensor, arguments
+from memfit.ir.call_arguments import Arguments, Tensor, arguments
 from memfit.ir.device import Device
 from memfit.ir.kernels import is_kernel, members_of
 from memfit.ir.operator_classes import ATTENTION, CONVOLUTIONS, RECURRENT, operator_class

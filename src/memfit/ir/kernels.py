@@ -12,7 +12,7 @@ _KERNEL = "kernel\n"
 _IN_PLACE = " bytes in place"
 
 
-def text(members: tuple[str, ...], reused_bytes: int = 0) -> str:
+def kernel_text(members: tuple[str, ...], reused_bytes: int = 0) -> str:
     """Return the signature of a kernel.
 
     Args:

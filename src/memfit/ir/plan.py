@@ -10,13 +10,12 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from memfit.errors import InfeasibleError
+from memfit.foundations import Budget, format_bytes, public, read_budget
 from memfit.ir import codec
 from memfit.ir.display import Shown, ShownList
 from memfit.ir.remat import Region
 from memfit.ir.sharding import Sharding
-from memfit.ir.throughput import Throughput
-from memfit.tracebacks import public
-from memfit.units import Budget, format_bytes, read_budget
+from memfit.ir.throughputs import Throughput
 
 Precision = Literal["32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true"]
 CompilerLever = Literal["none", "inductor", "inductor-channels-last"]

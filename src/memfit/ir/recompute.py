@@ -27,7 +27,7 @@ import numpy.typing as npt
 from memfit.ir.remat import RegionCall, Regions
 
 
-class Copy(NamedTuple):
+class RecomputedCopy(NamedTuple):
     """A storage that a recomputation allocates again.
 
     Attributes:
@@ -66,7 +66,7 @@ class Recomputation:
     depth: int
     cut: int
     kept: frozenset[int]
-    copies: tuple[Copy, ...]
+    copies: tuple[RecomputedCopy, ...]
     states: int
 
     @property
@@ -116,7 +116,7 @@ def _recomputation(
     cut = min(cut, region.stop)
     last = {storage: max(ends) for storage, ends in deaths.items()}
     copies = tuple(
-        Copy(storage, op, released(regions, storage, cut), last.get(storage, -1), taken_by.get(storage))
+        RecomputedCopy(storage, op, released(regions, storage, cut), last.get(storage, -1), taken_by.get(storage))
         for op in range(region.start, cut)
         if op not in kept
         for storage in trace.births[op]

@@ -18,10 +18,9 @@ import torch
 from torch import nn
 
 from memfit.errors import PlanError, WorkloadError
-from memfit.hardware.measurement import float32_precision
-from memfit.ir.plan import Precision
-from memfit.ir.remat import enclosing
-from memfit.recomputation.containers import mapped
+from memfit.hardware import float32_precision
+from memfit.ir import Precision, enclosing
+from memfit.recomputation import mapped
 
 _AUTOCAST: dict[Precision, torch.dtype] = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 

@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager
 from msgspec.structs import replace
 from torch import nn
 
-from memfit.ir.plan import Levers
+from memfit.ir import Levers
 from memfit.levers.conflicts import JITTOR, NO_LINK, Conflict
 from memfit.levers.lever import Lever, LeversOn, NotOffered, Rung, Setting
-from memfit.recomputation.regions import checkpointed, is_checkpointed
+from memfit.recomputation import checkpointed, is_checkpointed
 from memfit.workload import Workload
 
 _SOLVE_SECONDS = 0.5  # for each rung: within a few percent of the best

@@ -22,10 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memfit._torch.dispatch import DisableTorchFunctionSubclass
-from memfit._torch.tensors import make_wrapper_subclass, tree_map
+from memfit._torch import DisableTorchFunctionSubclass, make_wrapper_subclass, tree_map
 from memfit.errors import PlanError, PlanMismatchError, UsageError
-from memfit.ir.plan import ChunkedLoss
+from memfit.ir import ChunkedLoss
 from memfit.levers.casts import Casting
 
 _PARTS, _LEAST_CLASSES = 16, 512

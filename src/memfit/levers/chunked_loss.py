@@ -11,16 +11,14 @@ from typing import NamedTuple
 from msgspec.structs import replace
 from torch import nn
 
-from memfit.capture.step_capture import is_compiled
-from memfit.ir.plan import ChunkedLoss as Chunks
-from memfit.ir.plan import Levers
-from memfit.ir.remat import enclosing
-from memfit.ir.trace import Trace
+from memfit.capture import is_compiled
+from memfit.foundations import format_bytes
+from memfit.ir import ChunkedLoss as Chunks
+from memfit.ir import Levers, Trace, enclosing
 from memfit.levers.chunked_cross_entropy import can_defer, chunked, is_chunked
 from memfit.levers.conflicts import COMPILED, JITTOR, Conflict
 from memfit.levers.lever import Lever, LeversOn, NotOffered, Rung, Setting, least_bytes
-from memfit.solver.frontier import SIMPLER_WITHIN
-from memfit.units import format_bytes
+from memfit.solver import SIMPLER_WITHIN
 from memfit.workload import Workload
 
 CHUNKED_LOSS = "chunked loss"
@@ -29,7 +27,7 @@ _FEW_CHUNKS = 8  # of a loss of few rows
 _LEAST_ROWS = 128  # below, products are slower (2048 rows of 256, 32768 classes: 64 rows 5 % slower than 128)
 
 
-class ChunkedLoss(Lever):
+class ChunkedLossLever(Lever):
     """A loss whose logits are never whole in memory."""
 
     name = CHUNKED_LOSS

@@ -12,12 +12,9 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from memfit._torch.fake import FakeTensor
-from memfit.compiled.compiled_loss import CompiledLoss, PlannedBackend
-from memfit.ir.device import Device
-from memfit.ir.operator_classes import CONVOLUTIONS, operator_class
-from memfit.ir.operator_costs import CostTable
-from memfit.ir.plan import CompilerLever, Levers
+from memfit._torch import FakeTensor
+from memfit.compiled import CompiledLoss, PlannedBackend
+from memfit.ir import CONVOLUTIONS, CompilerLever, CostTable, Device, Levers, operator_class
 from memfit.levers.checkpointing import ACTIVATION_OFFLOAD
 from memfit.levers.chunked_loss import CHUNKED_LOSS
 from memfit.levers.conflicts import COMPILED, JITTOR, Conflict
@@ -25,8 +22,7 @@ from memfit.levers.lean import LEAN
 from memfit.levers.lever import Lever, LeversOn, NotOffered, Running, Setting
 from memfit.levers.optimizer_in_backward import IN_BACKWARD
 from memfit.levers.shared_by_ranks import SHARDING
-from memfit.tape import LoopWorkload
-from memfit.workload import Workload
+from memfit.workload import LoopWorkload, Workload
 
 COMPILATION = "compilation"
 OWN_LOOP = "your own training loop (`memfit.fit`)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from memfit.ir.plan import Numerics
+from memfit.ir import Numerics
 
 COUPLING_LOSS = "a loss that couples the samples of a batch"
 BATCH_NORM = "BatchNorm in training mode"

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from memfit.ir.device import Device
-from memfit.ir.trace import Trace
+from memfit.ir import Device, Trace
 from memfit.levers.conflicts import Conflict
 from memfit.levers.lever import Running
 from memfit.levers.parameter_updates import UpdateLever, temporary_bytes, update_conflicts

@@ -8,12 +8,11 @@ from contextlib import AbstractContextManager
 from msgspec.structs import replace
 from torch import nn
 
-from memfit.capture.step_capture import is_compiled
-from memfit.ir.plan import Levers
-from memfit.ir.trace import Trace
+from memfit.capture import is_compiled
+from memfit.foundations import format_bytes
+from memfit.ir import Levers, Trace
 from memfit.levers.lever import Lever, LeversOn, NotOffered, Rung, Setting, least_bytes
-from memfit.recomputation.lean_modules import is_lean, is_made_lean, lean
-from memfit.units import format_bytes
+from memfit.recomputation import is_lean, is_made_lean, lean
 from memfit.workload import Workload
 
 LEAN = "lean norms and activations"

@@ -11,14 +11,21 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import msgspec
 from torch import nn
 
-from memfit.ir.device import Device
-from memfit.ir.operator_costs import CostTable
-from memfit.ir.plan import CompilerLever, Levers, LeverUse, Numerics, Precision, Prediction
-from memfit.ir.sharding import Sharding
-from memfit.ir.trace import Trace
+from memfit.ir import (
+    CompilerLever,
+    CostTable,
+    Device,
+    Levers,
+    LeverUse,
+    Numerics,
+    Precision,
+    Prediction,
+    Sharding,
+    Trace,
+)
 from memfit.levers.conflicts import Conflict
-from memfit.solver.frontier import Combination
-from memfit.training.step import StepOptions
+from memfit.solver import Combination
+from memfit.training import StepOptions
 from memfit.workload import Workload
 
 if TYPE_CHECKING:  # distributed packages take a second to import

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from memfit.ir.plan import Levers, Numerics
+from memfit.ir import Levers, Numerics
 from memfit.levers.conflicts import BATCH_NORM, COUPLING_LOSS, GRADIENT_HOOKS, Conflict
 from memfit.levers.lever import Lever, LeversOn, NotOffered, Rung, Setting
 from memfit.workload import Workload, samples_of

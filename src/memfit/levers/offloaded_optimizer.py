@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from memfit import transfers
-from memfit.ir.plan import Levers
+from memfit import workload
+from memfit.ir import Levers
 from memfit.levers.conflicts import FOREIGN_OPTIMIZER, NO_LINK, OPTIMIZER_HOOKS, SEVERAL_OPTIMIZERS
 from memfit.levers.lever import Running
 from memfit.levers.parameter_updates import UpdateLever, restricted, update_conflicts
-from memfit.recomputation.host_copies import is_worth_moving
+from memfit.recomputation import is_worth_moving
 
 OFFLOADED = "optimizer states in host memory"
 
@@ -89,8 +89,8 @@ class OffloadedState:
             for values, name, host in self._states(parameter):
                 if (parameter, name) in self._hosts:
                     values[name] = torch.empty_like(host, device=parameter.device)
-                    transfers.copy_in(values[name], host)
-                    transfers.wait(values[name])
+                    workload.transfers.copy_in(values[name], host)
+                    workload.transfers.wait(values[name])
 
     def _send(self, parameter: torch.Tensor) -> None:
         """Copy a parameter's states to the host, and let go of them."""
@@ -101,8 +101,8 @@ class OffloadedState:
                     pinned = tensor.device.type != "cpu"
                     host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
                     self._hosts[parameter, name] = host
-                transfers.copy_out(host, tensor)
-                transfers.wait(host)
+                workload.transfers.copy_out(host, tensor)
+                workload.transfers.wait(host)
                 values[name] = host
 
     def _settle(self) -> None:

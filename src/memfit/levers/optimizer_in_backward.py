@@ -18,9 +18,9 @@ from dataclasses import replace
 
 import torch
 
-from memfit._torch.replacement import replaced
+from memfit._torch import replaced
 from memfit.errors import PlanError
-from memfit.ir.trace import Trace
+from memfit.ir import Trace
 from memfit.levers.conflicts import CLIPPING, FOREIGN_OPTIMIZER, GRADIENT_HOOKS, OPTIMIZER_HOOKS, SEVERAL_OPTIMIZERS
 from memfit.levers.lever import Running
 from memfit.levers.microbatches import MICROBATCHES

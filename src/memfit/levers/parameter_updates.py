@@ -15,8 +15,7 @@ import msgspec
 import torch
 
 from memfit.errors import PlanError
-from memfit.ir.plan import Levers, OptimizerLever
-from memfit.ir.trace import Trace
+from memfit.ir import Levers, OptimizerLever, Trace
 from memfit.levers.conflicts import (
     CLIPPING,
     FOREIGN_OPTIMIZER,

@@ -23,16 +23,14 @@ import msgspec
 import torch
 from torch import nn
 
-from memfit._torch.modules import NormBase, own_parameters
-from memfit._torch.operators import foreach_copy_
-from memfit.hardware.catalogue import precisions, supports_tf32
-from memfit.ir.device import Device
-from memfit.ir.plan import Levers
+from memfit._torch import NormBase, foreach_copy_, own_parameters
+from memfit.hardware import precisions, supports_tf32
+from memfit.ir import Device, Levers
 from memfit.levers.casts import autocast, casting, is_cast, kept_in_fp32, modules_within, tf32, uncast
 from memfit.levers.conflicts import ADAPTING, Conflict
 from memfit.levers.lever import Lever, LeversOn, Rung, Running, Setting
 from memfit.levers.parameter_updates import restricted
-from memfit.training.loss import LossScaler
+from memfit.training import LossScaler
 from memfit.workload import Workload, samples_of
 
 NO_UPDATES = "Workload.bf16_updates=None"

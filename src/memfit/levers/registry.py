@@ -6,16 +6,14 @@ from collections.abc import Collection, Iterator
 
 import torch
 
-from memfit._torch.autograd import tensor_hooks
-from memfit._torch.modules import BatchNormBase, step_hooks
-from memfit.capture.step_capture import is_compiled
+from memfit._torch import BatchNormBase, step_hooks, tensor_hooks
+from memfit.capture import is_compiled
 from memfit.errors import PlanError
-from memfit.hardware.accelerators import pins_memory
-from memfit.ir.device import Device
-from memfit.ir.plan import Levers, LeverUse, Numerics
+from memfit.hardware import pins_memory
+from memfit.ir import Device, Levers, LeverUse, Numerics
 from memfit.levers import conflicts
 from memfit.levers.checkpointing import ActivationOffload, Checkpointing
-from memfit.levers.chunked_loss import ChunkedLoss
+from memfit.levers.chunked_loss import ChunkedLossLever
 from memfit.levers.compilation import Compilation
 from memfit.levers.conflicts import Conflict, met
 from memfit.levers.fused_optimizer import FusedOptimizer
@@ -28,7 +26,7 @@ from memfit.levers.parameter_updates import UpdateLever
 from memfit.levers.precision import Precision
 from memfit.levers.replaced_optimizer import Adafactor, AdamW8bit
 from memfit.levers.shared_by_ranks import SharedByRanks
-from memfit.training.optimizers import Optimizers
+from memfit.training import Optimizers
 from memfit.workload import Workload, samples_of
 
 UPDATES: tuple[UpdateLever, ...] = (
@@ -43,7 +41,7 @@ LEVERS: tuple[Lever, ...] = (
     Precision(),
     *UPDATES,
     Microbatches(),
-    ChunkedLoss(),
+    ChunkedLossLever(),
     Lean(),
     Checkpointing(),
     ActivationOffload(),
@@ -52,27 +50,27 @@ LEVERS: tuple[Lever, ...] = (
 )
 CONFLICTS: tuple[Conflict, ...] = tuple(conflict for lever in LEVERS for conflict in lever.conflicts)
 """Everything else combines."""
-_ADVISED = (Precision, ChunkedLoss, Lean, Checkpointing, Microbatches, UpdateLever, ActivationOffload)
+_ADVISED = (Precision, ChunkedLossLever, Lean, Checkpointing, Microbatches, UpdateLever, ActivationOffload)
 
 
-def used(on: LeversOn) -> list[Lever]:
+def used_levers(on: LeversOn) -> list[Lever]:
     """Return the levers that are used."""
     return [lever for lever in LEVERS if lever.is_used(on)]
 
 
 def used_whole(levers: Levers) -> list[Lever]:
     """Return the levers that are used on a batch that is not cut."""
-    return used(LeversOn(levers, levers.microbatch_size))
+    return used_levers(LeversOn(levers, levers.microbatch_size))
 
 
-def uses(on: LeversOn) -> tuple[LeverUse, ...]:
+def lever_uses(on: LeversOn) -> tuple[LeverUse, ...]:
     """Return the levers that are used, in words."""
-    return tuple(lever.use(on) for lever in used(on))
+    return tuple(lever.use(on) for lever in used_levers(on))
 
 
-def names(on: LeversOn) -> set[str]:
+def lever_names(on: LeversOn) -> set[str]:
     """Return the names by which conflicts know the levers that are used and their settings."""
-    return {name for lever in used(on) for name in lever.names(on.levers)}
+    return {name for lever in used_levers(on) for name in lever.names(on.levers)}
 
 
 def recomputes(levers: Levers) -> bool:
@@ -98,7 +96,7 @@ def draws_otherwise(levers: Levers) -> bool:
     return any(lever.draws_otherwise for lever in used_whole(levers))
 
 
-def check_names(used: Collection[str], allowed: Numerics = "exact", where: str = "") -> None:
+def check_lever_names(used: Collection[str], allowed: Numerics = "exact", where: str = "") -> None:
     """Refuse levers, settings and circumstances that don't go together, by an error that begins with `where`.
 
     Raises:
@@ -111,7 +109,7 @@ def check_names(used: Collection[str], allowed: Numerics = "exact", where: str =
         )
 
 
-def host_bytes(levers: Levers, state_bytes: int, host_budget_bytes: int) -> dict[str, int]:
+def lever_host_bytes(levers: Levers, state_bytes: int, host_budget_bytes: int) -> dict[str, int]:
     """Return the host memory that levers take, by name; each leaves less of the budget to the next."""
     taken: dict[str, int] = {}
     for lever in used_whole(levers):
@@ -120,7 +118,7 @@ def host_bytes(levers: Levers, state_bytes: int, host_budget_bytes: int) -> dict
     return {name: nbytes for name, nbytes in taken.items() if nbytes}
 
 
-def rungs() -> Iterator[tuple[str, Rung]]:
+def lever_rungs() -> Iterator[tuple[str, Rung]]:
     """Yield the rungs of the ladder, in the advised order."""
     for kind in _ADVISED:
         for lever in LEVERS:
@@ -128,7 +126,7 @@ def rungs() -> Iterator[tuple[str, Rung]]:
                 yield from lever.rungs().items()
 
 
-def table() -> str:
+def conflict_table() -> str:
     """Return the table of conflicts, in Markdown."""
     heading = "| this | with that | why not | what to do |\n| --- | --- | --- | --- |"
     return "\n".join([heading, *(conflict.row() for conflict in CONFLICTS)])
@@ -180,4 +178,4 @@ def check_combination(
     Raises:
         PlanError: They are in the table of conflicts.
     """
-    check_names(names(LeversOn(levers, samples_of(workload))) | circumstances(workload, device), allowed)
+    check_lever_names(lever_names(LeversOn(levers, samples_of(workload))) | circumstances(workload, device), allowed)

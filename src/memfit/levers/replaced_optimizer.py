@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 
-from memfit._torch.modules import mark_as_stepped
+from memfit._torch import mark_as_stepped
 from memfit.errors import brought_by
-from memfit.ir.device import Device
-from memfit.ir.plan import OptimizerLever
+from memfit.ir import Device, OptimizerLever
 from memfit.levers.conflicts import OPTIMIZER_HOOKS, SEVERAL_OPTIMIZERS, Conflict
 from memfit.levers.lever import Running
 from memfit.levers.parameter_updates import UpdateLever, update_conflicts

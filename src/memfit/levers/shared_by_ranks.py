@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from memfit.errors import PlanError
-from memfit.ir.plan import Levers, Numerics
-from memfit.ir.sharding import Sharding
+from memfit.ir import Levers, Numerics, Sharding
 from memfit.levers.conflicts import ADAPTING, BATCH_NORM, COUPLING_LOSS, NO_LINK, SEVERAL_OPTIMIZERS, Conflict
 from memfit.levers.lever import Lever, LeversOn, Running, Setting
 from memfit.levers.offloaded_optimizer import OFFLOADED
@@ -80,7 +79,7 @@ class SharedByRanks(Lever):
         return {self.name} | of_weights | ({ON_HOST} if sharding.offload else set())
 
     def setting(self, on: LeversOn) -> str:
-        return described(on.levers.sharding) if on.levers.sharding else ""
+        return sharding_text(on.levers.sharding) if on.levers.sharding else ""
 
     def brief(self, on: LeversOn) -> str:
         return f"{on.levers.sharding.mode} of {on.levers.sharding.world_size}" if on.levers.sharding else ""
@@ -106,8 +105,13 @@ class SharedByRanks(Lever):
 
     @contextlib.contextmanager
     def apply(self, levers: Levers, running: Running) -> Iterator[Running]:
-        from memfit.ranks.engines import shared  # distributed packages take a second to import
-        from memfit.ranks.mesh import check_size, is_joined, kind_of_group, mesh_of
+        from memfit.ranks import (
+            check_size,
+            is_joined,
+            kind_of_group,
+            mesh_of,
+            shared,  # distributed packages take a second to import
+        )
 
         assert levers.sharding is not None
         mesh = running.mesh
@@ -126,7 +130,7 @@ class SharedByRanks(Lever):
         yield dataclasses.replace(running, workload=workload, options=options)
 
 
-def described(sharding: Sharding) -> str:
+def sharding_text(sharding: Sharding) -> str:
     """Return a sharding in words."""
     if not sharding.is_fully_sharded:
         engine = "data parallel" if sharding.mode == "ddp" else "data parallel, the optimizer's state sharded"

@@ -8,20 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memfit.capture.fake_workload import real_copy
+from memfit.capture import real_copy
 from memfit.errors import PlanError, PlanMismatchError, WorkloadError
-from memfit.held_state import generators_of
-from memfit.ir.device import Device
-from memfit.ir.plan import Levers, Plan
+from memfit.ir import Device, Levers, Plan
 from memfit.levers import registry
 from memfit.levers.lever import LeversOn, Running
 from memfit.levers.microbatches import microbatch_size_of
-from memfit.recomputation.generators import foreign_generators, preserved
-from memfit.tape import LoopWorkload
-from memfit.training.loop import DescribedLoop, TapedStep
-from memfit.training.refusals import check_supported
-from memfit.training.step import Step, StepOptions
-from memfit.workload import Loop, Workload, fingerprint, samples_of
+from memfit.recomputation import foreign_generators, preserved
+from memfit.training import DescribedLoop, Step, StepOptions, TapedStep, check_supported
+from memfit.workload import Loop, LoopWorkload, Workload, fingerprint, generators_of, samples_of
 
 if TYPE_CHECKING:  # distributed packages take a second to import
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,7 +38,7 @@ def applied(
         workload, StepOptions(microbatch_size=microbatch_size_of(levers, workload), **options), mesh, is_part
     )
     with contextlib.ExitStack() as stack:
-        for lever in registry.used(LeversOn(levers, samples_of(workload))):
+        for lever in registry.used_levers(LeversOn(levers, samples_of(workload))):
             running = stack.enter_context(lever.apply(levers, running))
         if isinstance(running.workload, LoopWorkload) and running.workload.tape.entries:
             yield TapedStep(running.workload, running.options.autocast)
@@ -67,7 +62,7 @@ def applied_to_copy(levers: Levers, workload: Workload, place: torch.device | No
 
 
 @contextlib.contextmanager
-def described(levers: Levers, workload: Workload) -> Iterator[DescribedLoop]:
+def described_loop(levers: Levers, workload: Workload) -> Iterator[DescribedLoop]:
     """Run the user's own loop, as `Workload.loop` says, until the context is left."""
     loop = workload.loop or Loop()
     with applied(levers, workload) as step:
@@ -129,7 +124,7 @@ def check_as_given(workload: Workload) -> None:
 def host_bytes_of(plan: Plan) -> dict[str, int]:
     """Return the host memory that a plan's levers take, by their names."""
     state_bytes = plan.plain.by_category.get("optimizer state", 0)
-    return registry.host_bytes(plan.levers, state_bytes, plan.host_budget_bytes)
+    return registry.lever_host_bytes(plan.levers, state_bytes, plan.host_budget_bytes)
 
 
 def check_untouched(workload: Workload) -> None:

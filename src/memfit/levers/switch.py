@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 from torch import nn
 
-from memfit.ir.plan import Candidate, Levers, Plan, allows, at_point
+from memfit.foundations import format_bytes
+from memfit.ir import Candidate, Levers, Plan, allows, at_point
 from memfit.levers import registry
 from memfit.levers.lever import LeversOn
 from memfit.levers.microbatches import microbatch_size_of
-from memfit.recomputation.probe import checking
-from memfit.training.step import Step
-from memfit.units import format_bytes
+from memfit.recomputation import checking
+from memfit.training import Step
 from memfit.workload import samples_of
 
 

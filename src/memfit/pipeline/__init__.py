@@ -1,42 +1,13 @@
-"""The stages, composed."""
+"""The verbs, composed of the stages: estimate, plan, fleet, apply, fit, train and verify, and the files that they read.
 
-from memfit.hardware.host import devices, find_device
-from memfit.ir.verification import Verification
-from memfit.pipeline._apply import apply
-from memfit.pipeline._consolidate import consolidate
-from memfit.pipeline._estimate import estimate
-from memfit.pipeline._fit import fit
-from memfit.pipeline._fleet import fleet
-from memfit.pipeline._plan import plan
-from memfit.pipeline._train import train, write_report
-from memfit.pipeline._verify import verify
-from memfit.pipeline.placement import check_launched, device_named, joined_by, on_this_machine, ranks_of
-from memfit.pipeline.workload_files import load_fake_workload, load_log, load_workload
-from memfit.planner.gpu_process import is_elsewhere
-from memfit.report.notebook import show_records
+Each verb is one file of its name. They check what they are given, run where the plan is for (here, in a process with
+fake CUDA, on ranks), and return records of `memfit.ir`. Importing this room has notebooks show those records.
+"""
 
-__all__ = [
-    "Verification",
-    "apply",
-    "check_launched",
-    "consolidate",
-    "device_named",
-    "devices",
-    "estimate",
-    "find_device",
-    "fit",
-    "fleet",
-    "is_elsewhere",
-    "joined_by",
-    "load_fake_workload",
-    "load_log",
-    "load_workload",
-    "on_this_machine",
-    "plan",
-    "ranks_of",
-    "train",
-    "verify",
-    "write_report",
-]
+import lazy_loader
+
+from memfit.report import show_records
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 show_records()

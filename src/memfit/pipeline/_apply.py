@@ -12,36 +12,34 @@ from typing import TYPE_CHECKING, Any
 import torch
 from msgspec.structs import replace
 
-from memfit.capture.accumulation import Accumulation
-from memfit.cost.cpu_costs import known_workspace_bytes
+from memfit import ir, levers
+from memfit.capture import Accumulation
+from memfit.cost import known_workspace_bytes
 from memfit.errors import UsageError
-from memfit.extent import covers, difference_text, extent_of
-from memfit.frames import on_unused
-from memfit.hardware.host import find_device
-from memfit.ir import codec
-from memfit.ir.allocations import allocations
-from memfit.ir.operator_costs import CostTable, OpCost
-from memfit.ir.plan import Plan
-from memfit.levers import registry
-from memfit.levers.compilation import LIMIT
-from memfit.levers.lever import LeversOn
-from memfit.levers.stack import applied, check_as_given, check_plan, host_bytes_of
-from memfit.levers.switch import Switch, without_switched
+from memfit.foundations import on_unused
+from memfit.hardware import find_device
+from memfit.ir import CostTable, OpCost, Plan, allocations
+from memfit.levers import LIMIT, LeversOn, Switch, applied, check_as_given, check_plan, host_bytes_of, without_switched
 from memfit.pipeline.adaptive import Adaptive
 from memfit.pipeline.placement import check_launched, kind_of, placed
 from memfit.pipeline.verbs import applying, checked
-from memfit.planner.admission import Admission
-from memfit.planner.batch_coupling import without_coupled
-from memfit.planner.captures import capture_levers
-from memfit.ranks.processes import check_same
-from memfit.report.memory_snapshot import write_snapshot
-from memfit.training.guards.host_resources import check_host, host_needs
-from memfit.training.guards.ledger import device_of, held_tensors
-from memfit.training.guards.limits import AcceleratorLimit, CpuLimit
-from memfit.training.guards.loop_memory import Growth
-from memfit.training.guards.recovery import OutOfMemoryObserver, Recovery, Snapshots
-from memfit.training.step import Step
-from memfit.workload import Workload
+from memfit.planner import Admission, capture_levers, without_coupled
+from memfit.ranks import check_same
+from memfit.report import write_snapshot
+from memfit.training import (
+    AcceleratorLimit,
+    CpuLimit,
+    Growth,
+    OutOfMemoryObserver,
+    Recovery,
+    Snapshots,
+    Step,
+    check_host,
+    device_of,
+    held_tensors,
+    host_needs,
+)
+from memfit.workload import Workload, covers, difference_text, extent_of
 
 if TYPE_CHECKING:  # distributed packages take a second to import
     from torch.distributed.device_mesh import DeviceMesh
@@ -169,11 +167,13 @@ def _admission(switch: Switch, plan: Plan, workload: Workload) -> Callable[[Any]
 
 def _check_ranks(plan: Plan) -> None:
     """Raise PlanMismatchError unless all ranks apply one plan, as far as this process is one of several."""
-    from memfit.ranks.group import Group  # distributed packages take a second to import
-    from memfit.ranks.mesh import is_joined
+    from memfit.ranks import (
+        Group,  # distributed packages take a second to import
+        is_joined,
+    )
 
     if is_joined():
-        check_same(Group(kind_of(plan)), "plans", codec.encode(plan))
+        check_same(Group(kind_of(plan)), "plans", ir.codec.encode(plan))
 
 
 def snapshots_of(switch: Switch, folder: str | Path | None) -> Snapshots | None:
@@ -231,7 +231,9 @@ def switchable(
     ):
         if limit_bytes is not None:
             if on_cpu:
-                registry.check_names(registry.names(LeversOn(plan.levers, plan.batch_size)) | {LIMIT})
+                levers.registry.check_lever_names(
+                    levers.registry.lever_names(LeversOn(plan.levers, plan.batch_size)) | {LIMIT}
+                )
             step.change(limit=_limit(limit_bytes, step))
         yield switch
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from memfit import ir
 from memfit.errors import CheckpointError, OutputError, UsageError
-from memfit.ir import codec
-from memfit.training.runs import checkpoint, checkpoint_folders
-from memfit.training.runs.tensor_files import write_tensors
+from memfit.training import MANIFEST, latest, read_model, write_tensors
 
 MAX_FILE_BYTES = 5 * 10**9
 """A file's size from which the model goes on in the next one: as many bytes of the host's memory are used."""
@@ -37,13 +36,13 @@ def consolidate(
     if max_file_bytes < 1:
         raise UsageError(f"max_file_bytes={max_file_bytes} is not above 0")
     run, out = Path(run), Path(out)
-    path = run if (run / checkpoint_folders.MANIFEST).is_file() else checkpoint_folders.latest(run)
+    path = run if (run / MANIFEST).is_file() else latest(run)
     if path is None:
         raise CheckpointError(f"{run} has no complete checkpoint: give the folder of a run, or of a checkpoint")
     there = sorted(file.name for file in out.glob("model*.safetensors*")) if out.is_dir() else []
     if there and not overwrite:
         raise OutputError(f"{out} has {there[0]} already: give another folder, or overwrite=True")
-    model = checkpoint.read_model(path)
+    model = read_model(path)
     files: list[list[str]] = [[]]
     filled = 0
     for key in model:
@@ -65,5 +64,5 @@ def consolidate(
     if len(files) > 1:
         weight_map = {key: name for name, keys in zip(names, files, strict=True) for key in keys}
         index = {"metadata": {"total_size": sum(map(model.bytes, model))}, "weight_map": weight_map}
-        codec.write_atomic(out / _INDEX, json.dumps(index, indent=1).encode())
+        ir.codec.write_atomic(out / _INDEX, json.dumps(index, indent=1).encode())
     return out

@@ -11,30 +11,28 @@ from typing import Literal
 import torch
 from msgspec.structs import replace
 
-from memfit.cost.links import links_of, with_collectives
+from memfit import ir, planner
+from memfit.cost import links_of, with_collectives
 from memfit.errors import UsageError
-from memfit.hardware.catalogue import precisions
-from memfit.hardware.host import find_device
-from memfit.ir import codec
-from memfit.ir.allocations import allocations
-from memfit.ir.collectives import BUBBLE
-from memfit.ir.device import Device
-from memfit.ir.operator_costs import CostTable, OpCost
-from memfit.ir.plan import Levers, Precision, Prediction
-from memfit.ir.trace import Trace
-from memfit.levers.stack import check_as_given, check_workload
+from memfit.foundations import Progress, format_bytes, silent
+from memfit.hardware import find_device, precisions
+from memfit.ir import BUBBLE, CostTable, Device, Levers, OpCost, Precision, Prediction, Trace, allocations
+from memfit.levers import check_as_given, check_workload
 from memfit.pipeline.placement import device_named
 from memfit.pipeline.verbs import checked, verb
-from memfit.planner import gpu_process
-from memfit.planner.captures import BENCHMARK_ERROR, capture_plain
-from memfit.planner.prediction import check_precision, costs_of, predict
-from memfit.report.chrome_trace import write_chrome_trace
-from memfit.report.memory_snapshot import write_snapshot
-from memfit.report.notebook_progress import stages, with_bars
-from memfit.sharding.insertion import Insertion
-from memfit.sharding.model_parallel import Parallel, read_parallel, stages_of
-from memfit.sharding.one_rank import Mode, Sharding, communication, shard, with_share_of_update
-from memfit.units import Progress, format_bytes, silent
+from memfit.planner import BENCHMARK_ERROR, capture_plain, check_precision, costs_of, predict
+from memfit.ranks import (
+    Insertion,
+    Mode,
+    Parallel,
+    Sharding,
+    communication,
+    read_parallel,
+    shard,
+    stages_of,
+    with_share_of_update,
+)
+from memfit.report import stages, with_bars, write_chrome_trace, write_snapshot
 from memfit.workload import Workload, precision_label, samples_of, tokens_per_sample
 
 _PASSES = ("forward", "backward", "recompute")
@@ -131,8 +129,8 @@ def estimated(workload: Workload, options: EstimateOptions, *, progress: Progres
         raise UsageError(f"snapshot= shows the allocator of a GPU, and device={device!r} has none: give a GPU")
     for path in (snapshot, chrome_trace):
         if path is not None:
-            codec.check_writable(path)
-    if gpu_process.is_elsewhere(found):
+            ir.codec.check_writable(path)
+    if planner.gpu_process.is_elsewhere(found):
         given = dataclasses.replace(
             options,
             device=device,
@@ -140,7 +138,7 @@ def estimated(workload: Workload, options: EstimateOptions, *, progress: Progres
             snapshot=snapshot and Path(snapshot).resolve(),
             chrome_trace=chrome_trace and Path(chrome_trace).resolve(),
         )
-        return gpu_process.call(estimated, workload, {"options": given}, progress, sizes=[size])
+        return planner.gpu_process.call(estimated, workload, {"options": given}, progress, sizes=[size])
     check_workload(workload, found)
     progress("capture", 0, 1)
     trace = capture_plain(part, Levers(precision=precision, microbatch_size=size), found)
@@ -185,7 +183,7 @@ def _part(workload: Workload, world_size: int) -> Workload:
             f"world_size={world_size} ranks share a batch of {samples} samples, so some ranks would have"
             " none: give a Workload.batch of all ranks' samples, or fewer ranks"
         )
-    from memfit.ranks.mesh import of_one_rank  # distributed packages take a second to import
+    from memfit.ranks import of_one_rank  # distributed packages take a second to import
 
     return of_one_rank(workload, world_size)
 

@@ -21,15 +21,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from memfit._torch.replacement import replaced
-from memfit.capture.external_state import external_tensors
-from memfit.capture.loop_recorder import Seen, Verdict, Watcher, parameters_of
+from memfit._torch import replaced
+from memfit.capture import Seen, Verdict, Watcher, external_tensors, parameters_of
 from memfit.errors import InfeasibleError, MemfitError, PlanMismatchError, UsageError
-from memfit.extent import Extent, extent_of
-from memfit.frames import on_unused
-from memfit.interrupts import undone
-from memfit.ir.plan import Numerics, Plan
-from memfit.levers.switch import switched
+from memfit.foundations import LOOP, Progress, format_bytes, on_unused, public, read_budget, silent, undone
+from memfit.ir import Numerics, Plan
+from memfit.levers import switched
 from memfit.pipeline.loop_plans import LoopPlans, Stages, advice, is_slow
 from memfit.pipeline.loop_steps import (
     LargerBatches,
@@ -42,15 +39,10 @@ from memfit.pipeline.loop_steps import (
     workload_of,
 )
 from memfit.pipeline.verbs import checked, plan_given, uninterrupted
-from memfit.planner.capture_failures import first_line
-from memfit.recomputation.probe import checking
-from memfit.tape import CallNumber, Geometry, LoopWorkload, RecordedStep
-from memfit.tracebacks import public
-from memfit.training.guards.loop_memory import Growth, beside_text, held_beside
-from memfit.training.runs.log import LogFunction, LoopLog
-from memfit.units import Progress, format_bytes, read_budget, silent
-from memfit.words import LOOP
-from memfit.workload import tensors_of
+from memfit.planner import first_line
+from memfit.recomputation import checking
+from memfit.training import Growth, LogFunction, LoopLog, beside_text, held_beside
+from memfit.workload import CallNumber, Extent, Geometry, LoopWorkload, RecordedStep, extent_of, tensors_of
 
 _MOST_UPDATES = 8  # of one optimizer in a step, while another one waits for its turn
 _MOST_KINDS = 4  # of steps that one plan is for

@@ -9,24 +9,18 @@ from typing import Literal
 
 import torch
 
-from memfit.capture.step_capture import without_collector
-from memfit.cost.modelled_costs import STEP_ERROR
+from memfit import planner
+from memfit.capture import without_collector
+from memfit.cost import STEP_ERROR
 from memfit.errors import InfeasibleError, UsageError
-from memfit.hardware.catalogue import known_devices, read_prices
-from memfit.hardware.host import find_device
-from memfit.ir.device import Device
-from memfit.ir.fleet import Fleet, FleetRow, Misfit, Price
-from memfit.ir.plan import NUMERICS, Numerics, Precision, allows
-from memfit.ir.sharding import Mode
-from memfit.levers.microbatches import microbatch_sizes
-from memfit.levers.stack import check_as_given, check_workload
+from memfit.foundations import Progress, format_seconds, parse_hours, read_budget, silent
+from memfit.hardware import find_device, known_devices, read_prices
+from memfit.ir import NUMERICS, Device, Fleet, FleetRow, Misfit, Mode, Numerics, Precision, Price, allows
+from memfit.levers import check_as_given, check_workload, microbatch_sizes
 from memfit.pipeline.verbs import checked, verb
-from memfit.planner import gpu_process
-from memfit.planner.fleet_search import FleetOptions, FleetSearch, joined, search
-from memfit.report.notebook_progress import stages, with_bars
-from memfit.report.verdict import of_text
-from memfit.sharding.one_rank import SEARCHED
-from memfit.units import Progress, format_seconds, parse_hours, read_budget, silent
+from memfit.planner import FleetOptions, FleetSearch, joined, search
+from memfit.ranks import SEARCHED
+from memfit.report import of_text, stages, with_bars
 from memfit.version import __version__
 from memfit.workload import Workload, fingerprint, samples_of
 
@@ -127,10 +121,10 @@ def fleet(
 
 def _searched(workload: Workload, options: FleetOptions, progress: Progress) -> FleetSearch:
     """Search here, or in processes where a GPU's program can be captured."""
-    if any(gpu_process.is_elsewhere(card) for card in options.devices):
+    if any(planner.gpu_process.is_elsewhere(card) for card in options.devices):
         calls = [{"options": part} for part in options.in_two()]
         sizes = microbatch_sizes(samples_of(workload))
-        return joined(gpu_process.call_each(_searched, workload, calls, progress, sizes=sizes))
+        return joined(planner.gpu_process.call_each(_searched, workload, calls, progress, sizes=sizes))
     for device in options.devices:
         check_workload(workload, device)
     with without_collector():  # which would go through millions of objects, none of which is garbage

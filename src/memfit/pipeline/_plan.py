@@ -9,32 +9,27 @@ from typing import Literal
 
 import torch
 
-from memfit.capture.step_capture import without_collector
+from memfit import ir, levers, planner
+from memfit.capture import without_collector
 from memfit.errors import UsageError
-from memfit.hardware.catalogue import precisions as precisions_of
-from memfit.hardware.host import find_device
-from memfit.ir import codec
-from memfit.ir.device import Device
-from memfit.ir.plan import NUMERICS, CompilerLever, Numerics, OptimizerLever, Plan, Precision, allows
-from memfit.ir.sharding import Mode, Sharding
-from memfit.levers import registry
-from memfit.levers.checkpointing import ACTIVATION_OFFLOAD
-from memfit.levers.compilation import COMPILATION
-from memfit.levers.microbatches import microbatch_sizes
-from memfit.levers.shared_by_ranks import SHARDING
-from memfit.levers.stack import check_as_given, check_plan, check_workload
+from memfit.foundations import Progress, parse_budget, read_budget, silent
+from memfit.hardware import find_device
+from memfit.hardware import precisions as precisions_of
+from memfit.ir import NUMERICS, CompilerLever, Device, Mode, Numerics, OptimizerLever, Plan, Precision, Sharding, allows
+from memfit.levers import (
+    ACTIVATION_OFFLOAD,
+    COMPILATION,
+    SHARDING,
+    check_as_given,
+    check_plan,
+    check_workload,
+    microbatch_sizes,
+)
 from memfit.pipeline.placement import device_named, ranks_here
 from memfit.pipeline.verbs import checked, verb
-from memfit.planner import gpu_process
-from memfit.planner.assembly import assemble
-from memfit.planner.captured_steps import Findings, Request
-from memfit.planner.near_ties import Measure
-from memfit.planner.prediction import check_precision
-from memfit.ranks.environment import launched_size
-from memfit.ranks.processes import SingleProcess, check_same, each, once
-from memfit.report.notebook_progress import stages, with_bars
-from memfit.sharding.one_rank import SEARCHED
-from memfit.units import Progress, parse_budget, read_budget, silent
+from memfit.planner import Findings, Measure, Request, assemble, check_precision
+from memfit.ranks import SEARCHED, SingleProcess, check_same, each, launched_size, once
+from memfit.report import stages, with_bars
 from memfit.workload import Workload, samples_of
 
 _COMPILERS: tuple[CompilerLever, ...] = ("inductor", "inductor-channels-last")
@@ -176,9 +171,9 @@ def planned(
     check_as_given(workload)
     options = replace(options, device=device_named(options.device, workload))
     request = _requested(workload, options, progress, findings or Findings(), max(ranks.size, launched_size()))
-    if gpu_process.is_elsewhere(request.device):
+    if planner.gpu_process.is_elsewhere(request.device):
         sizes = microbatch_sizes(-(-samples_of(workload) // request.world_size))
-        return gpu_process.call(planned, workload, {"options": options}, progress, sizes=sizes)
+        return planner.gpu_process.call(planned, workload, {"options": options}, progress, sizes=sizes)
     check_workload(workload, request.device)
     with without_collector():  # which would go through millions of objects, none of which is garbage
         return assemble(request)
@@ -195,7 +190,7 @@ def _requested(
         raise UsageError(f"numerics={numerics!r} is unknown: use one of {', '.join(NUMERICS)}")
     if options.points < 1:
         raise UsageError(f"points={options.points} is not above 0: give the number of budgets on the frontier")
-    updates = {lever.value: lever for lever in registry.UPDATES}
+    updates = {lever.value: lever for lever in levers.registry.UPDATES}
     for value in set(options.optimizers or ()) - {"as-is", *updates}:
         raise UsageError(f"optimizers={value!r} is unknown: use some of {', '.join(updates)}")
     world_size = check_ranks(options)
@@ -209,8 +204,8 @@ def _requested(
         check_precision(precision, "precisions", found, workload)
     host_budget_bytes = 0 if options.host_budget is None else parse_budget(options.host_budget, None, "host_budget")
     if host_budget_bytes:
-        used = {ACTIVATION_OFFLOAD} | registry.circumstances(workload, found)
-        registry.check_names(used, where=f"host_budget={options.host_budget!r} on {found.name}: ")
+        used = {ACTIVATION_OFFLOAD} | levers.registry.circumstances(workload, found)
+        levers.registry.check_lever_names(used, where=f"host_budget={options.host_budget!r} on {found.name}: ")
     if "32-true" not in searched and not allows(numerics, "reduced"):
         raise UsageError(
             f"precisions={list(searched)} are not allowed by numerics={numerics!r}: allow numerics='reduced'"
@@ -251,8 +246,8 @@ def _check_compilation(workload: Workload, options: PlanOptions, device: Device)
             " Allow numerics='reordered'"
         )
     shared = {SHARDING} if options.world_size != 1 else set()
-    registry.check_names(
-        {COMPILATION} | shared | registry.circumstances(workload, device), where=f"compile={compile!r}: "
+    levers.registry.check_lever_names(
+        {COMPILATION} | shared | levers.registry.circumstances(workload, device), where=f"compile={compile!r}: "
     )
 
 
@@ -277,13 +272,15 @@ def _plan_on_ranks(ranks: SingleProcess, workload: Workload, options: PlanOption
     def make() -> bytes:
         # A process has only one default process group, in which the step of one of several ranks can't be captured.
         sizes = microbatch_sizes(-(-samples_of(workload) // world_size))
-        fakes_cuda = gpu_process.is_elsewhere(find_device(device))
-        made = gpu_process.call(planned, workload, {"options": given}, progress, sizes=sizes, fakes_cuda=fakes_cuda)
-        return codec.encode(made)
+        fakes_cuda = planner.gpu_process.is_elsewhere(find_device(device))
+        made = planner.gpu_process.call(
+            planned, workload, {"options": given}, progress, sizes=sizes, fakes_cuda=fakes_cuda
+        )
+        return ir.codec.encode(made)
 
     data = once(ranks, make)
     check_same(ranks, "plans", data)
-    made = codec.decode(data, Plan, source="the first rank's plan")
+    made = ir.codec.decode(data, Plan, source="the first rank's plan")
     each(ranks, lambda: check_plan(made, workload))
     return made
 

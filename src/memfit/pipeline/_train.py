@@ -11,33 +11,40 @@ from typing import Any
 
 import msgspec
 
-from memfit.capture.measured_peak import measure_peak_bytes
+from memfit import ir
+from memfit.capture import measure_peak_bytes
 from memfit.errors import UsageError
-from memfit.hardware.host import find_device, free_bytes
-from memfit.ir import codec
-from memfit.ir.module_table import module_table
-from memfit.ir.plan import Levers, Plan
-from memfit.ir.run_record import Comparison, RunRecord, Views
-from memfit.ir.sharding import Sharding
-from memfit.ir.simulate import simulate
-from memfit.levers.stack import check_plan, host_bytes_of
+from memfit.foundations import format_seconds, parse_budget
+from memfit.hardware import find_device, free_bytes
+from memfit.ir import Comparison, Levers, Plan, RunRecord, Sharding, Views, module_table, simulate
+from memfit.levers import check_plan, host_bytes_of
 from memfit.pipeline._apply import apply
 from memfit.pipeline._verify import compare
 from memfit.pipeline.placement import check_runs_here, placed, ranks_of
 from memfit.pipeline.verbs import checked, uninterrupted, verb
-from memfit.planner.captures import capture_each
-from memfit.planner.prediction import costs_of
-from memfit.ranks.environment import launched_rank
-from memfit.ranks.processes import once
-from memfit.report.html import write as write_html
-from memfit.report.notebook import ReportFile
-from memfit.report.notebook_progress import Bars, with_bars
-from memfit.training.guards.host_resources import HostWatch, check_disk, check_host, host_needs
-from memfit.training.runs.folder import METRICS, PLAN, REPORT, RUN, VIEWS, held_by_ranks, holds_a_start, is_begun
-from memfit.training.runs.log import LogFunction, StepRecord, read_lines
-from memfit.training.runs.run_options import RunOptions
-from memfit.training.trainer import Trainer
-from memfit.units import format_seconds, parse_budget
+from memfit.planner import capture_each, costs_of
+from memfit.ranks import launched_rank, once
+from memfit.report import Bars, ReportFile, with_bars
+from memfit.report import write as write_html
+from memfit.training import (
+    METRICS,
+    PLAN,
+    REPORT,
+    RUN,
+    VIEWS,
+    HostWatch,
+    LogFunction,
+    RunOptions,
+    StepRecord,
+    Trainer,
+    check_disk,
+    check_host,
+    held_by_ranks,
+    holds_a_start,
+    host_needs,
+    is_begun,
+    read_lines,
+)
 from memfit.workload import Workload
 
 
@@ -204,7 +211,7 @@ def trained(plan: Plan, workload: Workload, options: RunOptions) -> RunRecord:
                 def draw() -> None:
                     nonlocal pending
                     if pending is not None:
-                        codec.write_atomic(folder / VIEWS, codec.encode(pending))
+                        ir.codec.write_atomic(folder / VIEWS, ir.codec.encode(pending))
                         pending = None
 
                 def watch() -> None:
@@ -223,14 +230,14 @@ def _can_undo(sharding: Sharding | None) -> bool:
     """Tell whether a step that runs out of memory can be undone."""
     if sharding is None:
         return True
-    from memfit.ranks.engines import why_not_undone  # distributed packages take a second to import
+    from memfit.ranks import why_not_undone  # distributed packages take a second to import
 
     return not why_not_undone(sharding)
 
 
 def _views_of_ranks(plan: Plan, workload: Workload) -> Views | None:
     """Return what a report draws, on the first rank, as long as it has not joined the others; else None."""
-    from memfit.ranks.mesh import is_joined
+    from memfit.ranks import is_joined
 
     return None if is_joined() or launched_rank() else views(plan, workload)
 
@@ -244,7 +251,7 @@ def _where_it_begins(options: RunOptions) -> tuple[bool, bool]:
 
 def _plan_in(folder: Path) -> Plan | None:
     with contextlib.suppress(UsageError):
-        return codec.read(folder / PLAN, Plan)
+        return ir.codec.read(folder / PLAN, Plan)
     return None
 
 
@@ -270,9 +277,9 @@ def write_report(run: str | Path, path: str | Path | None = None) -> Path:
         )
     written = write_html(
         path or folder / REPORT,
-        codec.read(folder / PLAN, Plan),
-        codec.read(folder / VIEWS, Views, error=UsageError),
-        codec.read(folder / RUN, RunRecord, error=UsageError),
+        ir.codec.read(folder / PLAN, Plan),
+        ir.codec.read(folder / VIEWS, Views, error=UsageError),
+        ir.codec.read(folder / RUN, RunRecord, error=UsageError),
         read_lines(folder / METRICS),
         folder,
     )

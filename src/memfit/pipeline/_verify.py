@@ -19,41 +19,33 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from memfit._torch.modules import NormBase
-from memfit._torch.operators import foreach_mul_
-from memfit.capture.external_state import differences
-from memfit.capture.fake_workload import nothing_changes, real_copy
-from memfit.capture.measured_peak import measure_peak_bytes, measure_peaks
-from memfit.cost.pace import Pace, busy_notes
+from memfit import planner
+from memfit._torch import NormBase, foreach_mul_
+from memfit.capture import differences, measure_peak_bytes, measure_peaks, nothing_changes, real_copy
+from memfit.cost import Pace, busy_notes
 from memfit.errors import CaptureError, NonFiniteError, RecomputationError, UsageError
-from memfit.hardware.accelerators import synchronize
-from memfit.hardware.host import find_device
-from memfit.held_state import generators_of
-from memfit.ir.plan import Levers, Numerics, Plan, freest
-from memfit.ir.run_record import Comparison
-from memfit.ir.sharding import Sharding
-from memfit.ir.verification import GradientDifference, Verification
-from memfit.levers import registry
-from memfit.levers.lever import LeversOn
-from memfit.levers.microbatches import MICROBATCHES
-from memfit.levers.shared_by_ranks import SHARDING
-from memfit.levers.stack import applied, applied_to_copy
+from memfit.foundations import Progress, format_bytes, silent
+from memfit.hardware import find_device, synchronize
+from memfit.ir import Comparison, GradientDifference, Levers, Numerics, Plan, Sharding, Verification, freest
+from memfit.levers import (
+    MICROBATCHES,
+    SHARDING,
+    LeversOn,
+    applied,
+    applied_to_copy,
+    compiles,
+    draws_otherwise,
+    lever_uses,
+    recomputes,
+)
 from memfit.pipeline.placement import check_runs_here, place_of, rank_place, ranks_of
 from memfit.pipeline.verbs import checked, verb
-from memfit.planner import gpu_process
-from memfit.planner.batch_coupling import coupling
-from memfit.planner.captures import capture_levers
-from memfit.planner.confirmation import probe_regions
-from memfit.planner.prediction import costs_of, predict
-from memfit.ranks.processes import SingleProcess, each, once
-from memfit.recomputation.generators import foreign_generators, preserved
-from memfit.report.notebook_progress import stages, with_bars
-from memfit.rng import rng_preserved
-from memfit.sparse import parts
-from memfit.training.loss import gradient_values
-from memfit.training.step import Step
-from memfit.units import Progress, format_bytes, silent
-from memfit.workload import Workload, samples_of, tensors_of
+from memfit.planner import capture_levers, costs_of, coupling, predict, probe_regions
+from memfit.ranks import SingleProcess, each, once
+from memfit.recomputation import foreign_generators, preserved
+from memfit.report import stages, with_bars
+from memfit.training import Step, gradient_values
+from memfit.workload import Workload, generators_of, parts, rng_preserved, samples_of, tensors_of
 
 TOLERANCE: dict[Numerics, float] = {"exact": 0.0, "reordered": 1e-3, "reduced": 0.25, "changed": math.inf}
 """Largest relative difference of the loss, and of all gradients in the Euclidean norm, by numerics class.
@@ -134,7 +126,7 @@ def _held(plan: Plan, workload: Workload, progress: Progress) -> Verification:
     place = check_runs_here(plan, workload)
     size = samples_of(workload)
     plain = Levers(microbatch_size=size)
-    quiet = plan.levers.microbatch_size < size or registry.draws_otherwise(plan.levers)
+    quiet = plan.levers.microbatch_size < size or draws_otherwise(plan.levers)
     with nothing_changes(workload) as around:
         tell = around.outside(progress)
         unlike = differences(workload, real_copy(workload, place))
@@ -142,7 +134,7 @@ def _held(plan: Plan, workload: Workload, progress: Progress) -> Verification:
         plain_loss, plain_gradients, plain_buffers = _gradients(workload, plain, place, quiet=quiet)
         ran()
         plain_peak, _ = _peaks(workload, plain, place, ran)
-        is_again = registry.recomputes(plan.levers)
+        is_again = recomputes(plan.levers)
         ran = _counting(tell, "planned step", 4 if is_again else 3)
         loss, gradients, buffers = _gradients(workload, plan.levers, place, quiet=quiet)
         ran()
@@ -434,7 +426,7 @@ def _peak_failures(plan: Plan, found: Verification) -> list[str]:
         )
     off = abs(found.measured_peak_bytes - plan.predicted.peak_bytes) / found.measured_peak_bytes
     is_less = found.measured_peak_bytes < plan.predicted.peak_bytes
-    allowed = COMPILED_TOLERANCE if is_less and registry.compiles(plan.levers) else PREDICTION_TOLERANCE
+    allowed = COMPILED_TOLERANCE if is_less and compiles(plan.levers) else PREDICTION_TOLERANCE
     if off > allowed:
         failures.append(
             f"predicted peak {format_bytes(plan.predicted.peak_bytes)}, measured"
@@ -461,7 +453,7 @@ def prediction_failures(workload: Workload, *, plan: Plan, progress: Progress = 
         )
     size = samples_of(workload)
     couples = plan.levers.microbatch_size < size and coupling(trace, workload) is not None
-    uses = registry.uses(LeversOn(plan.levers, size, couples))
+    uses = lever_uses(LeversOn(plan.levers, size, couples))
     if uses != plan.uses:
         stated, actual = ("; ".join(f"{u.name}: {u.setting}, {u.numerics}" for u in us) for us in (plan.uses, uses))
         failures.append(f"the plan states uses [{stated}], but its levers are [{actual}]")
@@ -567,13 +559,13 @@ def _verdict(
         )
     failures += _numerics_failures(made, ROUNDING if only_reorders else TOLERANCE[plan.numerics])
     progress("prediction", 0, 1)
-    failures += gpu_process.call(  # in a process that is in no group
+    failures += planner.gpu_process.call(  # in a process that is in no group
         prediction_failures,
         workload,
         {"plan": plan},
         lambda *_: None,
         sizes=[plan.levers.microbatch_size],
-        fakes_cuda=gpu_process.is_elsewhere(find_device(plan.device)),
+        fakes_cuda=planner.gpu_process.is_elsewhere(find_device(plan.device)),
     )
     progress("prediction", 1, 1)
     return replace(made, failures=failures)
@@ -581,7 +573,7 @@ def _verdict(
 
 def played(workload: Workload, levers: Levers, place: torch.device) -> tuple[float, Tensors]:
     """Return the loss and the gradients that ranks are to have: this process plays each of them, without levers."""
-    from memfit.ranks.group import PlayedRank  # distributed packages take a second to import
+    from memfit.ranks import PlayedRank  # distributed packages take a second to import
 
     assert levers.sharding is not None
     size, copied = levers.sharding.world_size, real_copy(workload, place)

@@ -11,27 +11,17 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from memfit.batch import map_tensors
-from memfit.cost.cpu_costs import with_workspaces
+from memfit import hardware
+from memfit.cost import with_workspaces
 from memfit.errors import UsageError
-from memfit.hardware import accelerators
-from memfit.hardware.host import find_device
-from memfit.ir.kernels import unfused
-from memfit.ir.plan import Plan
-from memfit.ir.simulate import simulate
-from memfit.levers import registry
-from memfit.levers.conflicts import ADAPTING
-from memfit.levers.lever import LeversOn
-from memfit.levers.switch import Switch, candidates_of, lowered
-from memfit.planner.captures import Captures
-from memfit.planner.prediction import costs_of
-from memfit.solver.controller import Controller, Expected
-from memfit.training.guards.ledger import device_of
-from memfit.training.guards.limits import CpuLimit
-from memfit.training.guards.recovery import Recovery, Snapshots
-from memfit.training.step import StepResult
-from memfit.units import format_bytes
-from memfit.workload import Workload, tensors_of
+from memfit.foundations import format_bytes
+from memfit.hardware import find_device
+from memfit.ir import Plan, simulate, unfused
+from memfit.levers import ADAPTING, LeversOn, Switch, candidates_of, check_lever_names, lever_names, lowered
+from memfit.planner import Captures, costs_of
+from memfit.solver import Controller, ExpectedStep
+from memfit.training import CpuLimit, Recovery, Snapshots, StepResult, device_of
+from memfit.workload import Workload, map_tensors, tensors_of
 
 ANCHORS = (0.0, 0.2, 0.45, 0.7, 1.0)
 """Places between the smallest shapes (0) and the largest (1) at which the step is captured; others are interpolated."""
@@ -99,7 +89,7 @@ class Adaptive(Recovery):
     """
 
     def __init__(self, switch: Switch, plan: Plan, workload: Workload, snapshots: Snapshots | None = None) -> None:
-        registry.check_names({ADAPTING} | registry.names(LeversOn(plan.levers, plan.batch_size)))
+        check_lever_names({ADAPTING} | lever_names(LeversOn(plan.levers, plan.batch_size)))
         super().__init__(switch.step, plan, self._next, snapshots=snapshots)
         self.candidates = candidates_of(plan)
         self.taken: Counter[tuple[int, int]] = Counter()
@@ -109,7 +99,7 @@ class Adaptive(Recovery):
         self._place_of_step = device_of(switch.step)
         self._largest = shapes_of(self._workload.batch)
         self._between: ShapeInterpolation | None = None
-        self._at: list[list[Expected]] = []
+        self._at: list[list[ExpectedStep]] = []
         self._peak_error = plan.predicted.peak_upper_bytes / plan.predicted.peak_bytes - 1
         self.controller = Controller(plan.budget_bytes, self._peak_error)
 
@@ -119,7 +109,7 @@ class Adaptive(Recovery):
         self._bucket = min(BUCKETS - 1, int(place * BUCKETS))
         self._expected = self.expected_at(place)
         self._take(self._chosen())
-        accelerators.reset_peaks(self._place_of_step)
+        hardware.accelerators.reset_peaks(self._place_of_step)
         try:
             result = super().__call__(run, batch)
         finally:
@@ -138,7 +128,7 @@ class Adaptive(Recovery):
             lines.append(f"{arm:6}{format_bytes(candidate.peak_bytes):>22}   {counts}")
         return "\n".join(lines)
 
-    def expected_at(self, place: float) -> list[Expected]:
+    def expected_at(self, place: float) -> list[ExpectedStep]:
         """Return what each plan is predicted to take for shapes at a place, interpolated between those captured.
 
         Times are those for the largest shapes: which plan is faster, and by how much, is what counts.
@@ -152,12 +142,12 @@ class Adaptive(Recovery):
         start, stop = ANCHORS[high - 1], ANCHORS[high]
         share = (place - start) / (stop - start)
         return [
-            Expected(a.peak_bytes + share * (b.peak_bytes - a.peak_bytes), a.seconds)
+            ExpectedStep(a.peak_bytes + share * (b.peak_bytes - a.peak_bytes), a.seconds)
             for a, b in zip(self._at[high - 1], self._at[high], strict=True)
         ]
 
     @functools.cached_property
-    def _at_largest(self) -> list[Expected]:
+    def _at_largest(self) -> list[ExpectedStep]:
         return self._anchor(self._workload.batch)
 
     def _place(self, batch: Any) -> float:
@@ -173,7 +163,7 @@ class Adaptive(Recovery):
             self._at = [*map(self._anchor, smaller), largest]
         return self._between.place(shapes)
 
-    def _anchor(self, batch: Any) -> list[Expected]:
+    def _anchor(self, batch: Any) -> list[ExpectedStep]:
         """Predict every plan for a batch, from a capture for each choice of its levers but regions."""
         workload = dataclasses.replace(self._workload, batch=batch)
         bare = [replace(candidate.levers, regions=()) for candidate in self.candidates]
@@ -188,7 +178,7 @@ class Adaptive(Recovery):
         found = []
         for levers, candidate in zip(bare, self.candidates, strict=True):
             timeline = simulate(traces[levers], self._costs, candidate.levers.regions)
-            found.append(Expected(timeline.peak_bytes + kept_bytes, candidate.step_seconds))
+            found.append(ExpectedStep(timeline.peak_bytes + kept_bytes, candidate.step_seconds))
         return found
 
     def _take(self, arm: int) -> Plan:
@@ -213,7 +203,7 @@ class Adaptive(Recovery):
         return leanest if arm is None else arm
 
     def _peak_bytes(self) -> int | None:
-        if (peaks := accelerators.peaks(self._place_of_step)) is not None:
+        if (peaks := hardware.accelerators.peaks(self._place_of_step)) is not None:
             return peaks.allocated_bytes
         return self.step.limit.peak_bytes if isinstance(self.step.limit, CpuLimit) else None
 

@@ -21,15 +21,14 @@ import msgspec
 import torch
 from torch import nn
 
-from memfit._torch.modules import own_buffers, own_modules, own_parameters
+from memfit import ir
+from memfit._torch import own_buffers, own_modules, own_parameters
 from memfit.errors import OutputError
-from memfit.hardware.host import cache_folder, find_device, host_name
-from memfit.ir import codec
+from memfit.foundations import read_budget
+from memfit.hardware import cache_folder, find_device, host_name
 from memfit.pipeline.placement import device_kind
-from memfit.tape import Entry, ExecutionContext, Geometry, LoopWorkload
-from memfit.units import read_budget
 from memfit.version import __version__
-from memfit.workload import fingerprint
+from memfit.workload import Entry, ExecutionContext, Geometry, LoopWorkload, fingerprint
 
 T = TypeVar("T")
 
@@ -77,7 +76,7 @@ class Kept:
             return found
         made = make()
         with contextlib.suppress(OutputError, OSError):  # the next start makes it again
-            codec.write_atomic(path, codec.encode(made))
+            ir.codec.write_atomic(path, ir.codec.encode(made))
             for old in sorted(_folder().glob("*.json"), key=lambda each: -each.stat().st_mtime)[_MOST_KEPT:]:
                 old.unlink(missing_ok=True)
         return made

@@ -9,24 +9,20 @@ from typing import Any, Literal
 from msgspec.structs import replace
 from torch import nn
 
-from memfit.cost.cpu_costs import hurried
+from memfit.cost import hurried
 from memfit.errors import InfeasibleError, MemfitError, PlanMismatchError
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers, Plan, Prediction
-from memfit.ir.simulate import simulate
-from memfit.levers.stack import check_plan
+from memfit.foundations import Progress, format_bytes, format_seconds
+from memfit.hardware import find_device
+from memfit.ir import Levers, Plan, Prediction, simulate
+from memfit.levers import check_plan
 from memfit.pipeline._estimate import estimate
 from memfit.pipeline._plan import PlanOptions
 from memfit.pipeline._plan import planned as make_plan
 from memfit.pipeline.kept_plans import Kept
 from memfit.pipeline.loop_steps import AND, generators_kept
 from memfit.pipeline.placement import device_kind
-from memfit.planner.captured_steps import Findings
-from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import costs_of, predict
-from memfit.tape import LoopWorkload, outside_autocast
-from memfit.units import Progress, format_bytes, format_seconds
-from memfit.workload import fingerprint
+from memfit.planner import Findings, capture_levers, costs_of, predict
+from memfit.workload import LoopWorkload, fingerprint, outside_autocast
 
 Mixed = Prediction | Literal["in use"] | None
 """What mixed precision is predicted to take: nothing, where the loop has it, or where that can't be run."""

@@ -13,14 +13,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit._torch.tensors import tree_leaves
-from memfit.batch import leaves_of
-from memfit.capture.loop_recorder import Seen, Watcher, parameters_of
+from memfit._torch import tree_leaves
+from memfit.capture import Seen, Watcher, parameters_of
 from memfit.errors import UsageError
-from memfit.extent import Extent, covers, difference_text, looked_ahead, sizes_changed
-from memfit.tape import CallNumber, Entry, ExecutionContext, LoopWorkload, ModuleTensor, RecordedStep, Tape, in_turn
-from memfit.training.loop import CombinedOptimizers
-from memfit.units import format_bytes
+from memfit.foundations import format_bytes
+from memfit.training import CombinedOptimizers
+from memfit.workload import (
+    CallNumber,
+    Entry,
+    ExecutionContext,
+    Extent,
+    LoopWorkload,
+    ModuleTensor,
+    RecordedStep,
+    Tape,
+    covers,
+    difference_text,
+    in_turn,
+    leaves_of,
+    looked_ahead,
+    sizes_changed,
+)
 
 AND = " and "
 """Between the classes of the modules that a loop calls, in its workload's name."""

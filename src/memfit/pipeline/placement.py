@@ -10,18 +10,14 @@ from typing import Any
 import torch
 from torch import distributed
 
-from memfit.capture.external_state import external_tensors
+from memfit import ir
+from memfit.capture import external_tensors
 from memfit.errors import PlanError, UsageError, WorkloadError
-from memfit.hardware.catalogue import match
-from memfit.hardware.host import KINDS, devices, find_device
-from memfit.ir import codec
-from memfit.ir.device import Device
-from memfit.ir.plan import Plan
-from memfit.levers.stack import check_plan, check_workload
-from memfit.ranks.environment import check_shared, launched_size
-from memfit.ranks.meta_models import Initialisation, is_on_meta
-from memfit.ranks.processes import SingleProcess, check_same
-from memfit.training.batches import on_device
+from memfit.hardware import KINDS, devices, find_device, match
+from memfit.ir import Device, Plan
+from memfit.levers import check_plan, check_workload
+from memfit.ranks import Initialisation, SingleProcess, check_same, check_shared, is_on_meta, launched_size
+from memfit.training import on_device
 from memfit.workload import Workload, described, tensors_of
 
 
@@ -186,7 +182,7 @@ def ranks_here() -> SingleProcess:
     """Return the ranks of the process group that this process has joined; a single process where it has joined none."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return SingleProcess()
-    from memfit.ranks.group import Group  # distributed packages take a second to import
+    from memfit.ranks import Group  # distributed packages take a second to import
 
     return Group("cpu")  # what it sends are objects, which go where the backend asks for
 
@@ -214,14 +210,11 @@ def ranks_of(plan: Plan) -> Iterator[SingleProcess]:
     if plan.levers.sharding is None:
         yield SingleProcess()
         return
-    from memfit.ranks.mesh import (
-        check_size,
-        joined,  # distributed packages take a second to import
-    )
+    from memfit.ranks import check_size, joined
 
     with joined(kind_of(plan)) as ranks:
         check_size(plan.levers.sharding, ranks.size)
-        check_same(ranks, "plans", codec.encode(plan))
+        check_same(ranks, "plans", ir.codec.encode(plan))
         yield ranks
 
 
@@ -231,7 +224,7 @@ def joined_by(workload: Workload) -> Iterator[None]:
     if launched_size() == 1:
         yield
         return
-    from memfit.ranks.mesh import joined  # distributed packages take a second to import
+    from memfit.ranks import joined  # distributed packages take a second to import
 
     kind = place_of(workload).type
     with joined("cpu" if kind == "meta" else kind):

@@ -13,13 +13,10 @@ import torch
 from torch import nn
 
 from memfit.errors import UsageError
-from memfit.interrupts import held_back
-from memfit.ir.plan import Plan
-from memfit.rng import generators_of_turn
-from memfit.tracebacks import public
-from memfit.training.step import Step
-from memfit.turns import turn
-from memfit.workload import Workload, described
+from memfit.foundations import held_back, public, turn
+from memfit.ir import Plan
+from memfit.training import Step
+from memfit.workload import Workload, described, generators_of_turn
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -49,7 +46,7 @@ def verb(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Make a function a verb.
 
     A verb in another thread waits until it is done. A signal whose handler raises ends it at a safe point
-    (`memfit.interrupts`). In a process with several threads it draws from generators of its own.
+    (`memfit.foundations.interrupts`). In a process with several threads it draws from generators of its own.
     """
 
     @functools.wraps(function)

@@ -15,22 +15,13 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from memfit._torch.dispatch import PassiveMode
-from memfit._torch.fake import FakeTensorMode
-from memfit._torch.replacement import replaced
-from memfit._torch.tensors import storage_key_of
-from memfit.capture.known_values import KnownValues
-from memfit.capture.operator_calls import tensors_in
-from memfit.capture.user_state import UserState
+from memfit._torch import FakeTensorMode, PassiveMode, replaced, storage_key_of
+from memfit.capture import KnownValues, UserState, tensors_in
 from memfit.errors import MemfitError, MissingExtraError, WorkloadError
-from memfit.frames import users_place
-from memfit.hardware.host import free_bytes
-from memfit.rng import rng_preserved
-from memfit.tracebacks import public
-from memfit.training.runs.log import LogFunction
-from memfit.units import format_bytes
-from memfit.workload import Workload, described, samples_of
-from memfit.workload_names import HOW, NAME, look_in, no_module, parts_of
+from memfit.foundations import HOW, NAME, format_bytes, look_in, no_module, parts_of, public, users_place
+from memfit.hardware import free_bytes
+from memfit.training import LogFunction
+from memfit.workload import Workload, described, rng_preserved, samples_of
 
 _EXTRAS = {
     "transformers": "examples",

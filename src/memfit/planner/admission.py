@@ -10,15 +10,24 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from memfit.errors import MemfitError, UsageError
-from memfit.extent import Extent, covers, difference_text, extent_of, grown, looked_ahead
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers, Plan, Prediction
+from memfit.foundations import format_bytes
+from memfit.hardware import find_device
+from memfit.ir import Levers, Plan, Prediction
 from memfit.planner.capture_failures import first_line
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import costs_of, predict
-from memfit.sharding.one_rank import of_engine
-from memfit.units import format_bytes
-from memfit.workload import Workload, samples_of, tensors_of
+from memfit.ranks import of_engine
+from memfit.workload import (
+    Extent,
+    Workload,
+    covers,
+    difference_text,
+    extent_of,
+    grown,
+    looked_ahead,
+    samples_of,
+    tensors_of,
+)
 
 _MOST = 32
 """Most larger extents that are remembered; the smallest are forgotten first."""

@@ -12,35 +12,41 @@ from collections.abc import Sequence
 import torch
 from msgspec.structs import replace
 
-from memfit._torch.replacement import replaced
-from memfit.cost.modelled_costs import code_seconds, kernels_of
+from memfit._torch import replaced
+from memfit.cost import code_seconds, kernels_of
 from memfit.errors import PlanError, RecomputationError
-from memfit.ir.plan import (
+from memfit.foundations import format_seconds
+from memfit.ir import (
     OTHER_DRAWS,
     Candidate,
     Levers,
     Plan,
     Prediction,
     Proof,
+    Regions,
     Solution,
     bytes_of_plain,
     freest,
     uses_text,
 )
-from memfit.ir.remat import Regions
-from memfit.levers import registry
-from memfit.levers.conflicts import met
-from memfit.levers.lever import Fallback, LeversOn, NotOffered, least_bytes
-from memfit.levers.shared_by_ranks import described
+from memfit.levers import (
+    CONFLICTS,
+    LEVERS,
+    Fallback,
+    LeversOn,
+    NotOffered,
+    circumstances,
+    compiles,
+    draws_otherwise,
+    least_bytes,
+    lever_names,
+    met,
+    sharding_text,
+    used_levers,
+    used_whole,
+)
 from memfit.planner.batch_coupling import coupling
-from memfit.planner.capture_failures import refusal_notes
-from memfit.planner.captured_steps import CapturedSteps, Request
-from memfit.planner.confirmation import Confirmation, Excluded
-from memfit.planner.deferred import DeferredCandidates, size_between
-from memfit.planner.measured_choice import Choice, measured_choice, unmeasured
-from memfit.planner.measured_steps import CODE_SECONDS, why_not_here
-from memfit.planner.near_ties import near_ties
-from memfit.planner.search import (
+from memfit.planner.candidate_search import (
     ADVICE_SECONDS,
     Advice,
     Confirmed,
@@ -51,12 +57,16 @@ from memfit.planner.search import (
     leanest_that_fits,
     with_plan,
 )
-from memfit.solver.candidates import refusals
-from memfit.solver.frontier import SIMPLER_WITHIN, Combination, frontier
-from memfit.tape import LoopWorkload
-from memfit.units import format_seconds
+from memfit.planner.capture_failures import refusal_notes
+from memfit.planner.captured_steps import CapturedSteps, Request
+from memfit.planner.confirmation import Confirmation, Excluded
+from memfit.planner.deferred import DeferredCandidates, size_between
+from memfit.planner.measured_choice import ChosenPlan, measured_choice, unmeasured
+from memfit.planner.measured_steps import CODE_SECONDS, why_not_here
+from memfit.planner.near_ties import near_ties
+from memfit.solver import SIMPLER_WITHIN, Combination, frontier, refusals
 from memfit.version import __version__
-from memfit.workload import fingerprint
+from memfit.workload import LoopWorkload, fingerprint
 
 _CHEAP = 0.05  # a plan that is slower than the fastest step by no more needs no fallback
 _SLOW = 2.0  # a step with all of its forward pass computed again takes less than this times as long
@@ -78,7 +88,7 @@ def assemble(request: Request) -> Plan:
     started = time.monotonic()
     chosen, points, proof = assembly.proven()
     solve_seconds = time.monotonic() - started
-    choice = assembly.measured(Choice(chosen, proof))
+    choice = assembly.measured(ChosenPlan(chosen, proof))
     if choice.confirmed.point.levers != chosen.point.levers:
         points = with_plan(points, choice.confirmed, assembly.limits)
     return assembly.plan(choice, points, solve_seconds)
@@ -111,7 +121,7 @@ class _Assembly:
         seconds = {levers: steps.predicted(levers).step_seconds for levers in early}
         least = min((seconds[levers] for levers in early if steps.allows(levers)), default=math.inf)
         slow = {levers for levers in early if seconds[levers] > _SLOW * least}
-        deferred = {levers: before for levers, before in waiting.items() if before in slow or registry.compiles(levers)}
+        deferred = {levers: before for levers, before in waiting.items() if before in slow or compiles(levers)}
         self.deferred = DeferredCandidates(steps, deferred, early)
         wanted = [levers for levers in wanted if levers in early or levers in waiting and levers not in deferred]
         self.wanted = self._with_any(steps.captured(wanted))
@@ -130,7 +140,7 @@ class _Assembly:
     def _proposed(self) -> list[Levers]:
         """Return the combinations that levers propose."""
         wanted = [self.steps.plain]
-        for lever in registry.LEVERS:
+        for lever in LEVERS:
             try:
                 wanted = lever.propose(self.steps, wanted)
             except NotOffered as e:
@@ -139,7 +149,7 @@ class _Assembly:
 
     def _waits_for(self, levers: Levers) -> Levers | None:
         """Return the combination that is captured before another; None where it waits for none."""
-        for lever in registry.used(self.steps.on(levers)):
+        for lever in used_levers(self.steps.on(levers)):
             if (before := lever.waits_for(LeversOn(levers, self.steps.batch_size))) is not None:
                 return before
         return None
@@ -260,7 +270,7 @@ class _Assembly:
         """
         ways: dict[bool, list[Combination]] = {}
         for combination in self.limits.allow(combinations):
-            ways.setdefault(registry.compiles(combination.levers), []).append(combination)
+            ways.setdefault(compiles(combination.levers), []).append(combination)
         for way in sorted(ways):
             share = seconds / len(ways)
             best, spent = fastest_that_fits(ways[way], self.limits, self._confirm, share, best)
@@ -276,7 +286,7 @@ class _Assembly:
         steps = self.steps
         searched = [c.levers for c in self.limits.allow(self.combinations)]
         levers = size_between(
-            [levers for levers in searched if not registry.compiles(levers)],
+            [levers for levers in searched if not compiles(levers)],
             steps.predicted,
             batch_size=steps.batch_size,
             budget_bytes=self.limits.budget_bytes,
@@ -308,7 +318,7 @@ class _Assembly:
         bases = [
             c
             for c in self.limits.allow(self.combinations)
-            if not any(isinstance(used, Fallback) for used in registry.used_whole(c.levers))
+            if not any(isinstance(used, Fallback) for used in used_whole(c.levers))
         ]
         sizes = {self.steps.batch_size, min(c.levers.microbatch_size for c in bases)}
         sizes |= set() if best is None else {best.point.levers.microbatch_size}
@@ -317,13 +327,13 @@ class _Assembly:
     def _can_be_tried(self, levers: Levers) -> bool:
         """Tell whether a combination is allowed, has room in the host, has not failed, and was not searched."""
         steps, request = self.steps, self.request
-        names = registry.names(steps.on(levers)) | registry.circumstances(request.workload, request.device)
+        names = lever_names(steps.on(levers)) | circumstances(request.workload, request.device)
         return (
             levers not in self.wanted
             and steps.allows(levers)
             and steps.host_bytes_left(levers) >= 0
             and not steps.failures.has_failed(levers)
-            and not met(registry.CONFLICTS, names, request.numerics)
+            and not met(CONFLICTS, names, request.numerics)
         )
 
     def _of_all(self, seconds: float) -> Confirmed | None:
@@ -355,7 +365,7 @@ class _Assembly:
     def _beside(self, point: Candidate) -> list[Confirmed]:
         """Return a plan with lean modules beside its regions; the solver does not combine the two."""
         found = []
-        for lever in registry.LEVERS:
+        for lever in LEVERS:
             with contextlib.suppress(NotOffered):
                 found += lever.propose(self.steps, [point.levers]) if lever.recomputes else []
         plans = []
@@ -373,7 +383,7 @@ class _Assembly:
         found: list[Saving] = []
         with replaced(steps, "numerics", "changed"):
             near = [lever.fallback(base) for lever in request.fallbacks]
-            for lever in registry.LEVERS:
+            for lever in LEVERS:
                 if not lever.compiles:
                     with contextlib.suppress(NotOffered):
                         near += [levers for levers in lever.propose(steps, [base]) if levers.sharding == base.sharding]
@@ -429,7 +439,7 @@ class _Assembly:
         seconds = plan.prediction.step_seconds
         return self.confirmation.proof(plan.point.levers, self._as_is, seconds, self.request.progress)
 
-    def measured(self, predicted: Choice) -> Choice:
+    def measured(self, predicted: ChosenPlan) -> ChosenPlan:
         """Return the plan that is fastest as it runs here, of those that the prediction can't tell apart."""
         request = self.request
         if request.measure is False:
@@ -460,7 +470,7 @@ class _Assembly:
             chosen,
             self._confirm_another,
             step_error=self.steps.costs.step_error,
-            way=registry.compiles,
+            way=compiles,
         )
         if self.request.measure is True:
             return found
@@ -474,13 +484,13 @@ class _Assembly:
 
     def _code_seconds(self, levers: Levers) -> float:
         """Return about how long a plan's code takes to make; 0 where none is."""
-        if not registry.compiles(levers):
+        if not compiles(levers):
             return 0.0
         return code_seconds(self.steps.trace(replace(levers, regions=())), os.cpu_count() or 1)
 
     # Tell
 
-    def plan(self, choice: Choice, points: list[Candidate], solve_seconds: float) -> Plan:
+    def plan(self, choice: ChosenPlan, points: list[Candidate], solve_seconds: float) -> Plan:
         """Return the plan that was chosen, with its frontier."""
         request, steps = self.request, self.steps
         point, prediction = choice.confirmed
@@ -518,7 +528,7 @@ class _Assembly:
             code_seconds=code_seconds,
         )
 
-    def _notes(self, choice: Choice, code_seconds: float) -> list[str]:
+    def _notes(self, choice: ChosenPlan, code_seconds: float) -> list[str]:
         """Return the notes of a plan: on the plain step, on the search, on what was chosen, and on what failed."""
         steps, levers, engine = self.steps, choice.confirmed.point.levers, self.request.engine
         plain = steps.traces[steps.plain]
@@ -526,9 +536,9 @@ class _Assembly:
         draws = any(op.random for op in plain.ops)
         if draws and levers.microbatch_size < steps.batch_size:
             notes.append(f"{OTHER_DRAWS}microbatches differ from the whole batch's; their probability is the same")
-        elif draws and registry.draws_otherwise(levers):
+        elif draws and draws_otherwise(levers):
             notes.append(f"{OTHER_DRAWS}compiled code differ from the uncompiled step's; their probability is the same")
-        if registry.compiles(levers):
+        if compiles(levers):
             kernels = kernels_of(steps.trace(replace(levers, regions=())))
             takes = "seconds to minutes"
             if code_seconds:
@@ -542,7 +552,7 @@ class _Assembly:
         notes += steps.failures.notes()
         if engine is not None:
             notes.append(
-                f"another library's engine shares the step: {described(engine)}. memfit counted it on"
+                f"another library's engine shares the step: {sharding_text(engine)}. memfit counted it on"
                 " paper and did not capture it; the batch and the prediction are one rank's"
             )
         return list(dict.fromkeys(notes))
@@ -550,5 +560,5 @@ class _Assembly:
 
 def _kept(levers: Levers) -> tuple[object, ...]:
     """Return the settings of a step that neither a switch nor a fallback changes."""
-    kept = (lever for lever in registry.LEVERS if not (lever.switchable or isinstance(lever, Fallback)))
+    kept = (lever for lever in LEVERS if not (lever.switchable or isinstance(lever, Fallback)))
     return tuple(getattr(levers, lever.field) for lever in kept)

@@ -13,16 +13,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from memfit.batch import take
-from memfit.capture.fake_workload import nothing_changes
+from memfit.capture import nothing_changes
 from memfit.errors import PlanError
-from memfit.ir.plan import Candidate, Plan
-from memfit.ir.trace import Trace
-from memfit.levers.microbatches import OF_BATCH_NORM, OF_COUPLING_LOSS, OF_GRADIENT_HOOKS
-from memfit.levers.registry import has_gradient_hooks
-from memfit.rng import rng_state
-from memfit.training.step import evaluation_mode
-from memfit.workload import Workload, has_data, part_of, samples_of
+from memfit.ir import Candidate, Plan, Trace
+from memfit.levers import OF_BATCH_NORM, OF_COUPLING_LOSS, OF_GRADIENT_HOOKS, has_gradient_hooks
+from memfit.training import evaluation_mode
+from memfit.workload import Workload, has_data, part_of, rng_state, samples_of, take
 
 SAMPLES = 8
 """Samples that are looked at, at most."""

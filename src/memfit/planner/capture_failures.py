@@ -6,14 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from memfit._torch.fake import DataDependentOutputException, DynamicOutputShapeException
+from memfit._torch import DataDependentOutputException, DynamicOutputShapeException
 from memfit.errors import MemfitError, RecomputationError
-from memfit.ir.device import Device
-from memfit.ir.plan import Levers
-from memfit.ir.remat import Region
-from memfit.ir.trace import Trace
-from memfit.levers import registry
-from memfit.levers.lever import LeversOn
+from memfit.ir import Device, Levers, Region, Trace
+from memfit.levers import LeversOn, used_levers
 from memfit.planner.captures import Captures
 from memfit.workload import Workload
 
@@ -68,7 +64,7 @@ class CaptureFailures:
 
     def _names(self, levers: Levers) -> frozenset[str]:
         on = LeversOn(levers, self.plain.microbatch_size)
-        return frozenset(lever.brief(on) for lever in registry.used(on))
+        return frozenset(lever.brief(on) for lever in used_levers(on))
 
 
 def fails(attempt: Attempt, levers: Levers) -> bool:

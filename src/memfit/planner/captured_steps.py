@@ -9,36 +9,42 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from memfit.cost.cpu_costs import missing_kernel
-from memfit.ir.device import Device
-from memfit.ir.operator_costs import CostTable
-from memfit.ir.plan import (
+from memfit.cost import missing_kernel
+from memfit.foundations import Budget, Progress
+from memfit.ir import (
     CompilerLever,
+    CostTable,
+    Device,
     Levers,
     LeverUse,
+    Mode,
     Numerics,
     Precision,
     Prediction,
+    Regions,
+    Sharding,
+    Trace,
     allows,
     freest,
 )
-from memfit.ir.remat import Regions
-from memfit.ir.sharding import Mode, Sharding
-from memfit.ir.trace import Trace
-from memfit.levers import registry
-from memfit.levers.checkpointing import ACTIVATION_OFFLOAD
-from memfit.levers.conflicts import met
-from memfit.levers.lever import Fallback, LeversOn, NotOffered
-from memfit.levers.parameter_updates import state_bytes
+from memfit.levers import (
+    ACTIVATION_OFFLOAD,
+    CONFLICTS,
+    Fallback,
+    LeversOn,
+    NotOffered,
+    lever_host_bytes,
+    lever_names,
+    lever_uses,
+    met,
+    state_bytes,
+    used_levers,
+)
 from memfit.planner.capture_failures import CaptureFailures
 from memfit.planner.near_ties import Measure
 from memfit.planner.prediction import costs_of, predict
-from memfit.sharding.groups import around, repeated_blocks
-from memfit.sharding.one_rank import of_engine, proposals
-from memfit.solver.candidates import options
-from memfit.solver.frontier import SIMPLER_WITHIN, Combination
-from memfit.solver.problem import build
-from memfit.units import Budget, Progress
+from memfit.ranks import around, of_engine, proposals, repeated_blocks
+from memfit.solver import SIMPLER_WITHIN, Combination, build, options
 from memfit.workload import Workload, samples_of, tokens_per_sample
 
 
@@ -99,7 +105,7 @@ class CapturedSteps:
         self.global_batch_size = samples_of(request.workload)
         self.part = request.workload
         if request.world_size > 1:
-            from memfit.ranks.mesh import of_one_rank  # distributed packages take a second to import
+            from memfit.ranks import of_one_rank  # distributed packages take a second to import
 
             self.part = of_one_rank(request.workload, request.world_size)
         self.batch_size = samples_of(self.part)
@@ -119,7 +125,7 @@ class CapturedSteps:
         return LeversOn(levers, self.global_batch_size, self.coupling is not None)
 
     def uses(self, levers: Levers) -> tuple[LeverUse, ...]:
-        return registry.uses(self.on(levers))
+        return lever_uses(self.on(levers))
 
     def share(self) -> None:
         """Have ranks share the step, where there are several: the plain step is then that of data parallelism."""
@@ -219,17 +225,15 @@ class CapturedSteps:
         """Return the problem of choosing regions, none of them of excluded modules, under levers without regions."""
         trace = self.traces[levers]
         regions, costs = Regions(trace), self._costs(trace)
-        for lever in registry.used(self.on(levers)):
+        for lever in used_levers(self.on(levers)):
             excluded |= lever.not_recomputed(levers)
             costs = lever.costs(costs)
         engine = self.request.engine
         excluded |= around(engine.units or ()) if engine is not None else frozenset()
         # Copies whose rate is not known have no price, and are not proposed.
-        used = registry.names(self.on(levers)) | {ACTIVATION_OFFLOAD}
+        used = lever_names(self.on(levers)) | {ACTIVATION_OFFLOAD}
         offload = (
-            self.host_budget_bytes > 0
-            and costs.link_bytes_per_second > 0
-            and not met(registry.CONFLICTS, used, self.numerics)
+            self.host_budget_bytes > 0 and costs.link_bytes_per_second > 0 and not met(CONFLICTS, used, self.numerics)
         )
         choices = options(regions, costs, excluded, offload=offload)
         problem = build(regions, costs, choices, max(0, self.host_bytes_left(levers)))
@@ -238,5 +242,5 @@ class CapturedSteps:
     def host_bytes_left(self, levers: Levers) -> int:
         """Return the host memory that levers leave for regions; below 0 where it is not enough."""
         state = state_bytes(self.traces[self.plain])
-        taken = registry.host_bytes(levers, state, self.host_budget_bytes)
+        taken = lever_host_bytes(levers, state, self.host_budget_bytes)
         return self.host_budget_bytes - sum(taken.values())

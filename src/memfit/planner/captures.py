@@ -10,22 +10,16 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from memfit.capture.step_capture import capture, capture_with_data, warmed, why_no_data_run
-from memfit.capture.step_recording import CaptureJob
+from memfit import hardware
+from memfit.capture import CaptureJob, capture, capture_with_data, warmed, why_no_data_run
 from memfit.errors import CaptureError
-from memfit.fake_gpu import shim
-from memfit.ir.device import Device
-from memfit.ir.plan import Levers
-from memfit.ir.trace import Trace
-from memfit.levers import registry
-from memfit.levers.lever import LeversOn
-from memfit.levers.stack import applied, described
+from memfit.foundations import Progress
+from memfit.ir import Device, Levers, Trace
+from memfit.levers import LeversOn, applied, compiles, described_loop, used_levers
 from memfit.planner import gpu_process
 from memfit.planner.readings import DataRuns
-from memfit.sharding.one_rank import shard
-from memfit.tape import LoopWorkload
-from memfit.units import Progress
-from memfit.workload import Loop, StepProgram, Workload, has_data, samples_of
+from memfit.ranks import shard
+from memfit.workload import Loop, LoopWorkload, StepProgram, Workload, has_data, samples_of
 
 BENCHMARK_ERROR = 0.15
 """By what share a peak may be above its prediction with `Loop.cudnn_benchmark`: a bound that was not measured."""
@@ -80,7 +74,7 @@ def _captured_there(workload: Workload, *, levers: list[Levers], device: Device,
 
 def capture_plain(workload: Workload, levers: Levers, device: Device) -> Trace:
     """Return the trace of the step that is estimated: of the user's own loop, where the workload describes one."""
-    build = applied if workload.loop is None else described
+    build = applied if workload.loop is None else described_loop
     return _captured(StepVariant(workload, levers, device, DataRuns(workload), build))
 
 
@@ -107,8 +101,8 @@ class Captures:
             return capture_levers(self.workload, levers, self.device, self.data)
         variant = StepVariant(self.workload, levers, self.device, self.data, explores=False)
         size = samples_of(self.workload)
-        as_before = not any(lever.changes_state(levers) for lever in registry.used(LeversOn(levers, size)))
-        is_as_later = not registry.compiles(levers)  # of compiled steps, the first is like no other
+        as_before = not any(lever.changes_state(levers) for lever in used_levers(LeversOn(levers, size)))
+        is_as_later = not compiles(levers)  # of compiled steps, the first is like no other
         if as_before and is_as_later and self._warm is not None:
             try:
                 return _captured(dataclasses.replace(variant, workload=self._warm, warm=True))
@@ -136,7 +130,7 @@ def _captured(variant: StepVariant) -> Trace:
     sharding, device = variant.levers.sharding, variant.device
     if sharding is None:
         return _captured_here(variant)
-    from memfit.ranks.mesh import fake_mesh, of_one_rank  # distributed packages take a second to import
+    from memfit.ranks import fake_mesh, of_one_rank  # distributed packages take a second to import
 
     part = dataclasses.replace(
         variant, workload=of_one_rank(variant.workload, sharding.world_size), warm=False, explores=True
@@ -164,18 +158,20 @@ def _captured_here(variant: StepVariant) -> Trace:
     try:
         trace = capture(job)
     except CaptureError as e:
-        compiles = registry.compiles(levers)  # its kernels are recorded in place of code
-        if compiles or device.kind != "cpu" or why_no_data_run(workload) is not None:
+        as_code = compiles(levers)  # its kernels are recorded in place of code
+        if as_code or device.kind != "cpu" or why_no_data_run(workload) is not None:
             raise
         trace = capture_with_data(job, instead_of=e)
     selective = sorted({fqn for region in levers.regions if region.keep for fqn in region.modules})
     trace = replace(trace, selective=selective)
     if workload.loop is not None:
-        trace = replace(trace, notes=[*trace.notes, *_loop_notes(workload.loop, variant.build is described, device)])
+        trace = replace(
+            trace, notes=[*trace.notes, *_loop_notes(workload.loop, variant.build is described_loop, device)]
+        )
     if job.device is not None:
         return trace
     note = (
-        f"memfit captured the step for a CPU: fake CUDA tensors are not available ({shim.why_not()})."
+        f"memfit captured the step for a CPU: fake CUDA tensors are not available ({hardware.shim.why_not()})."
         " Attention, normalisation and the optimizer use other kernels on a GPU, so the error bar is wide"
     )
     return replace(trace, device=device.name, notes=[*trace.notes, note])
@@ -196,4 +192,4 @@ def _loop_notes(loop: Loop, is_described: bool, device: Device) -> list[str]:
 
 def _fake_device(device: Device) -> Device | None:
     """Return the device whose fake tensors a step is captured under; None for the CPU's, where a GPU's can't be had."""
-    return device if device.kind != "cuda" or shim.is_loaded() else None
+    return device if device.kind != "cuda" or hardware.shim.is_loaded() else None

@@ -9,23 +9,17 @@ from collections.abc import Callable
 import torch
 from msgspec.structs import replace
 
-from memfit.capture.fake_workload import nothing_changes
+from memfit.capture import nothing_changes
 from memfit.errors import MemfitError, RecomputationError
-from memfit.hardware.host import free_bytes
-from memfit.ir.device import Device
-from memfit.ir.plan import Levers, Prediction, Proof, levers_key
-from memfit.ir.remat import Region, enclosing
-from memfit.ir.sharding import Sharding
-from memfit.ir.trace import Trace
-from memfit.levers import registry
-from memfit.levers.stack import applied_to_copy
+from memfit.foundations import Progress, format_bytes, format_seconds
+from memfit.hardware import free_bytes
+from memfit.ir import Device, Levers, Prediction, Proof, Region, Sharding, Trace, enclosing, levers_key
+from memfit.levers import applied_to_copy, recomputes
 from memfit.planner.capture_failures import CaptureFailures, failing, fails, first_line
 from memfit.planner.captures import capture_levers
-from memfit.recomputation.probe import Differences, probing
-from memfit.sharding.one_rank import of_engine
-from memfit.tape import LoopWorkload
-from memfit.units import Progress, format_bytes, format_seconds
-from memfit.workload import Workload, has_data
+from memfit.ranks import of_engine
+from memfit.recomputation import Differences, probing
+from memfit.workload import LoopWorkload, Workload, has_data
 
 _GROWS = "it takes larger tensors than before"
 LONGEST_SECONDS = 30.0
@@ -88,7 +82,7 @@ class Confirmation:
             Excluded: Something differs, or the planned step can't run where the plain one does.
         """
         key = levers_key(levers)
-        if not registry.recomputes(levers):
+        if not recomputes(levers):
             return Proof(levers=key)
         levers = replace(levers, sharding=None)  # what a rank recomputes is held against its own part of the step
         why = why_not_proven(self._part, self._device, as_is, step_seconds)
@@ -126,7 +120,7 @@ class Confirmation:
         error = next(iter(found.values()))
         if found.keys() <= regions:
             return Excluded(error, notes, modules)
-        return Excluded(error, notes, modules, registry.recomputes)  # with what runs again outside of regions
+        return Excluded(error, notes, modules, recomputes)  # with what runs again outside of regions
 
     def _growing(self, trace: Trace) -> Differences:
         """Return the modules that call an operator whose recomputation takes larger tensors than the forward pass.

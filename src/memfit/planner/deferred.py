@@ -21,9 +21,9 @@ from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
-from memfit.ir.plan import Levers, Prediction
-from memfit.levers import registry
-from memfit.solver.frontier import Combination
+from memfit.ir import Levers, Prediction
+from memfit.levers import compiles, uncompiled
+from memfit.solver import Combination
 
 _HALVING = 0.96
 """The least time of a compiled step, as a multiple of the one expected by the next larger step: from one size to the
@@ -58,14 +58,14 @@ class DeferredCandidates:
     def __init__(self, steps: Steps, waiting: Mapping[Levers, Levers], captured: Sequence[Levers]) -> None:
         self._steps, self._wholes = steps, waiting
         self.waiting = list(waiting)
-        self._compiled = [levers for levers in captured if registry.compiles(levers)]
+        self._compiled = [levers for levers in captured if compiles(levers)]
 
     @property
     def compiled_sizes(self) -> list[int]:
         """The sizes of compiled microbatches that compiled steps told not to capture, the largest first."""
         if not self._compiled:
             return []
-        return sorted({levers.microbatch_size for levers in self.waiting if registry.compiles(levers)}, reverse=True)
+        return sorted({levers.microbatch_size for levers in self.waiting if compiles(levers)}, reverse=True)
 
     def next(self, best_seconds: float, peak_bytes: int) -> list[Levers]:
         """Capture those that need not wait, and return the ones that work; none where the others can wait.
@@ -77,7 +77,7 @@ class DeferredCandidates:
         while chosen := self._chosen(best_seconds, peak_bytes):
             self.waiting = [levers for levers in self.waiting if levers not in chosen]
             if found := self._steps.captured(chosen):
-                self._compiled += filter(registry.compiles, found)
+                self._compiled += filter(compiles, found)
                 return found
         return []
 
@@ -85,7 +85,7 @@ class DeferredCandidates:
         """Return what may be enough faster; of compiled steps the largest, which tells of smaller ones."""
         if math.isinf(best_seconds):
             return self.waiting
-        compiled = [levers for levers in self.waiting if registry.compiles(levers)]
+        compiled = [levers for levers in self.waiting if compiles(levers)]
         for levers in sorted(compiled, key=lambda levers: -levers.microbatch_size):
             if self._expected_seconds(levers, peak_bytes) < best_seconds:
                 return [levers]
@@ -99,14 +99,12 @@ class DeferredCandidates:
         was captured, where another compiler's was faster, or where the step as it is does not fit.
         """
         whole, size = self._whole(levers), levers.microbatch_size
-        family = registry.uncompiled(whole)
-        larger = [
-            x for x in self._compiled if x.microbatch_size > size and registry.uncompiled(self._whole(x)) == family
-        ]
+        family = uncompiled(whole)
+        larger = [x for x in self._compiled if x.microbatch_size > size and uncompiled(self._whole(x)) == family]
         if not larger:
             return math.inf
         fastest = min(larger, key=lambda x: (x.microbatch_size, self._seconds(x)))
-        own, other = registry.uncompiled(levers), registry.uncompiled(fastest)
+        own, other = uncompiled(levers), uncompiled(fastest)
         if self._whole(fastest) != whole or len(self._steps.captured([own, other])) < 2:
             return math.inf
         compiled, plain = self._steps.predicted(fastest), self._steps.predicted(other)

@@ -34,33 +34,40 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from memfit.allocator.caching_allocator import replay as replay_allocations
 from memfit.errors import UsageError
-from memfit.fake_gpu.fake_cuda import family, runs_alike
-from memfit.hardware.catalogue import precisions as precisions_of
-from memfit.ir.allocations import allocations_of
-from memfit.ir.device import Device
-from memfit.ir.fleet import FleetRow, Misfit, Price
-from memfit.ir.interpolation import between, is_one_program, of_samples
-from memfit.ir.operator_costs import CostTable
-from memfit.ir.plan import Levers, Numerics, Precision, allows, freest
-from memfit.ir.remat import Region, Regions, enclosing
-from memfit.ir.sharding import Mode
-from memfit.ir.simulate import Replay
-from memfit.ir.trace import Trace
-from memfit.levers import registry
-from memfit.levers.lever import LeversOn
+from memfit.foundations import Budget, Progress
+from memfit.hardware import family, runs_alike
+from memfit.hardware import precisions as precisions_of
+from memfit.ir import (
+    CostTable,
+    Device,
+    FleetRow,
+    Levers,
+    Misfit,
+    Mode,
+    Numerics,
+    Precision,
+    Price,
+    Region,
+    Regions,
+    Replay,
+    Trace,
+    allocations_of,
+    allows,
+    between,
+    enclosing,
+    freest,
+    is_one_program,
+    of_samples,
+)
+from memfit.ir import replay as replay_allocations
+from memfit.levers import LeversOn, lever_uses
 from memfit.planner.batch_coupling import coupling
+from memfit.planner.candidate_search import is_faster
 from memfit.planner.captures import Captures
 from memfit.planner.prediction import check_precision, costs_of
-from memfit.planner.search import is_faster
-from memfit.sharding.groups import repeated_blocks
-from memfit.sharding.one_rank import proposals, shard, with_share_of_update
-from memfit.solver.candidates import options
-from memfit.solver.highs import Ints
-from memfit.solver.milp import COARSE, Solver
-from memfit.solver.problem import build
-from memfit.units import Budget, Progress
+from memfit.ranks import proposals, repeated_blocks, shard, with_share_of_update
+from memfit.solver import COARSE, Ints, Solver, build, options
 from memfit.workload import Workload, samples_of
 
 _BUDGETS = 16  # that the menu is solved for, where there is time
@@ -385,7 +392,7 @@ class _OneCard:
 
     def _row(self, levers: Levers, peak_bytes: int, held_bytes: int, step_seconds: float) -> FleetRow:
         options, name = self.group.options, self.device.name
-        uses = registry.uses(LeversOn(levers, self.group.search.samples, self.group.couples))
+        uses = lever_uses(LeversOn(levers, self.group.search.samples, self.group.couples))
         hours, price = step_seconds * options.steps / 3600, options.prices.get(name)
         return FleetRow(
             device=name,
@@ -478,7 +485,7 @@ class ScaledTrace:
     def _part(self, samples: int) -> Captures:
         if samples == samples_of(self.workload):
             return self._captures
-        from memfit.ranks.mesh import with_samples  # distributed packages take a second to import
+        from memfit.ranks import with_samples  # distributed packages take a second to import
 
         return Captures(with_samples(self.workload, samples), self.device)
 

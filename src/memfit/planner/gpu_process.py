@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from memfit.capture.transport import packed
-from memfit.fake_gpu import process, shim
-from memfit.ir.device import Device
+from memfit import hardware
+from memfit.capture import packed
+from memfit.foundations import Progress
+from memfit.ir import Device
 from memfit.planner.readings import readings_to_send, receive
-from memfit.units import Progress
 from memfit.workload import Workload
 
 T = TypeVar("T")
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 def is_elsewhere(device: Device) -> bool:
     """Tell whether another process must predict for a device, since fake CUDA tensors work there and not here."""
-    return device.kind == "cuda" and not shim.is_loaded() and shim.why_not() is None
+    return device.kind == "cuda" and not hardware.shim.is_loaded() and hardware.shim.why_not() is None
 
 
 def call(
@@ -66,4 +66,4 @@ def call_each(
     """
     setters = [(receive, readings_to_send(workload, sizes))]
     packets = [packed(function, workload, options, setters) for options in calls]
-    return process.run_each(packets, progress, fakes_cuda=fakes_cuda)
+    return hardware.process.run_each(packets, progress, fakes_cuda=fakes_cuda)

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from memfit import levers
 from memfit.errors import MemfitError
-from memfit.ir.device import Device
-from memfit.ir.plan import MeasuredStep, Proof, uses_text
-from memfit.ir.trace import BETWEEN_STEPS
-from memfit.levers import registry
+from memfit.foundations import Progress, format_seconds
+from memfit.ir import BETWEEN_STEPS, Device, MeasuredStep, Proof, uses_text
+from memfit.planner.candidate_search import Confirmed
 from memfit.planner.capture_failures import first_line
 from memfit.planner.confirmation import Excluded
 from memfit.planner.measured_steps import (
@@ -27,12 +27,10 @@ from memfit.planner.measured_steps import (
     why_no_room,
 )
 from memfit.planner.near_ties import Measure, Measured, fastest_measured, weighed
-from memfit.planner.search import Confirmed
-from memfit.units import Progress, format_seconds
 from memfit.workload import Workload
 
 
-class Choice(NamedTuple):
+class ChosenPlan(NamedTuple):
     """The plan that is taken.
 
     Attributes:
@@ -49,7 +47,7 @@ class Choice(NamedTuple):
 
 
 def measured_choice(
-    predicted: Choice,
+    predicted: ChosenPlan,
     near: Callable[[], list[Confirmed]],
     prove: Callable[[Confirmed], Proof],
     *,
@@ -57,7 +55,7 @@ def measured_choice(
     device: Device,
     measure: Measure,
     progress: Progress,
-) -> Choice:
+) -> ChosenPlan:
     """Return the fastest of the plans that are near the one predicted to be fastest, as they run here.
 
     Args:
@@ -101,25 +99,25 @@ def _held_bytes(plans: Sequence[Confirmed]) -> int:
     kept = (
         plan.prediction.by_category.get(category, 0)
         for plan in plans
-        if registry.compiles(plan.point.levers)
+        if levers.registry.compiles(plan.point.levers)
         for category in BETWEEN_STEPS
     )
     return max(plan.prediction.peak_upper_bytes for plan in plans) + sum(kept)
 
 
-def unmeasured(predicted: Choice, why: str) -> Choice:
+def unmeasured(predicted: ChosenPlan, why: str) -> ChosenPlan:
     """Return the plan predicted to be fastest, with a note that says why none was run."""
     note = f"chosen by predicted times; no plan was run to measure it: {why}"
-    return Choice(predicted.confirmed, predicted.proof, predicted.measured, (*predicted.notes, note))
+    return ChosenPlan(predicted.confirmed, predicted.proof, predicted.measured, (*predicted.notes, note))
 
 
 def _taken(
-    predicted: Choice,
+    predicted: ChosenPlan,
     plans: Sequence[Confirmed],
     timed: Timed,
     notes: Sequence[str],
     prove: Callable[[Confirmed], Proof],
-) -> Choice:
+) -> ChosenPlan:
     """Return the fastest plan, as measured and as predicted, whose recomputation was not found to differ."""
     left = timed.step_seconds
     steps = [
@@ -141,7 +139,7 @@ def _taken(
         ]
         index = indices[fastest_measured(weighed(found, timed.ratio_error))]
         if index == 0:
-            return Choice(predicted.confirmed, predicted.proof, measured, (*predicted.notes, *notes))
+            return ChosenPlan(predicted.confirmed, predicted.proof, measured, (*predicted.notes, *notes))
         try:
             proof = prove(plans[index])
             break
@@ -154,4 +152,4 @@ def _taken(
     chosen, taken = predicted.confirmed.point, plans[index]
     bound = min(chosen.bound_seconds, taken.prediction.step_seconds)  # of all combinations that were searched
     point = replace(taken.point, status=chosen.status, bound_seconds=bound)
-    return Choice(Confirmed(point, taken.prediction), proof, measured, (*predicted.notes, note, *notes))
+    return ChosenPlan(Confirmed(point, taken.prediction), proof, measured, (*predicted.notes, note, *notes))

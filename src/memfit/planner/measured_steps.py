@@ -22,20 +22,16 @@ from typing import NamedTuple
 
 import torch
 
-from memfit.capture.fake_workload import nothing_changes
-from memfit.cost.pace import Pace, Paced, busy_notes, undisturbed_ratios
-from memfit.hardware import accelerators
-from memfit.hardware.host import free_bytes
-from memfit.ir.device import Device
-from memfit.ir.plan import Levers
-from memfit.levers import registry
-from memfit.levers.stack import applied_to_copy
+from memfit import hardware
+from memfit.capture import nothing_changes
+from memfit.cost import Pace, Paced, busy_notes, undisturbed_ratios
+from memfit.foundations import Progress, format_bytes, silent
+from memfit.hardware import free_bytes
+from memfit.ir import Device, Levers
+from memfit.levers import applied_to_copy, compiles
 from memfit.planner.capture_failures import first_line
-from memfit.rng import rng_preserved
-from memfit.tape import LoopWorkload
-from memfit.training.step import Step
-from memfit.units import Progress, format_bytes, silent
-from memfit.workload import Workload, has_data
+from memfit.training import Step
+from memfit.workload import LoopWorkload, Workload, has_data, rng_preserved
 
 LIMIT_SECONDS = 30.0
 """Running steps to choose among plans takes no longer, but for a step that is under way then, and for making code."""
@@ -204,7 +200,7 @@ def why_no_room(device: Device, peak_bytes: int) -> str:
     free = free_bytes()
     if device.kind != "cpu":
         place = torch.device(device.name)
-        free = accelerators.memory_info(place)[0] + accelerators.cached_bytes(place)
+        free = hardware.accelerators.memory_info(place)[0] + hardware.accelerators.cached_bytes(place)
     if _ROOM * peak_bytes <= free:
         return ""
     return f"the step needs {format_bytes(peak_bytes)} besides the workload, and {format_bytes(free)} is free"
@@ -214,7 +210,7 @@ def limit_of(plans: Sequence[Levers], *, is_asked: bool = False) -> float:
     """Return for how many seconds the steps of plans may run to choose among them; more where one asks to measure."""
     if is_asked:
         return ASKED_SECONDS
-    return LONGEST_SECONDS if any(map(registry.compiles, plans)) else LIMIT_SECONDS
+    return LONGEST_SECONDS if any(map(compiles, plans)) else LIMIT_SECONDS
 
 
 def affordable(predicted_seconds: Sequence[float], limit_seconds: float = LIMIT_SECONDS) -> int:
@@ -342,7 +338,7 @@ class _Turns:
         except Exception as e:  # someone's code, which may raise anything
             errors[index] = first_line(e)  # and not the error, whose frames hold the copy
         gc.collect()  # the copy, before there is another one
-        accelerators.release_cache()
+        hardware.accelerators.release_cache()
         return apart_seconds
 
     def _slowdown(self) -> float:
@@ -359,7 +355,7 @@ class _Turns:
             step = self._compiled.get(index)
             if step is None:
                 step = ends.enter_context(applied_to_copy(levers, self._workload, self._place))
-                if registry.compiles(levers):
+                if compiles(levers):
                     self._tell_of_code()
                     step(step.workload.batch)
                     self._compiled[index] = step
@@ -380,13 +376,13 @@ class _Turns:
         return makes_until - began
 
     def _tell_of_code(self) -> None:
-        self._on_code(len(self._compiled), sum(registry.compiles(levers) for levers, _ in self._plans))
+        self._on_code(len(self._compiled), sum(compiles(levers) for levers, _ in self._plans))
 
     def _step(self, step: Step) -> float:
         """Run a step, and return its seconds."""
         wall, own = self._clocks.wall(), self._clocks.own()
         step(step.workload.batch)
-        accelerators.synchronize(self._place)  # or the next step would wait for this one's update
+        hardware.accelerators.synchronize(self._place)  # or the next step would wait for this one's update
         seconds = self._clocks.wall() - wall
         self.found.wall_seconds += seconds
         self.found.own_seconds += self._clocks.own() - own

@@ -12,10 +12,9 @@ from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from memfit.ir.plan import NUMERICS, Candidate, Levers, Numerics, Prediction
-from memfit.planner.search import Confirmed, Limits
-from memfit.solver.frontier import Combination
-from memfit.solver.milp import COARSE
+from memfit.ir import NUMERICS, Candidate, Levers, Numerics, Prediction
+from memfit.planner.candidate_search import Confirmed, Limits
+from memfit.solver import COARSE, Combination
 
 Measure = bool | Literal["auto"]
 """Whether plans are run before one is chosen (`memfit.plan`)."""

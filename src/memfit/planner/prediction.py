@@ -7,29 +7,30 @@ from typing import get_args
 
 from msgspec.structs import replace
 
-from memfit.allocator.caching_allocator import AllocationEvent, replay
-from memfit.compiled.joint_rewriter import FUSED_ERROR
-from memfit.cost.accelerator_costs import measured_costs
-from memfit.cost.cpu_costs import calibrate
-from memfit.cost.links import links_of, with_collectives
-from memfit.cost.modelled_costs import roofline
-from memfit.cost.operator_call import kernels_bytes
+from memfit import hardware, levers
+from memfit.compiled import FUSED_ERROR
+from memfit.cost import calibrate, kernels_bytes, links_of, measured_costs, roofline, with_collectives
 from memfit.errors import UsageError
-from memfit.fake_gpu import shim
-from memfit.hardware.catalogue import supports_bfloat16
-from memfit.ir.allocations import allocations
-from memfit.ir.device import Device
-from memfit.ir.flops import Matmul
-from memfit.ir.kernels import is_kernel, unfused
-from memfit.ir.operator_costs import CostTable
-from memfit.ir.peak_parts import peak_parts
-from memfit.ir.plan import Precision, Prediction
-from memfit.ir.simulate import repeats, simulate
-from memfit.ir.throughput import throughput
-from memfit.ir.timeline import Timeline
-from memfit.ir.trace import Trace
-from memfit.levers import registry
-from memfit.units import StageProgress
+from memfit.foundations import StageProgress
+from memfit.hardware import supports_bfloat16
+from memfit.ir import (
+    AllocationEvent,
+    CostTable,
+    Device,
+    Matmul,
+    Precision,
+    Prediction,
+    Timeline,
+    Trace,
+    allocations,
+    is_kernel,
+    peak_parts,
+    repeats,
+    replay,
+    simulate,
+    throughput,
+    unfused,
+)
 from memfit.workload import Workload
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -58,7 +59,7 @@ def _costs_of_one(traces: list[Trace], device: Device, progress: StageProgress |
     if device.is_here:
         return measured_costs(traces, device, progress, matmul=_matmul(traces))
     costs = roofline(traces, device, matmul=_matmul(traces))
-    return costs if shim.is_loaded() else replace(costs, peak_error=_FALLBACK_ERROR)
+    return costs if hardware.shim.is_loaded() else replace(costs, peak_error=_FALLBACK_ERROR)
 
 
 def _matmul(traces: list[Trace]) -> Matmul:
@@ -157,5 +158,5 @@ def check_precision(precision: str, argument: str, device: Device, workload: Wor
     """
     if precision not in PRECISIONS:
         raise UsageError(f"{argument}={precision!r} is unknown: use one of {', '.join(PRECISIONS)}")
-    used = {precision} | registry.circumstances(workload, device)
-    registry.check_names(used, where=f"{argument}={precision!r} on {device.name}: ")
+    used = {precision} | levers.registry.circumstances(workload, device)
+    levers.registry.check_lever_names(used, where=f"{argument}={precision!r} on {device.name}: ")

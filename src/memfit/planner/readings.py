@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from memfit.capture.control_flow import DataRun, Readings
-from memfit.capture.step_capture import read_with_data, reads_unknown, why_no_data_run
-from memfit.capture.value_reads import Policy
+from memfit.capture import DataRun, Policy, Readings, read_with_data, reads_unknown, why_no_data_run
 from memfit.errors import CaptureError
-from memfit.ir.plan import Levers
-from memfit.levers.stack import applied
+from memfit.ir import Levers
+from memfit.levers import applied
 from memfit.workload import Workload, samples_of
 
 _received: dict[int, Readings] = {}

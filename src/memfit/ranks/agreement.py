@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from memfit._torch.distributed import collectives_sent
+from memfit._torch import collectives_sent
 
 FINE, UNSURE, RAN_OUT, FAILED = range(4)
 """A rank's vote. Unsure: it may run out in the optimizer, so that all have to be able to undo the update."""

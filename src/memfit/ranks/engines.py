@@ -22,16 +22,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from memfit._torch.distributed import (
+from memfit._torch import (
     drop_unsharded_gradients,
     initialize_units,
     rebuild_buckets,
     restart_buckets,
     send_buffers_by,
+    tree_map,
 )
-from memfit._torch.tensors import tree_map
 from memfit.errors import PlanError, UsageError
-from memfit.ir.sharding import Sharding
+from memfit.ir import Sharding
 from memfit.ranks.agreement import Agreement, Answer, PeerError, PendingCollective
 from memfit.ranks.group import SharedStep
 from memfit.ranks.in_place import Gather, ReduceScatter, is_gloo, send_in_place

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from memfit._torch.tensors import storage_key_of
+from memfit._torch import storage_key_of
 from memfit.errors import UsageError
 from memfit.ranks.agreement import FAILED, RAN_OUT, Agreement, PendingCollective, worst_of
 from memfit.ranks.processes import BatchPart, Number, SingleProcess, T

@@ -16,9 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from memfit._torch.autograd import storage_use_count
-from memfit._torch.dispatch import disable_current_modes
-from memfit._torch.tensors import storage_key_of
+from memfit._torch import disable_current_modes, storage_key_of, storage_use_count
 
 _LONGEST_SECONDS = 1.0
 """For which gloo's threads are waited for: they only have to be given a processor."""

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from memfit._torch.distributed import fake_ranks
+from memfit._torch import fake_ranks
 from memfit.errors import RankError, UsageError
-from memfit.ir.sharding import Sharding
+from memfit.ir import Sharding
 from memfit.ranks.environment import is_launched, launched_by_torchrun, launched_rank, launched_size, local_rank
 from memfit.ranks.processes import SingleProcess
 from memfit.workload import Workload, part_of, samples_of

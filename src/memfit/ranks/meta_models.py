@@ -23,11 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit._torch.distributed import chunk_of, is_shared, local_part
-from memfit._torch.modules import apply_as_its_class, own_buffers, own_parameters
-from memfit._torch.tensors import version_of
+from memfit._torch import apply_as_its_class, chunk_of, is_shared, local_part, own_buffers, own_parameters, version_of
 from memfit.errors import WorkloadError
-from memfit.rng import rng_preserved
+from memfit.workload import rng_preserved
 
 Place = tuple[nn.Module, str]
 """A module and the name of one of its own tensors."""

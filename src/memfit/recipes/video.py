@@ -116,7 +116,7 @@ class ClipClassifier(nn.Module):
         self.frame = nn.Sequential(
             nn.Conv2d(1, first, 3, padding=1), nn.GroupNorm(1, first), nn.GELU(), nn.Conv2d(first, first, 3, padding=1)
         )
-        self.blocks = nn.ModuleList(Block(a, b) for a, b in zip(channels, channels[1:], strict=False))
+        self.blocks = nn.ModuleList(SpaceTimeBlock(a, b) for a, b in zip(channels, channels[1:], strict=False))
         self.head = nn.Linear(channels[-1], len(MOTIONS))
 
     def forward(self, clips: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class ClipClassifier(nn.Module):
         return logits
 
 
-class Block(nn.Module):
+class SpaceTimeBlock(nn.Module):
     """A convolution over space, which halves it, and a residual one over time.
 
     Source: Tran et al. 2018, *A Closer Look at Spatiotemporal Convolutions for Action Recognition*, section 3.5; here

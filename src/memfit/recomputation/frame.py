@@ -22,15 +22,21 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memfit._torch.autograd import current_graph_task_id
-from memfit._torch.compilers import disable_dynamo, skip
-from memfit._torch.dispatch import DeviceContext, get_current_function_mode_stack
-from memfit._torch.modules import InstanceNormBase, own_buffers
-from memfit._torch.tensors import storage_key_of, version_of
+from memfit._torch import (
+    DeviceContext,
+    InstanceNormBase,
+    current_graph_task_id,
+    disable_dynamo,
+    get_current_function_mode_stack,
+    own_buffers,
+    skip,
+    storage_key_of,
+    version_of,
+)
 from memfit.errors import MemfitError, RecomputationError
 from memfit.recomputation import probe
 from memfit.recomputation.containers import Placeholder, mapped, tensors_in
-from memfit.recomputation.generators import Draws, ForeignGenerator, Generators, foreign_generators, preserved
+from memfit.recomputation.generators import DrawnStates, ForeignGenerator, Generators, foreign_generators, preserved
 from memfit.recomputation.host_copies import ChangedError, HostCopy, is_worth_moving
 from memfit.recomputation.kept_outputs import (
     DroppingHooks,
@@ -40,7 +46,7 @@ from memfit.recomputation.kept_outputs import (
     as_it_is,
     hooks_around,
 )
-from memfit.transfers import has_history
+from memfit.workload import has_history
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _outside_of_backward = itertools.count(-2, -1)
@@ -108,7 +114,7 @@ class _Call:
     forward: Callable[..., Any]
     given: Any
     generators: Generators
-    draws: Draws
+    draws: DrawnStates
     trains: Sequence[bool]  # of each module within the region, its mode as the call begins
     outputs: Sequence[int] = ()
 
@@ -230,7 +236,7 @@ class Frame(DroppingHooks):
             anchor = torch.empty(0, requires_grad=True)
             self._saved.append((_Save.apply(anchor, held), history))  # type: ignore[no-untyped-call]
         trains = [module.training for module in self._inside]
-        return _Call(self.modules[position], forward, given, Generators.of(tensors), Draws(self._foreign), trains)
+        return _Call(self.modules[position], forward, given, Generators.of(tensors), DrawnStates(self._foreign), trains)
 
     def _know(self, tensor: torch.Tensor) -> int:
         number = len(self._last_use)

@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from memfit._torch.cuda import is_initialized
-from memfit._torch.fake import is_fake
-from memfit.rng import ForeignGenerator as ForeignGenerator
-from memfit.rng import foreign_generator, same_states
+from memfit._torch import is_fake, is_initialized
+from memfit.workload import ForeignGenerator as ForeignGenerator
+from memfit.workload import foreign_generator, same_states
 
 _TWISTER_BYTES = 2500  # size of NumPy's Mersenne twister: 624 integers and a position
 
@@ -96,7 +95,7 @@ _numpy = _Numpy()
 _NUMPY = ForeignGenerator(_numpy.read, _numpy.write)
 
 
-class Draws:
+class DrawnStates:
     """States of foreign generators as a call begins; after `end`, of those that it drew from."""
 
     def __init__(self, generators: Sequence[ForeignGenerator]) -> None:

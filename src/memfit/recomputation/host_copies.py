@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from memfit import transfers
-from memfit._torch.tensors import version_of
-from memfit.ir.offload import LEAST_BYTES
+from memfit import workload
+from memfit._torch import version_of
+from memfit.ir import LEAST_BYTES
 
 
 class ChangedError(Exception):
@@ -22,7 +22,7 @@ class ChangedError(Exception):
 
 def is_worth_moving(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor is large enough to offload, and covers its storage."""
-    return transfers.covers_storage(tensor) and tensor.numel() * tensor.itemsize >= LEAST_BYTES
+    return workload.transfers.covers_storage(tensor) and tensor.numel() * tensor.itemsize >= LEAST_BYTES
 
 
 class _Link:
@@ -45,7 +45,7 @@ class _Link:
         """Make the computation's stream wait for an event."""
         if self.module is not None:
             self.module.current_stream(self.device).wait_event(event)
-        transfers.wait(tensor)
+        workload.transfers.wait(tensor)
 
 
 _link = functools.cache(_Link)
@@ -64,10 +64,10 @@ class HostCopy:
         with torch.no_grad():
             if self._link.module is None:
                 self._host = torch.empty_like(tensor)
-                transfers.copy_out(self._host, tensor)
+                workload.transfers.copy_out(self._host, tensor)
             else:
                 self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-                self._event = self._link.copy(transfers.copy_out, self._link.out, self._host, tensor)
+                self._event = self._link.copy(workload.transfers.copy_out, self._link.out, self._host, tensor)
 
     def land(self) -> None:
         """Make the computation wait for the copy to the host, and release the tensor.
@@ -86,9 +86,9 @@ class HostCopy:
                 tensor = torch.empty_like(self._host, device=self._link.device)
                 event = None
                 if self._link.module is None:
-                    transfers.copy_in(tensor, self._host)
+                    workload.transfers.copy_in(tensor, self._host)
                 else:
-                    event = self._link.copy(transfers.copy_in, self._link.back, tensor, self._host)
+                    event = self._link.copy(workload.transfers.copy_in, self._link.back, tensor, self._host)
             self._back = tensor, event
 
     def take(self) -> torch.Tensor:

@@ -14,11 +14,18 @@ from typing import Any
 
 import torch
 
-from memfit._torch.autograd import top_saved_tensors_default_hooks
-from memfit._torch.dispatch import DispatchKey, EagerMode, OpOverload, exclude_dispatch_key
-from memfit._torch.operators import schema_of
-from memfit._torch.tensors import tree_leaves, tree_map_only, version_of
-from memfit.ir.remat import Keep
+from memfit._torch import (
+    DispatchKey,
+    EagerMode,
+    OpOverload,
+    exclude_dispatch_key,
+    schema_of,
+    top_saved_tensors_default_hooks,
+    tree_leaves,
+    tree_map_only,
+    version_of,
+)
+from memfit.ir import Keep
 from memfit.recomputation import probe
 from memfit.recomputation.host_copies import ChangedError, HostCopy, is_worth_moving
 

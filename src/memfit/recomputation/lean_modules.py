@@ -16,12 +16,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memfit._torch.modules import DropoutBase, NormBase, forward_pre_hooks, own_modules
-from memfit._torch.tensors import version_of
+from memfit._torch import DropoutBase, NormBase, forward_pre_hooks, own_modules, version_of
 from memfit.errors import PlanError, PlanMismatchError
 from memfit.recomputation.containers import tensors_in
 from memfit.recomputation.kept_outputs import DroppingHooks, hooks_around, owner_of_hooks
-from memfit.recomputation.module_calls import Call, Hooks, SavedTensor, storage_of
+from memfit.recomputation.module_calls import Hooks, LeanCall, SavedTensor, storage_of
 
 _NORMS = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 _ACTIVATIONS: tuple[type[nn.Module], ...] = (
@@ -142,7 +141,7 @@ class _Root:
 def _begin(fqn: str, module: nn.Module, args: Any, kwargs: Any) -> None:
     layer = _current()
     if layer is not None and torch.is_grad_enabled():
-        layer.running.append(Call(fqn, module, (args, kwargs), layer.call_of))
+        layer.running.append(LeanCall(fqn, module, (args, kwargs), layer.call_of))
 
 
 def _end(module: nn.Module, args: Any, output: Any) -> None:
@@ -164,8 +163,8 @@ class _Layer:
 
     def __init__(self) -> None:
         self.below: Hooks = hooks_around() or (_pack_with_version, _unpack_unchanged)
-        self.outputs: dict[int, Call] = {}
-        self.running: list[Call] = []
+        self.outputs: dict[int, LeanCall] = {}
+        self.running: list[LeanCall] = []
         self.is_open = True
 
     def __enter__(self) -> _Layer:
@@ -181,7 +180,7 @@ class _Layer:
         self.running.clear()
         del self._hooks  # they hold the layer
 
-    def call_of(self, tensor: torch.Tensor) -> Call | None:
+    def call_of(self, tensor: torch.Tensor) -> LeanCall | None:
         """Return the call that made a tensor, if the tensor is unchanged since."""
         call = self.outputs.get(storage_of(tensor))
         return call if call is not None and (call.version, call.dtype) == (version_of(tensor), tensor.dtype) else None

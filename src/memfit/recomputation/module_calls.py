@@ -12,14 +12,13 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memfit._torch.modules import DropoutBase, NormBase, own_buffers, own_parameters
-from memfit._torch.tensors import storage_key_of, version_of
+from memfit._torch import DropoutBase, NormBase, own_buffers, own_parameters, storage_key_of, version_of
 from memfit.errors import RecomputationError
-from memfit.held_state import attribute_generators
 from memfit.recomputation import probe
 from memfit.recomputation.containers import Placeholder, mapped
 from memfit.recomputation.frame import autocast_state, graph_task, statistics_untouched
-from memfit.recomputation.generators import Draws, Generators, foreign_generators, preserved
+from memfit.recomputation.generators import DrawnStates, Generators, foreign_generators, preserved
+from memfit.workload import attribute_generators
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """Hooks of saved tensors: pack and unpack."""
@@ -45,7 +44,7 @@ class SavedTensor:
         self.task: int | None = None
         self.packed: Any = None
         self.unpack: Callable[[Any], torch.Tensor] = _not_unpacked
-        self.call: Call | None = None
+        self.call: LeanCall | None = None
         self.place: Any = None
         self.expected: probe.Expected | None = None
 
@@ -55,7 +54,7 @@ class SavedTensor:
         pack, self.unpack = hooks
         self.packed, self.tensor = pack(self.tensor), None
 
-    def drop(self, call: Call, number: int | None = None) -> None:
+    def drop(self, call: LeanCall, number: int | None = None) -> None:
         """Drop the tensor, to be recomputed by a call: as its output, or as the numbered tensor saved inside."""
         assert self.tensor is not None
         strides = self.tensor.shape, self.tensor.stride(), self.tensor.storage_offset()
@@ -90,7 +89,7 @@ class SavedTensor:
         return recomputed
 
 
-class Call:
+class LeanCall:
     """One call of a lean module.
 
     Attributes:
@@ -100,19 +99,21 @@ class Call:
         dtype: The dtype of its output.
     """
 
-    def __init__(self, fqn: str, module: nn.Module, given: Any, call_of: Callable[[torch.Tensor], Call | None]) -> None:
+    def __init__(
+        self, fqn: str, module: nn.Module, given: Any, call_of: Callable[[torch.Tensor], LeanCall | None]
+    ) -> None:
         self.fqn, self.module, self._trains = fqn, module, module.training
         self.saves: list[SavedTensor] = []
         self.waiting: list[weakref.ref[SavedTensor]] = []
         self._tensors: list[torch.Tensor] = []
         self._given = mapped(given, torch.Tensor, self._number)
         self._versions = [version_of(tensor) for tensor in self._tensors]
-        self._arguments: list[Call | SavedTensor | None] = [call_of(tensor) for tensor in self._tensors]
+        self._arguments: list[LeanCall | SavedTensor | None] = [call_of(tensor) for tensor in self._tensors]
         self._needs_gradient = [tensor.requires_grad for tensor in self._tensors]
         drops = isinstance(module, DropoutBase) and module.training
         is_foreign = not type(module).__module__.startswith("torch.")  # it may draw from anything
         self._generators = Generators.of(self._tensors) if drops or is_foreign else None
-        self._draws = Draws(foreign_generators(attribute_generators(module))) if is_foreign else Draws(())
+        self._draws = DrawnStates(foreign_generators(attribute_generators(module))) if is_foreign else DrawnStates(())
         self._is_sure_to_draw = drops
         self._autocast = autocast_state()
 
@@ -226,7 +227,7 @@ class Call:
 
     def _values(self, task: int) -> Any:
         values = [
-            (origin.output(task) if isinstance(origin, Call) else origin.take()).detach().requires_grad_(needs)
+            (origin.output(task) if isinstance(origin, LeanCall) else origin.take()).detach().requires_grad_(needs)
             for origin, needs in zip(self._arguments, self._needs_gradient, strict=True)
             if origin is not None
         ]

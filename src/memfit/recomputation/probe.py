@@ -14,8 +14,7 @@ from collections.abc import Iterator
 import numpy
 import torch
 
-from memfit._torch.dispatch import disable_current_modes
-from memfit._torch.fake import is_fake
+from memfit._torch import disable_current_modes, is_fake
 from memfit.errors import RecomputationError
 
 Differences = dict[tuple[str, ...], RecomputationError]

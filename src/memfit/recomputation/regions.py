@@ -17,17 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit._torch.compilers import disable_dynamo
-from memfit._torch.modules import NormBase, compiled_call
+from memfit._torch import NormBase, compiled_call, disable_dynamo
 from memfit.errors import PlanError, PlanMismatchError
-from memfit.held_state import Reader, generators_of
-from memfit.ir.remat import Region, enclosing
+from memfit.ir import Region, enclosing
 from memfit.recomputation.containers import tensors_in
 from memfit.recomputation.frame import Frame
 from memfit.recomputation.generators import ForeignGenerator, foreign_generators
 from memfit.recomputation.kept_outputs import KeptOccurrences, KeptOutputs
 from memfit.recomputation.lean_modules import within_region
-from memfit.transfers import has_history
+from memfit.workload import Reader, generators_of, has_history
 
 
 @contextlib.contextmanager

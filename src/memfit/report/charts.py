@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from memfit.foundations import format_bytes
 from memfit.report.axes import GRID, Axis, css_name, draws_budget
 from memfit.report.summary import clean, share_text
-from memfit.units import format_bytes
 
 _SYMBOLS = {
     "circle": '<circle cx="8" cy="8" r="4.6"/>',
@@ -38,7 +38,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Rule:
+class ChartRule:
     """A horizontal line across the chart, or a vertical one if `upright`, of a kind ("budget", "pass")."""
 
     kind: str
@@ -92,7 +92,7 @@ class Chart:
     x: Axis
     y: Axis
     shapes: Sequence[Shape] = ()
-    rules: Sequence[Rule] = ()
+    rules: Sequence[ChartRule] = ()
     marks: Sequence[Mark] = ()
     notes: Sequence[Note] = ()
     spans: Sequence[tuple[float, float]] = ()
@@ -172,7 +172,7 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
     return "".join(parts)
 
 
-def _rule(rule: Rule) -> str:
+def _rule(rule: ChartRule) -> str:
     path = f"M{rule.at:.0f} 0v{GRID}" if rule.upright else f"M0 {GRID - rule.at:.0f}h{GRID}"
     return f'<path class="rule {rule.kind}" d="{path}"/>'
 

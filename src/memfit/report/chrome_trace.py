@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from memfit.ir.codec import write_atomic
-from memfit.ir.timeline import Timeline
+from memfit.ir import Timeline, write_atomic
 from memfit.version import __version__
 
 _PROCESS = 1

@@ -7,12 +7,11 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from memfit.ir.plan import Prediction
-from memfit.ir.throughput import Throughput
+from memfit.foundations import format_bytes
+from memfit.ir import Prediction, Throughput
 from memfit.report.summary import clean, fit_text, seconds_text, share_text
 from memfit.report.tables import prediction_table, verdict_text
 from memfit.report.verdict import beside_text, prediction_verdict
-from memfit.units import format_bytes
 
 _CLASSES_SHOWN = 6
 

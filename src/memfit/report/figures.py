@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from memfit.ir.plan import Candidate, Plan, Prediction
-from memfit.ir.timeline import TIMELINE_CATEGORIES, Timeline
+from memfit.foundations import format_bytes
+from memfit.ir import TIMELINE_CATEGORIES, Candidate, Plan, Prediction, Timeline
 from memfit.report.axes import (
     FAR_BUDGET,
     GRID,
@@ -23,10 +23,9 @@ from memfit.report.axes import (
     label,
     second_axis,
 )
-from memfit.report.charts import Chart, Mark, Note, Rule, Shape, steps_to
+from memfit.report.charts import Chart, ChartRule, Mark, Note, Shape, steps_to
 from memfit.report.summary import chosen_index, clean, is_allowed, levers_text, region_groups, seconds_text
 from memfit.report.verdict import beside_text
-from memfit.units import format_bytes
 
 _WIDE_SPAN = 0.12
 _MOST_LINES = 40
@@ -63,7 +62,7 @@ def timeline_chart(timeline: Timeline, *, categories: Sequence[str], budget_byte
         x=x,
         y=y,
         shapes=_stack(held, points, x, y),
-        rules=[*_pass_rules(timeline.phases, x), *([Rule("budget", y.at(budget_bytes))] if drawn else [])],
+        rules=[*_pass_rules(timeline.phases, x), *([ChartRule("budget", y.at(budget_bytes))] if drawn else [])],
         marks=[Mark(x.at(timeline.peak_index), y.at(timeline.peak_bytes), "circle", "var(--ink)")] if total else [],
         notes=_timeline_notes(timeline, budget_bytes, drawn, x, y),
         spans=_recomputed(timeline.phases, x),
@@ -134,10 +133,10 @@ def _headings(phases: Sequence[str], x: Axis) -> list[tuple[float, str]]:
     return [(x.at((start + end) / 2), label(name)) for name, start, end in wide]
 
 
-def _pass_rules(phases: Sequence[str], x: Axis) -> list[Rule]:
+def _pass_rules(phases: Sequence[str], x: Axis) -> list[ChartRule]:
     """Return a hairline between passes, unless there are too many."""
     spans = [span for span in _pass_spans(phases) if span[1] > len(phases) / 100]
-    return [Rule("pass", x.at(start), upright=True) for _, start, _ in spans] if len(spans) <= _MOST_LINES else []
+    return [ChartRule("pass", x.at(start), upright=True) for _, start, _ in spans] if len(spans) <= _MOST_LINES else []
 
 
 def _recomputed(phases: Sequence[str], x: Axis) -> list[tuple[float, float]]:
@@ -173,7 +172,7 @@ def frontier_chart(plan: Plan) -> Chart:
         x=x,
         y=y,
         shapes=[Shape(steps_to(line, line[-1][0]), "var(--accent)", name="frontier", dashed=True)] if line else [],
-        rules=[Rule("budget", at, upright=True)] if drawn else [],
+        rules=[ChartRule("budget", at, upright=True)] if drawn else [],
         marks=_frontier_marks(plan, x, y),
         notes=[Note(at, GRID, text, kind="budget", above=False, side="left" if at > GRID / 2 else "right")],
     )

@@ -11,16 +11,14 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from memfit.ir.codec import write_atomic
-from memfit.ir.fleet import Fleet, FleetRow
-from memfit.ir.plan import uses_text
+from memfit.foundations import format_bytes, format_hours
+from memfit.ir import Fleet, FleetRow, uses_text, write_atomic
 from memfit.report.axes import GRID, Axis
-from memfit.report.charts import Chart, Mark, Rule, Shape
+from memfit.report.charts import Chart, ChartRule, Mark, Shape
 from memfit.report.next_steps import NextStep
 from memfit.report.pages import render_page
 from memfit.report.rendering import text_of
 from memfit.report.summary import MISSING, clean, seconds_text
-from memfit.units import format_bytes, format_hours
 
 COLUMNS = ("", "card", "ranks", "nodes", "needs at most", "step", "training", "cost", "plan")
 _NUMBERS = ("ranks", "nodes", "needs at most", "step", "training", "cost")
@@ -180,7 +178,7 @@ def fleet_chart(fleet: Fleet) -> Chart:
         for row in sorted(fleet.rows, key=lambda row: (row in front, row in answers))
     ]
     line = [(x.at(row.ranks), y.at(row.hours)) for row in front]
-    rules = [Rule("budget", y.at(limit)) for limit in limits]
+    rules = [ChartRule("budget", y.at(limit)) for limit in limits]
     return Chart(x=x, y=y, shapes=[Shape(line, "var(--accent)", name="front")], rules=rules, marks=marks)
 
 

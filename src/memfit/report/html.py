@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from memfit.ir.codec import write_atomic
-from memfit.ir.plan import Plan
-from memfit.ir.run_record import Comparison, ModuleRow, RunRecord, Views
+from memfit.foundations import format_bytes
+from memfit.ir import Comparison, ModuleRow, Plan, RunRecord, Views, write_atomic
 from memfit.report.axes import MAX_POINTS, draws_budget, second_axis
 from memfit.report.charts import Bar, Chart, bars_html
 from memfit.report.figures import curve_chart, frontier_chart, shown_categories, timeline_chart
@@ -32,7 +31,6 @@ from memfit.report.summary import (
     waiting_text,
 )
 from memfit.report.verdict import offers, plan_verdict
-from memfit.units import format_bytes
 
 _MAX_ROWS, _MAX_MODULES = 400, 1000
 _Row = TypeVar("_Row")

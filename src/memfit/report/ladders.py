@@ -9,15 +9,14 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from memfit.ir.codec import write_atomic
-from memfit.ir.ladder import Ladder, Outcome, Rung
+from memfit.foundations import format_bytes
+from memfit.ir import Ladder, Outcome, Rung, write_atomic
 from memfit.report.axes import GRID, byte_axis, second_axis
-from memfit.report.charts import Chart, Mark, Rule, Shape
+from memfit.report.charts import Chart, ChartRule, Mark, Shape
 from memfit.report.next_steps import NextStep, budget_argument
 from memfit.report.pages import render_page
 from memfit.report.rendering import text_of
 from memfit.report.summary import MISSING, clean, ratio_text, seconds_text
-from memfit.units import format_bytes
 
 _COLUMNS = ("rung", "peak", "", "step", "", "largest batch", "samples/s there", "numerics", "outcome")
 _SYMBOLS: dict[Outcome, str] = {"kept": "circle", "does not pay": "triangle", "proposed": "diamond"}
@@ -99,7 +98,7 @@ def ladder_chart(ladder: Ladder) -> Chart:
         for rung, nbytes, seconds in rungs
     ]
     kept = [(x.at(nbytes), y.at(seconds)) for rung, nbytes, seconds in rungs if rung.outcome == "kept"]
-    rules = [Rule("budget", x.at(ladder.budget_bytes), upright=True)] if ladder.is_budget_given else []
+    rules = [ChartRule("budget", x.at(ladder.budget_bytes), upright=True)] if ladder.is_budget_given else []
     rules = [rule for rule in rules if rule.at <= GRID]
     return Chart(x=x, y=y, shapes=[Shape(kept, _COLOURS["kept"], name="kept")], rules=rules, marks=marks)
 

@@ -9,14 +9,11 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from memfit.ir.device import Device
-from memfit.ir.ranges import RangeReport
-from memfit.ir.run_record import RunRecord
-from memfit.ir.verification import Verification
+from memfit.foundations import format_bytes, format_seconds
+from memfit.ir import Device, RangeReport, RunRecord, Verification
 from memfit.report.summary import clean, retries_text, seconds_text, waiting_text
 from memfit.report.tables import comparison_table, verdict_text
 from memfit.report.verdict import verification_verdict
-from memfit.units import format_bytes, format_seconds
 
 _GRADIENTS_SHOWN = 5
 _LINES = 8

@@ -13,10 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from memfit.allocator.caching_allocator import AllocationEvent, CachingAllocator, LiveStorages, MemoryBlock
-from memfit.allocator.settings import AllocatorSettings
 from memfit.errors import SimulatedOutOfMemoryError
-from memfit.ir.codec import write_atomic
+from memfit.ir import AllocationEvent, AllocatorSettings, CachingAllocator, LiveStorages, MemoryBlock, write_atomic
 
 _PICKLE_PROTOCOL = 4
 """The newest protocol that the viewer reads."""

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from memfit.ir.plan import NUMERICS, Candidate, Numerics, Plan
-from memfit.ir.run_record import RunRecord, Views
+from memfit.foundations import format_bytes
+from memfit.ir import NUMERICS, Candidate, Numerics, Plan, RunRecord, Views
 from memfit.report.summary import is_allowed, levers_text, microbatches, seconds_text, share_text
 from memfit.report.verdict import beside_text
-from memfit.units import format_bytes
 
 _UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024), ("B", 1))
 _SCALED = ("activations", "inputs", "temporaries", "workspaces")

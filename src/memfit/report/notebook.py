@@ -15,16 +15,26 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from memfit.ir.device import Device, Devices
-from memfit.ir.display import View, show_with
-from memfit.ir.fleet import Fleet
-from memfit.ir.ladder import Ladder
-from memfit.ir.plan import Candidate, Frontier, Plan, Prediction
-from memfit.ir.ranges import RangeReport
-from memfit.ir.run_record import Comparison, RunRecord, Views
-from memfit.ir.timeline import Timeline
-from memfit.ir.trace import Trace
-from memfit.ir.verification import Verification
+from memfit.foundations import format_bytes
+from memfit.ir import (
+    Candidate,
+    Comparison,
+    Device,
+    Devices,
+    Fleet,
+    Frontier,
+    Ladder,
+    Plan,
+    Prediction,
+    RangeReport,
+    RunRecord,
+    Timeline,
+    Trace,
+    Verification,
+    View,
+    Views,
+    show_with,
+)
 from memfit.report.charts import Bar, bars_html, chart_html, key_html, stack_html
 from memfit.report.estimates import estimate_page
 from memfit.report.figures import frontier_chart
@@ -36,7 +46,6 @@ from memfit.report.rendering import html_of, text_of
 from memfit.report.summary import clean, levers_text, seconds_text
 from memfit.report.tables import comparison_table, frontier_table, plan_table, plan_text, verdict_text
 from memfit.report.verdict import beside_text, plan_verdict
-from memfit.units import format_bytes
 
 _MOST_INLINE_BYTES = 2_000_000
 

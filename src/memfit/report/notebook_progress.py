@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, ParamSpec, TypeVar
 
+from memfit.foundations import format_seconds, is_called_by_memfit
 from memfit.report.notebook import framed
-from memfit.tracebacks import is_called_by_memfit
-from memfit.units import format_seconds
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -14,10 +14,10 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from memfit.foundations import format_bytes
 from memfit.report.axes import css_name
 from memfit.report.charts import Chart, chart_html, key_html
 from memfit.report.summary import MISSING, clean, seconds_text
-from memfit.units import format_bytes
 from memfit.version import __version__
 
 if TYPE_CHECKING:

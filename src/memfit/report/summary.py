@@ -8,10 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from memfit.ir.plan import NUMERICS, Candidate, Numerics, Plan, Prediction, uses_text
-from memfit.ir.remat import Region
-from memfit.ir.run_record import Comparison, RunRecord
-from memfit.units import format_bytes, format_seconds
+from memfit.foundations import format_bytes, format_seconds
+from memfit.ir import NUMERICS, Candidate, Comparison, Numerics, Plan, Prediction, Region, RunRecord, uses_text
 
 MISSING = "—"
 _MUCH_WAITING = 0.2

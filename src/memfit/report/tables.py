@@ -12,8 +12,8 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from memfit.ir.plan import Candidate, Plan, Prediction
-from memfit.ir.run_record import Comparison
+from memfit.foundations import format_bytes
+from memfit.ir import Candidate, Comparison, Plan, Prediction
 from memfit.report.rendering import text_of
 from memfit.report.summary import (
     budget_text,
@@ -38,7 +38,6 @@ from memfit.report.summary import (
     solver_text,
 )
 from memfit.report.verdict import beside_text, comparison_verdict, offers, plan_verdict
-from memfit.units import format_bytes
 
 _BAR_CELLS = 24
 _EIGHTHS = " ▏▎▍▌▋▊▉"

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 
-from memfit.ir.plan import NUMERICS, OTHER_DRAWS, Candidate, LeverUse, Plan, Prediction
-from memfit.ir.run_record import Comparison
-from memfit.ir.verification import Verification
+from memfit.foundations import format_bytes
+from memfit.ir import NUMERICS, OTHER_DRAWS, Candidate, Comparison, LeverUse, Plan, Prediction, Verification
 from memfit.report.summary import MISSING, clean, levers_text
-from memfit.units import format_bytes
 
 _AS_FAST = 0.005
 _TIMES = 2.0  # from here on a time is told as a multiple

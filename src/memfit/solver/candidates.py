@@ -10,12 +10,25 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from memfit.ir.offload import Transfer, fetch_stall_seconds, host_bytes, stall_seconds, transfers
-from memfit.ir.operator_costs import CostTable
-from memfit.ir.recompute import Recomputation, added_bytes, recomputations
-from memfit.ir.remat import Keep, Region, RegionCall, Regions
-from memfit.ir.simulate import overhead_seconds, repeats, repeats_of
-from memfit.ir.trace import Trace
+from memfit.ir import (
+    CostTable,
+    Keep,
+    Recomputation,
+    Region,
+    RegionCall,
+    Regions,
+    Trace,
+    Transfer,
+    added_bytes,
+    fetch_stall_seconds,
+    host_bytes,
+    overhead_seconds,
+    recomputations,
+    repeats,
+    repeats_of,
+    stall_seconds,
+    transfers,
+)
 from memfit.solver.highs import Ints
 
 _LEAST_SHARE = 0.002

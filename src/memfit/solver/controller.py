@@ -39,7 +39,7 @@ class Belief:
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedStep:
     """The prediction for a plan on a batch."""
 
     peak_bytes: float
@@ -64,16 +64,18 @@ class Controller:
         self._common: dict[int, Belief] = defaultdict(Belief)
         self._ceiling_bytes = float(budget_bytes)
 
-    def fits(self, expected: Expected) -> bool:
+    def fits(self, expected: ExpectedStep) -> bool:
         """Tell whether a plan is predicted to fit the budget, with its error bar and the correction."""
         return expected.peak_bytes * self.correction * (1 + self._peak_error) <= self._ceiling_bytes
 
-    def choose(self, bucket: int, expected: Sequence[Expected]) -> int | None:
+    def choose(self, bucket: int, expected: Sequence[ExpectedStep]) -> int | None:
         """Return the plan to run in a bucket of batches, by its position in the predictions; None where none fits."""
         fitting = [arm for arm, prediction in enumerate(expected) if self.fits(prediction)]
         return min(fitting, key=lambda arm: self._bound(bucket, arm, expected[arm].seconds), default=None)
 
-    def learn(self, bucket: int, arm: int, expected: Expected, seconds: float | None, peak_bytes: int | None) -> None:
+    def learn(
+        self, bucket: int, arm: int, expected: ExpectedStep, seconds: float | None, peak_bytes: int | None
+    ) -> None:
         """Take a step into account.
 
         Args:
@@ -88,7 +90,7 @@ class Controller:
         if peak_bytes is not None:
             self.correction = max(self.correction, peak_bytes / expected.peak_bytes)
 
-    def ran_out(self, expected: Expected) -> None:
+    def ran_out(self, expected: ExpectedStep) -> None:
         """Take into account that a plan ran out of memory: less was free than its predicted peak.
 
         The budget is lowered to that peak, and rises again with every completed step, since the cause may pass.

@@ -10,7 +10,7 @@ import highspy
 import numpy as np
 import numpy.typing as npt
 
-from memfit.interrupts import safe_point
+from memfit.foundations import safe_point
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -60,7 +60,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Solution:
+class MilpResult:
     """The result of HiGHS.
 
     Attributes:
@@ -101,7 +101,7 @@ def minimized(
     whole: npt.NDArray[np.bool_] | None = None,
     gap: float = 0.0,
     time_limit_seconds: float,
-) -> Solution:
+) -> MilpResult:
     """Minimize a linear objective.
 
     Args:
@@ -139,13 +139,13 @@ def minimized(
     solver.run()
     status, info = solver.getModelStatus(), solver.getInfo()
     if status in _INFEASIBLE:  # no program here is unbounded
-        return Solution("infeasible")
+        return MilpResult("infeasible")
     outcome: Status = "optimal" if status == _OPTIMAL else "stopped"
     bound = -np.inf if whole is None else info.mip_dual_bound
     # A stopped simplex method's values are neither near the optimum nor a bound on it.
     if info.primal_solution_status != _FEASIBLE or (whole is None and outcome == "stopped"):
-        return Solution(outcome, bound=bound)
+        return MilpResult(outcome, bound=bound)
     solution, value = solver.getSolution(), info.objective_function_value
     if whole is not None:
-        return Solution(outcome, np.array(solution.col_value), value, bound)
-    return Solution(outcome, np.array(solution.col_value), value, value, np.maximum(np.array(solution.col_dual), 0.0))
+        return MilpResult(outcome, np.array(solution.col_value), value, bound)
+    return MilpResult(outcome, np.array(solution.col_value), value, value, np.maximum(np.array(solution.col_dual), 0.0))

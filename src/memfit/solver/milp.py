@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from memfit.solver.highs import Floats, Ints, Rows, Solution, minimized
+from memfit.solver.highs import Floats, Ints, MilpResult, Rows, minimized
 from memfit.solver.problem import Problem
 
 _UNIT = float(2**20)  # bytes are solved in MiB, so that coefficients stay near one
@@ -313,7 +313,7 @@ class Solver:
 
     def _run(
         self, goal: _Goal, limits: Rows, allowed: Floats, deadline: float, tolerance: float | None = None
-    ) -> Solution:
+    ) -> MilpResult:
         """Run HiGHS over the allowed options, the keepers, and one more variable, which is continuous.
 
         Without a tolerance the relaxed problem is solved. Thread and wall time are added up for `_limit_seconds`.

@@ -21,10 +21,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from memfit.ir.operator_costs import CostTable
-from memfit.ir.recompute import Keepers, Recomputation, added_bytes
-from memfit.ir.remat import Region, RegionCall, Regions
-from memfit.ir.simulate import captured_overheads, recomputed_runs, repeats
+from memfit.ir import (
+    CostTable,
+    Keepers,
+    Recomputation,
+    Region,
+    RegionCall,
+    Regions,
+    added_bytes,
+    captured_overheads,
+    recomputed_runs,
+    repeats,
+)
 from memfit.solver.candidates import Option
 
 NO_ROOM = 2**62

@@ -4,6 +4,7 @@ Each function leaves the user's workload alone and returns a changed copy, `Prop
 takes like any other. All are of numerics class `changed`.
 """
 
+from memfit.structure.batch_norm import freeze_batch_norm, group_norm_for_batch_norm
 from memfit.structure.compound_scaling import COMPOUND, SINGLE, Member, Rule, Scaling, scale
 from memfit.structure.convolutions import grouped_convolutions, separable_convolutions
 from memfit.structure.distillation import distill, softened_loss, student
@@ -23,6 +24,8 @@ __all__ = [
     "Scaling",
     "batch_norm_sparsity",
     "distill",
+    "freeze_batch_norm",
+    "group_norm_for_batch_norm",
     "grouped_convolutions",
     "precompute",
     "price",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from memfit._torch.modules import BatchNormBase
+from memfit._torch import BatchNormBase
 from memfit.errors import WorkloadError
 
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from memfit._torch.modules import forward_hooks, forward_pre_hooks
+from memfit._torch import forward_hooks, forward_pre_hooks
 from memfit.errors import WorkloadError
 from memfit.structure.proposal import (
     Change,
@@ -37,7 +37,7 @@ from memfit.structure.proposal import (
     replace_module,
     replace_parameters,
 )
-from memfit.training.step import evaluation_mode
+from memfit.training import evaluation_mode
 from memfit.workload import Workload, samples_of
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d

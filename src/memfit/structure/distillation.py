@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memfit.errors import WorkloadError
-from memfit.levers.casts import cast
+from memfit.levers import cast
 from memfit.structure.proposal import changeable_copy, forward_pass, replace_parameters
 from memfit.structure.targets import Targets, logits_of
 from memfit.workload import Loss, Workload, batch_size_of, slice_batch

@@ -19,19 +19,16 @@ from rich.text import Text
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from memfit._torch.modules import BatchNormBase, count_step
-from memfit.capture.fake_workload import fake_copy, mode_of, nothing_changes, real_copy
-from memfit.capture.known_values import KnownValues
-from memfit.capture.measured_peak import measure_peak_bytes
+from memfit._torch import BatchNormBase, count_step
+from memfit.capture import KnownValues, fake_copy, measure_peak_bytes, mode_of, nothing_changes, real_copy
 from memfit.errors import WorkloadError
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers, Numerics, Prediction
-from memfit.levers.stack import applied
+from memfit.foundations import format_bytes, format_seconds
+from memfit.hardware import find_device
+from memfit.ir import Levers, Numerics, Prediction
+from memfit.levers import applied
 from memfit.pipeline import estimate
-from memfit.report.rendering import text_of
-from memfit.report.summary import MISSING, clean, ratio_text
-from memfit.training.step import evaluation_mode
-from memfit.units import format_bytes, format_seconds
+from memfit.report import MISSING, clean, ratio_text, text_of
+from memfit.training import evaluation_mode
 from memfit.workload import Workload, samples_of
 
 MEASURED_STEPS = 5

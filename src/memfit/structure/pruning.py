@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from memfit._torch.tensors import tree_leaves
-from memfit.capture.fake_workload import nothing_changes
+from memfit._torch import tree_leaves
+from memfit.capture import nothing_changes
 from memfit.errors import WorkloadError, brought_by
 from memfit.structure.proposal import (
     Change,
@@ -33,7 +33,7 @@ from memfit.structure.proposal import (
     refresh_statistics,
     replace_parameters,
 )
-from memfit.training.step import evaluation_mode
+from memfit.training import evaluation_mode
 from memfit.workload import Loss, Workload, slice_batch
 
 Importance = Literal["l1", "batch-norm"]

@@ -16,9 +16,9 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from memfit import ir
 from memfit.errors import OutputError, WorkloadError
-from memfit.ir import codec
-from memfit.training.step import evaluation_mode
+from memfit.training import evaluation_mode
 from memfit.workload import Workload, batch_size_of, slice_batch, tensors_of
 
 _KEY_BYTES = 16
@@ -64,7 +64,7 @@ def precompute(
                 rows[key] = row.cpu() if dtype is None else row.to("cpu", dtype)
     sample_keys = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8).view(len(rows), _KEY_BYTES)
     tensors = {"keys": sample_keys, "outputs": torch.stack(list(rows.values()))}
-    return codec.write_atomic(path, safetensors.torch.save(tensors, metadata=wanted))
+    return ir.codec.write_atomic(path, safetensors.torch.save(tensors, metadata=wanted))
 
 
 class _Answering(nn.Module):

@@ -1,6 +1,10 @@
-"""Tools: levers and number ranges measured, and BatchNorm replaced."""
+"""Tools beside planning: the ladder of levers, number ranges, and BatchNorm replaced.
 
-from memfit.structure.batch_norm import freeze_batch_norm, group_norm_for_batch_norm
+`ladder` measures levers one on top of the other, `probe_range` the numbers that reduced precision would lose. They run
+the user's step; nothing else in memfit needs them.
+"""
+
+from memfit.structure import freeze_batch_norm, group_norm_for_batch_norm
 from memfit.tools._ladder import ladder
 from memfit.tools._probe_range import probe_range
 

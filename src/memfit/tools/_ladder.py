@@ -17,9 +17,7 @@ import torch
 from msgspec.structs import replace as with_fields
 from torch.utils.benchmark import Timer
 
-from memfit.batch import map_tensors
-from memfit.capture.fake_workload import nothing_changes, real_copy
-from memfit.capture.measured_peak import measure_peak_bytes
+from memfit.capture import measure_peak_bytes, nothing_changes, real_copy
 from memfit.errors import (
     CaptureError,
     MemfitError,
@@ -29,31 +27,33 @@ from memfit.errors import (
     UsageError,
     WorkloadError,
 )
-from memfit.hardware.catalogue import precisions
-from memfit.hardware.host import find_device
-from memfit.ir.device import Device
-from memfit.ir.ladder import Ladder, Rung
-from memfit.ir.plan import NUMERICS, CompilerLever, Levers, LeverUse, Numerics, Prediction, allows, freest
-from memfit.ir.remat import Regions
-from memfit.ir.sharding import Sharding
-from memfit.ir.trace import Trace
-from memfit.levers import registry
-from memfit.levers.lever import LeversOn, NotOffered
-from memfit.levers.lever import Rung as Offer
-from memfit.levers.stack import applied, check_workload
-from memfit.pipeline.placement import device_named
-from memfit.pipeline.verbs import checked, verb
-from memfit.planner.batch_coupling import coupling
-from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import costs_of, predict
-from memfit.report.notebook_progress import stages, with_bars
-from memfit.solver.candidates import options
-from memfit.solver.frontier import Combination
-from memfit.solver.problem import build
-from memfit.training.step import Step
-from memfit.units import Budget, Progress, read_budget, silent
+from memfit.foundations import Budget, Progress, read_budget, silent
+from memfit.hardware import find_device, precisions
+from memfit.ir import (
+    NUMERICS,
+    CompilerLever,
+    Device,
+    Ladder,
+    Levers,
+    LeverUse,
+    Numerics,
+    Prediction,
+    Regions,
+    Rung,
+    Sharding,
+    Trace,
+    allows,
+    freest,
+)
+from memfit.levers import LeversOn, NotOffered, applied, check_combination, check_workload, lever_rungs, lever_uses
+from memfit.levers import Rung as Offer
+from memfit.pipeline import checked, device_named, verb
+from memfit.planner import capture_levers, costs_of, coupling, predict
+from memfit.report import stages, with_bars
+from memfit.solver import Combination, build, options
+from memfit.training import Step
 from memfit.version import __version__
-from memfit.workload import Workload, fingerprint, samples_of
+from memfit.workload import Workload, fingerprint, map_tensors, samples_of
 
 PAYS = 0.02
 """By how much a rung must be better to be kept."""
@@ -143,7 +143,7 @@ class _Climb:
         self.coupling = coupling(self.trace(self.plain), self.workload)
 
     def rungs(self, progress: Progress) -> list[Rung]:
-        offered = list(registry.rungs())
+        offered = list(lever_rungs())
         total = len(offered) + 2
         progress("rungs", 0, total)
         rungs = [self._measured("plain", self.plain, "the plain step", None)]
@@ -159,7 +159,7 @@ class _Climb:
         try:
             levers, what = propose(self, before.levers)
             numerics = self.numerics_of(levers)
-            registry.check_combination(levers, self.workload, self.device, allowed=self.numerics)
+            check_combination(levers, self.workload, self.device, allowed=self.numerics)
             if not self.allows(levers):
                 raise NotOffered(f"of class {numerics}: numerics={numerics!r} allows it")
             return self._measured(name, levers, what, before)
@@ -278,7 +278,7 @@ class _Climb:
         return predict(trace, costs_of([trace], self.device), self.device)[0]
 
     def uses(self, levers: Levers) -> tuple[LeverUse, ...]:
-        return registry.uses(LeversOn(levers, self.batch_size, self.coupling is not None))
+        return lever_uses(LeversOn(levers, self.batch_size, self.coupling is not None))
 
     def numerics_of(self, levers: Levers) -> Numerics:
         return freest(self.uses(levers))

@@ -7,17 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from memfit.capture.fake_workload import nothing_changes, real_copy
-from memfit.capture.range_observer import RangeObserver
+from memfit.capture import RangeObserver, nothing_changes, real_copy
 from memfit.errors import UsageError
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers
-from memfit.ir.ranges import RangeReport, range_report
-from memfit.levers.stack import applied, check_workload
-from memfit.pipeline._verify import first_batches
-from memfit.pipeline.placement import device_kind
-from memfit.pipeline.verbs import checked
-from memfit.units import Progress, silent
+from memfit.foundations import Progress, silent
+from memfit.hardware import find_device
+from memfit.ir import Levers, RangeReport, range_report
+from memfit.levers import applied, check_workload
+from memfit.pipeline import checked, device_kind, first_batches
 from memfit.workload import Loss, Workload, samples_of
 
 

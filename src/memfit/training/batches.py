@@ -10,10 +10,16 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from memfit.batch import map_tensors
 from memfit.errors import CheckpointError, MemfitError, UsageError, WorkloadError
-from memfit.rng import bytes_tensor, generator_state, rng_preserved, rng_state, set_rng_state
-from memfit.workload import Workload
+from memfit.workload import (
+    Workload,
+    bytes_tensor,
+    generator_state,
+    map_tensors,
+    rng_preserved,
+    rng_state,
+    set_rng_state,
+)
 
 
 class BatchStream:

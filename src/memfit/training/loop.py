@@ -11,13 +11,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit._torch.tensors import tree_map
-from memfit.batch import leaves_of
-from memfit.ir.trace import Phase
-from memfit.tape import BatchTensor, Entry, ExecutionContext, LoopWorkload, ModuleTensor, Reference, ResultTensor
+from memfit._torch import tree_map
+from memfit.ir import Phase
 from memfit.training.optimizers import parameters_of
 from memfit.training.step import Step, StepOptions, StepResult
-from memfit.workload import Loop, Workload, samples_of
+from memfit.workload import (
+    BatchTensor,
+    Entry,
+    ExecutionContext,
+    Loop,
+    LoopWorkload,
+    ModuleTensor,
+    Reference,
+    ResultTensor,
+    Workload,
+    leaves_of,
+    samples_of,
+)
 
 _NO_RESULT = StepResult(math.nan, math.nan, False, 1.0, math.nan, None)
 

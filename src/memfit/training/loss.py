@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit._torch.autograd import current_graph_task_id
-from memfit._torch.operators import foreach_mul_
-from memfit._torch.tensors import sparse_values
+from memfit._torch import current_graph_task_id, foreach_mul_, sparse_values
 from memfit.errors import WorkloadError
-from memfit.ranks.processes import SingleProcess
+from memfit.ranks import SingleProcess
 from memfit.workload import LossScaling, tensors_of
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from memfit._torch.modules import own_parameters
+from memfit._torch import own_parameters
 from memfit.errors import WorkloadError
 from memfit.workload import Workload, described, tensors_of
 

@@ -13,22 +13,17 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from memfit._torch.distributed import is_shared, local_part
-from memfit._torch.modules import NormBase, own_buffers, own_modules, own_parameters
-from memfit._torch.operators import foreach_copy_
+from memfit._torch import NormBase, foreach_copy_, is_shared, local_part, own_buffers, own_modules, own_parameters
 from memfit.errors import NonFiniteError, UsageError, WorkloadError
-from memfit.interrupts import held_back, safe_point, undone
-from memfit.ir.plan import Prediction
-from memfit.ir.trace import Phase
-from memfit.ranks.processes import BatchPart, SingleProcess, T
-from memfit.rng import rng_preserved
-from memfit.tracebacks import public
+from memfit.foundations import held_back, public, safe_point, undone
+from memfit.ir import Phase, Prediction
+from memfit.ranks import BatchPart, SingleProcess, T
 from memfit.training.batches import on_device
 from memfit.training.guards.ledger import Ledger, ledger_of
 from memfit.training.loss import FirstNotFinite, LossScaler, Window, gradient_entries, gradient_values, watching
 from memfit.training.optimizers import parameters_of
 from memfit.training.refusals import checked_loss
-from memfit.workload import Workload, part_of, samples_of, tensors_of
+from memfit.workload import Workload, part_of, rng_preserved, samples_of, tensors_of
 
 _CPU = torch.device("cpu")
 _log = logging.getLogger("memfit")

@@ -11,8 +11,8 @@ from types import FrameType
 from typing import NamedTuple
 
 from memfit.errors import MemoryLimitError, RankError
-from memfit.interrupts import HeldSignals, held_back
-from memfit.ranks.processes import SingleProcess
+from memfit.foundations import HeldSignals, held_back
+from memfit.ranks import SingleProcess
 from memfit.training.runs.checkpoint import Writing
 
 PREEMPTED = 75

@@ -14,6 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from memfit import ir
 from memfit.errors import (
     DamagedCheckpointError,
     MemfitError,
@@ -23,12 +24,9 @@ from memfit.errors import (
     UsageError,
     WorkloadError,
 )
-from memfit.interrupts import HeldSignals
-from memfit.ir import codec
-from memfit.ir.plan import Plan, uses_text
-from memfit.ir.run_record import RunRecord
-from memfit.ranks.processes import once
-from memfit.rng import rng_state, set_rng_state
+from memfit.foundations import HeldSignals, format_bytes
+from memfit.ir import Plan, RunRecord, uses_text
+from memfit.ranks import once
 from memfit.training.batches import BatchStream
 from memfit.training.guards.ledger import allocation_retries, device_of
 from memfit.training.guards.recovery import OutOfMemoryObserver, Recovery
@@ -58,8 +56,7 @@ from memfit.training.runs.run_options import RunOptions
 from memfit.training.runs.tensor_files import HostBuffers
 from memfit.training.step import Step, StepResult, evaluation_mode
 from memfit.training.stopping import deferred_interrupts, meet
-from memfit.units import format_bytes
-from memfit.workload import fingerprint, samples_of
+from memfit.workload import fingerprint, rng_state, samples_of, set_rng_state
 
 _log = logging.getLogger("memfit")
 
@@ -165,7 +162,7 @@ class Trainer:
         def begin() -> None:
             if self.options.overwrite and self.out.exists():
                 clear_folder(self.out)
-            codec.write_atomic(self.out / PLAN, codec.encode(self.plan))
+            ir.codec.write_atomic(self.out / PLAN, ir.codec.encode(self.plan))
 
         once(self._ranks, begin)
         if self._ranks.size > 1:  # what Python's generator draws would differ, and so would batches shuffled with it
@@ -184,7 +181,7 @@ class Trainer:
         def tidy() -> list[Path]:
             remove_leftovers(self.out)
             aside = checkpoint_folders.set_aside_after(self.out, loaded.step_count)
-            codec.write_atomic(self.out / PLAN, codec.encode(self.plan))
+            ir.codec.write_atomic(self.out / PLAN, ir.codec.encode(self.plan))
             return aside
 
         happened = _events_of_resuming(loaded, self.step, self.plan, damages, once(self._ranks, tidy))
@@ -316,7 +313,7 @@ class Trainer:
         if recovery.plan is not self.plan:  # the plan taken then becomes the run's plan
             self.plan = recovery.plan
             if self._is_first:
-                codec.write_atomic(self.out / PLAN, codec.encode(self.plan))
+                ir.codec.write_atomic(self.out / PLAN, ir.codec.encode(self.plan))
 
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.step.steps > 0 and self.step.steps % every == 0
@@ -374,7 +371,7 @@ class Trainer:
 
     def _write_record(self, record: RunRecord) -> None:
         if self._is_first:
-            codec.write_atomic(self.out / RUN, codec.encode(record))
+            ir.codec.write_atomic(self.out / RUN, ir.codec.encode(record))
 
     @property
     def _is_first(self) -> bool:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from memfit.training import Growth
 from memfit.training.guards import loop_memory as growth_module
-from memfit.training.guards.loop_memory import Growth
 
 STEPS = 14
 

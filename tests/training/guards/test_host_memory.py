@@ -13,14 +13,11 @@ from msgspec.structs import replace
 
 import memfit
 from memfit.errors import BudgetError, MemoryLimitError
-from memfit.ir.plan import Plan
-from memfit.ir.remat import Region
-from memfit.ir.sharding import Mode, Sharding
-from memfit.levers.stack import host_bytes_of
+from memfit.ir import Mode, Plan, Region, Sharding
+from memfit.levers import host_bytes_of
+from memfit.training import HostWatch, RunOptions, Step, check_host, host_needs
 from memfit.training.guards import host_resources as host_memory
-from memfit.training.guards.host_resources import HostWatch, check_host, checkpoint_bytes, host_needs
-from memfit.training.runs.run_options import RunOptions
-from memfit.training.step import Step
+from memfit.training.guards.host_resources import checkpoint_bytes
 from memfit.workload import tensors_of
 from tests.models import BUILDERS, transformer
 

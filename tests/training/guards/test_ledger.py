@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import memfit
+from memfit.training import Step
 from memfit.training.guards import ledger
 from memfit.training.guards.ledger import IN_THE_STEP, allocation_retries
-from memfit.training.step import Step
 from memfit.workload import tensors_of
 from tests.models import BUILDERS, LARGE
 

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.capture.measured_peak import measure_peak_bytes
+from memfit.capture import measure_peak_bytes
 from memfit.errors import MemoryLimitError, UsageError
-from memfit.hardware.cpu_allocations import allocated
-from memfit.ir.plan import Plan
-from memfit.training.guards.limits import AcceleratorLimit, CpuLimit, has_room
+from memfit.hardware import allocated
+from memfit.ir import Plan
+from memfit.training import AcceleratorLimit, CpuLimit
+from memfit.training.guards.limits import has_room
 from tests.models import BUILDERS, LARGE
 
 CPU = torch.device("cpu")

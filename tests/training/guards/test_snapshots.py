@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from memfit.ir.plan import Plan
+from memfit.ir import Plan
+from memfit.training import Snapshots
 from memfit.training.guards import recovery as module
-from memfit.training.guards.recovery import MOST_SNAPSHOTS, Snapshots, all_snapshots
+from memfit.training.guards.recovery import MOST_SNAPSHOTS, all_snapshots
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 

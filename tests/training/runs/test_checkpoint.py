@@ -20,16 +20,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from memfit import ir
 from memfit.errors import CheckpointError, OutputError
-from memfit.ir import codec
-from memfit.rng import check_rng_state, rng_preserved, rng_state, set_rng_state
+from memfit.training import LossScaler, Step, StepOptions, write_tensors
 from memfit.training.batches import BatchStream
-from memfit.training.loss import LossScaler
 from memfit.training.runs import checkpoint, checkpoint_folders
 from memfit.training.runs.state import pack, unpack
-from memfit.training.runs.tensor_files import HostBuffers, read_tensors, write_tensors
-from memfit.training.step import Step, StepOptions
-from memfit.workload import LossScaling, Workload
+from memfit.training.runs.tensor_files import HostBuffers, read_tensors
+from memfit.workload import LossScaling, Workload, check_rng_state, rng_preserved, rng_state, set_rng_state
 from tests.training.conftest import restored
 
 
@@ -519,10 +517,10 @@ def test_a_flipped_byte_anywhere_is_seen(
 def forged(path: Path, name: str, data: bytes) -> None:
     """Replace a file, its entry in the manifest, and the manifest's own hash."""
     (path / name).write_bytes(data)
-    manifest = codec.read(path / checkpoint_folders.MANIFEST, checkpoint_folders.Checkpoint)
+    manifest = ir.codec.read(path / checkpoint_folders.MANIFEST, checkpoint_folders.Checkpoint)
     entry = checkpoint_folders.FileEntry(hashlib.sha256(data).hexdigest(), len(data))
     manifest = msgspec.structs.replace(manifest, files={**manifest.files, name: entry}).sealed()
-    (path / checkpoint_folders.MANIFEST).write_bytes(codec.encode(manifest))
+    (path / checkpoint_folders.MANIFEST).write_bytes(ir.codec.encode(manifest))
 
 
 @pytest.mark.parametrize("name", checkpoint_folders.FILES)

@@ -17,11 +17,9 @@ from torch import nn
 
 import memfit
 from memfit.errors import OutputError
-from memfit.ir.plan import Plan
-from memfit.training.guards.host_resources import _REST_BYTES, check_disk
-from memfit.training.runs.run_options import RunOptions
-from memfit.training.step import Step
-from memfit.training.trainer import Trainer
+from memfit.ir import Plan
+from memfit.training import RunOptions, Step, Trainer, check_disk
+from memfit.training.guards.host_resources import _REST_BYTES
 from memfit.workload import Workload
 
 WIDTH = 1024

@@ -21,11 +21,9 @@ import psutil
 import pytest
 
 from memfit.errors import OutputError
+from memfit.training import RunOptions, Step, Trainer, held_folder
 from memfit.training.runs import folder as lock
-from memfit.training.runs.folder import LOCK, LockHolder, held_folder, holder_of, locked
-from memfit.training.runs.run_options import RunOptions
-from memfit.training.step import Step
-from memfit.training.trainer import Trainer
+from memfit.training.runs.folder import LOCK, LockHolder, holder_of, locked
 from tests.processes import on_two_spawned_ranks
 
 _HOLDS = """

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 
 from memfit.errors import CheckpointError, OutputError
-from memfit.ir.sharding import Sharding
+from memfit.ir import Sharding
 from memfit.training.batches import BatchStream
 from memfit.training.runs import checkpoint, checkpoint_folders
 from tests.processes import on_ranks

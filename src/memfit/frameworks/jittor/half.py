@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from memfit.frameworks.jittor.checkpoint import executing
+from memfit.frameworks.jittor.checkpointing import executing
 from memfit.frameworks.jittor.internals import jt
 from memfit.frameworks.jittor.variables import FLOATS, is_trainable, mapped, modules_of, patched, slots_of
 

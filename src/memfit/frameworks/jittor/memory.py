@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 
 from memfit.errors import MemoryLimitError, UsageError
+from memfit.foundations import format_bytes, parse_budget
 from memfit.frameworks.jittor.internals import jt
 from memfit.frameworks.jittor.variables import is_trainable, named_variables, nodes, patched, variables_of
-from memfit.units import format_bytes, parse_budget
 
 _WATCHED = ("item", "numpy", "fetch_sync", "sync", "data")
 _limits: list[int] = []

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from memfit.errors import PlanMismatchError, RecomputationError, UsageError
+from memfit.foundations import Progress, read_budget, silent
 from memfit.frameworks.jittor import memory
 from memfit.frameworks.jittor.half import half
 from memfit.frameworks.jittor.internals import jt
@@ -18,16 +19,9 @@ from memfit.frameworks.jittor.step import Step
 from memfit.frameworks.jittor.variables import modules_of
 from memfit.frameworks.jittor.workload import Workload, batch_size_of, fingerprint, first
 from memfit.frameworks.measured_layers import MEASURED, Planner, infeasible, prediction
-from memfit.ir.plan import NUMERICS, Candidate, Levers, Numerics, Plan, Precision, Prediction
-from memfit.ir.remat import Region
-from memfit.levers import registry
-from memfit.levers.conflicts import JITTOR
-from memfit.levers.lever import LeversOn
-from memfit.levers.microbatches import microbatch_sizes
-from memfit.solver.candidates import Option
-from memfit.solver.frontier import Combination, fastest, frontier
-from memfit.solver.problem import Problem, Row
-from memfit.units import Progress, read_budget, silent
+from memfit.ir import NUMERICS, Candidate, Levers, Numerics, Plan, Precision, Prediction, Region
+from memfit.levers import JITTOR, LeversOn, check_lever_names, lever_names, microbatch_sizes
+from memfit.solver import Combination, Option, Problem, Row, fastest, frontier
 
 _ATTEMPTS = 8
 _LEAST_SHARE = 0.005
@@ -93,7 +87,7 @@ def apply(plan: Plan, workload: Workload) -> Step:
             f"the plan was made for the workload {plan.workload!r} with the fingerprint {plan.fingerprint}, not for"
             f" this one with {fingerprint(workload)}: plan again with memfit.jittor.plan"
         )
-    registry.check_names(registry.names(LeversOn(plan.levers, batch_size_of(workload.batch))) | {JITTOR})
+    check_lever_names(lever_names(LeversOn(plan.levers, batch_size_of(workload.batch))) | {JITTOR})
     return _step(workload, plan.levers, plan.predicted.peak_bytes)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from memfit.frameworks.jittor.checkpoint import executing, is_chain
+from memfit.frameworks.jittor.checkpointing import executing, is_chain
 from memfit.frameworks.jittor.draws import Draws, substituted
 from memfit.frameworks.jittor.internals import jt
 from memfit.frameworks.jittor.variables import emptied, filled, is_trainable, modules_of, nodes, variables_of
@@ -21,7 +21,7 @@ _TIMED = 3
 
 
 @dataclass
-class Block:
+class ProfiledBlock:
     """One call of a module in the forward pass.
 
     Attributes:
@@ -49,7 +49,7 @@ class Profile:
     """
 
     samples: int
-    blocks: list[Block]
+    blocks: list[ProfiledBlock]
     chains: list[list[int]]
 
     def own_bytes(self, index: int) -> int:
@@ -79,9 +79,9 @@ def profile(model: Any, run: Callable[[], Any], samples: int, progress: Callable
     return Profile(samples, blocks, list(_chains(modules, blocks)))
 
 
-def _recorded(modules: dict[str, Any], run: Callable[[], Any]) -> list[Block]:
+def _recorded(modules: dict[str, Any], run: Callable[[], Any]) -> list[ProfiledBlock]:
     """Return the calls of modules that are called once, in the order in which they end."""
-    blocks: list[Block] = []
+    blocks: list[ProfiledBlock] = []
     calls: dict[str, int] = {}
     inside: list[list[int]] = [[]]
 
@@ -94,7 +94,7 @@ def _recorded(modules: dict[str, Any], run: Callable[[], Any]) -> list[Block]:
             children = inside.pop()
             if variables_of(result) and variables_of((args, kwargs)):
                 inside[-1].append(len(blocks))
-                blocks.append(Block(fqn, start, (args, kwargs), children=children))
+                blocks.append(ProfiledBlock(fqn, start, (args, kwargs), children=children))
             else:
                 inside[-1] += children
             return result
@@ -109,7 +109,7 @@ def _recorded(modules: dict[str, Any], run: Callable[[], Any]) -> list[Block]:
     return blocks if not repeated else _without(blocks, repeated)
 
 
-def _without(blocks: list[Block], repeated: set[str]) -> list[Block]:
+def _without(blocks: list[ProfiledBlock], repeated: set[str]) -> list[ProfiledBlock]:
     """Return blocks without those of modules that are called more than once: they can't be told apart."""
     unique = [b for b in blocks if b.fqn not in repeated]
     place = {id(b): i for i, b in enumerate(unique)}
@@ -120,7 +120,7 @@ def _without(blocks: list[Block], repeated: set[str]) -> list[Block]:
     return unique
 
 
-def _outermost(blocks: list[Block], index: int, repeated: set[str]) -> Iterator[int]:
+def _outermost(blocks: list[ProfiledBlock], index: int, repeated: set[str]) -> Iterator[int]:
     if blocks[index].fqn not in repeated:
         yield index
     else:
@@ -128,7 +128,7 @@ def _outermost(blocks: list[Block], index: int, repeated: set[str]) -> Iterator[
             yield from _outermost(blocks, child, repeated)
 
 
-def _chains(modules: dict[str, Any], blocks: list[Block]) -> Iterator[list[int]]:
+def _chains(modules: dict[str, Any], blocks: list[ProfiledBlock]) -> Iterator[list[int]]:
     """Yield runs of blocks that follow one another in a container which was called itself."""
     index_of = {block.fqn: i for i, block in enumerate(blocks)}
     for fqn, module in modules.items():

@@ -23,17 +23,14 @@ from safetensors.numpy import load, save
 
 from memfit.errors import CheckpointError, NonFiniteError, UsageError, WorkloadError
 from memfit.frameworks.jittor import memory
-from memfit.frameworks.jittor.checkpoint import checkpointed
+from memfit.frameworks.jittor.checkpointing import checkpointed
 from memfit.frameworks.jittor.draws import Draws, substituted
 from memfit.frameworks.jittor.half import half
 from memfit.frameworks.jittor.internals import jt, keep_gradients
 from memfit.frameworks.jittor.variables import is_trainable, named_variables, slots_of, variables_of
 from memfit.frameworks.jittor.workload import Workload, batch_size_of, first, split, trainables
-from memfit.ir.codec import write_atomic
-from memfit.ir.plan import Precision
-from memfit.ir.remat import Region
-from memfit.training.loss import LossScaler
-from memfit.training.step import StepResult
+from memfit.ir import Precision, Region, write_atomic
+from memfit.training import LossScaler, StepResult
 
 _POOL_BLOCK_BYTES = 5 * 2**20  # blocks in which Jittor's pools place tensors of 1 to 5 MiB
 _SCHEMA = "memfit.jittor.step/1"

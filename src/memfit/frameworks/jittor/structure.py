@@ -17,11 +17,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from memfit.errors import UsageError
-from memfit.frameworks.jittor.checkpoint import checkpoint, checkpointed, is_chain
+from memfit.frameworks.jittor.checkpointing import checkpoint, checkpointed, is_chain
 from memfit.frameworks.jittor.half import NORMALISATIONS
 from memfit.frameworks.jittor.internals import jt
 from memfit.frameworks.jittor.variables import modules_of
-from memfit.ir.remat import Region
+from memfit.ir import Region
 
 
 @contextlib.contextmanager

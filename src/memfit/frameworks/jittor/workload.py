@@ -9,7 +9,7 @@ from typing import Any
 
 from memfit.errors import WorkloadError
 from memfit.frameworks.jittor.variables import is_trainable, mapped, named_variables, variables_of
-from memfit.pipeline.workload_files import call
+from memfit.pipeline import call
 
 
 @dataclass(frozen=True)

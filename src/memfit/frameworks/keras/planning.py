@@ -15,6 +15,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from memfit.errors import PlanMismatchError
+from memfit.foundations import Progress, format_bytes, format_seconds, read_budget, silent
 from memfit.frameworks.keras.graph import Graph, graph_of
 from memfit.frameworks.keras.internals import keras, tf
 from memfit.frameworks.keras.memory import default_device, measured_peak, peak_of
@@ -22,12 +23,8 @@ from memfit.frameworks.keras.profile import Cost, profile
 from memfit.frameworks.keras.recompute import Run, recomputed
 from memfit.frameworks.keras.workload import Workload, fingerprint
 from memfit.frameworks.measured_layers import MEASURED, Planner, infeasible, prediction
-from memfit.ir.plan import Candidate, Levers, Numerics, Plan, Prediction
-from memfit.ir.remat import Region
-from memfit.solver.candidates import Option
-from memfit.solver.frontier import Combination, frontier
-from memfit.solver.problem import ALWAYS, Activity, Problem, Row, Tightening
-from memfit.units import Progress, format_bytes, format_seconds, read_budget, silent
+from memfit.ir import Candidate, Levers, Numerics, Plan, Prediction, Region
+from memfit.solver import ALWAYS, Activity, Combination, Option, Problem, Row, Tightening, frontier
 
 _OVERESTIMATE = 0.1  # share by which a predicted peak may be over the budget for its plan to be measured all the same
 _MEASURED_STEPS = 2

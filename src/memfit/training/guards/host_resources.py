@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 from memfit.errors import BudgetError, MemoryLimitError, OutputError
-from memfit.hardware.host import free_bytes, own_bytes
-from memfit.ir.plan import Plan
+from memfit.foundations import format_bytes
+from memfit.hardware import free_bytes, own_bytes
+from memfit.ir import Plan
 from memfit.training.optimizers import state_of
 from memfit.training.runs import checkpoint_folders
 from memfit.training.runs.run_options import RunOptions
 from memfit.training.step import Step
-from memfit.units import format_bytes
 from memfit.workload import Workload, tensors_of
 
 CHECK_SECONDS = 0.5

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from memfit.hardware import accelerators
-from memfit.hardware.host import free_bytes
-from memfit.ir.trace import BETWEEN_STEPS
+from memfit import hardware
+from memfit.foundations import format_bytes
+from memfit.hardware import free_bytes
+from memfit.ir import BETWEEN_STEPS
 from memfit.training.guards.limits import CpuLimit, held_by_category
 from memfit.training.optimizers import parameters_of, state_of
-from memfit.units import format_bytes
 from memfit.workload import tensors_of
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def device_of(step: Step) -> torch.device:
 
 def allocation_retries(step: Step) -> int | None:
     """Return how often the allocator of a step's accelerator released its cache and retried; None on the CPU."""
-    return accelerators.allocation_retries(device_of(step))
+    return hardware.accelerators.allocation_retries(device_of(step))
 
 
 def held_tensors(step: Step, batch: Any) -> dict[str, list[torch.Tensor]]:
@@ -150,6 +150,6 @@ def _grouped(by_category: Mapping[str, int]) -> dict[str, int]:
 
 def _measured(step: Step, device: torch.device) -> tuple[int | None, int | None, int | None]:
     """Return peak allocated, peak reserved, and allocation retries; None for unknown ones."""
-    if (peaks := accelerators.peaks(device)) is not None:
+    if (peaks := hardware.accelerators.peaks(device)) is not None:
         return *peaks, allocation_retries(step)
     return (step.limit.peak_bytes or None if isinstance(step.limit, CpuLimit) else None), None, None

@@ -14,15 +14,12 @@ from typing import Any
 
 import torch
 
-from memfit._torch.dispatch import EagerMode
-from memfit._torch.fake import FakeTensorMode
-from memfit._torch.tensors import storage_key_of, tree_leaves, tree_map
-from memfit.batch import tensors_of
+from memfit import hardware
+from memfit._torch import EagerMode, FakeTensorMode, storage_key_of, tree_leaves, tree_map
 from memfit.errors import MemoryLimitError
-from memfit.hardware import accelerators
-from memfit.hardware.memory_errors import allocations_can_fail, out_of_memory
-from memfit.signature import signature
-from memfit.units import format_bytes
+from memfit.foundations import format_bytes
+from memfit.hardware import allocations_can_fail, out_of_memory
+from memfit.workload import signature, tensors_of
 
 _BLOCK_BYTES = 2**26  # memory is requested in pieces, as an optimizer does
 
@@ -47,7 +44,7 @@ class CpuLimit(EagerMode):
 
     Args:
         limit_bytes: Most bytes held at a time.
-        workspace_bytes: Returns the bytes that a call allocates inside, by its `memfit.signature`.
+        workspace_bytes: Returns the bytes that a call allocates inside, by its `memfit.workload.signatures`.
         as_run: Maps an operator and its arguments, as a mode sees them, to those that run without a mode.
 
     Attributes:
@@ -155,7 +152,7 @@ class AcceleratorLimit:
 
     def __init__(self, limit_bytes: int, named: Named, device: torch.device) -> None:
         self.limit_bytes, self.device = limit_bytes, device
-        self._named, self._fraction = named, accelerators.MemoryFraction(device)
+        self._named, self._fraction = named, hardware.accelerators.MemoryFraction(device)
         self._batch: Any = None
         self._before = 1.0
 
@@ -175,7 +172,7 @@ class AcceleratorLimit:
         record = None if error is None else out_of_memory(error)
         if record is None or record.kind != "allocator":
             return
-        held_bytes, named = accelerators.allocated_bytes(self.device), self._named(batch)
+        held_bytes, named = hardware.accelerators.allocated_bytes(self.device), self._named(batch)
         raise _limit_error(self.limit_bytes, held_bytes, record.requested_bytes or 0, named, "an operator") from error
 
 
@@ -251,7 +248,7 @@ def has_room(wanted_bytes: int, device: torch.device) -> bool:
         if CpuLimit.active is not None and wanted_bytes > CpuLimit.active.room_bytes:
             return False
         return not allocations_can_fail() or _can_take(wanted_bytes, device)
-    if accelerators.cached_bytes(device) > 2 * wanted_bytes:  # twice, since cached memory may be fragmented
+    if hardware.accelerators.cached_bytes(device) > 2 * wanted_bytes:  # twice, since cached memory may be fragmented
         return True
     return _can_take(wanted_bytes, device)
 

@@ -20,12 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from memfit._torch.fake import FakeTensor
-from memfit._torch.tensors import is_wrapper, storage_key_of
-from memfit.frames import is_users
-from memfit.hardware.heap import live_bytes
-from memfit.tape import Geometry
-from memfit.units import format_bytes
+from memfit._torch import FakeTensor, is_wrapper, storage_key_of
+from memfit.foundations import format_bytes, is_users
+from memfit.hardware import live_bytes
+from memfit.workload import Geometry
 
 _SAMPLES = 4
 """Samples that must grow one after the other, as fast as one another within `_STEADY`."""

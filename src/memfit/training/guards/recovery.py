@@ -32,22 +32,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from memfit._torch.cuda import take_snapshot
-from memfit._torch.distributed import local_part
-from memfit._torch.modules import own_buffers
-from memfit._torch.tensors import version_of
+from memfit import hardware
+from memfit._torch import local_part, own_buffers, take_snapshot, version_of
 from memfit.errors import MemfitError, OutOfMemoryError, OutputError
-from memfit.hardware import accelerators
-from memfit.hardware.host import free_bytes
-from memfit.hardware.memory_errors import OutOfMemory, out_of_memory
-from memfit.ir.codec import write_atomic
-from memfit.ir.plan import Plan, uses_text
-from memfit.ranks.agreement import PeerError, UnansweredError
-from memfit.rng import rng_snapshot
+from memfit.foundations import format_bytes
+from memfit.hardware import OutOfMemory, free_bytes, out_of_memory
+from memfit.ir import Plan, uses_text, write_atomic
+from memfit.ranks import PeerError, UnansweredError
 from memfit.training.guards.limits import has_room
 from memfit.training.optimizers import Optimizers, parameters_of, state_of
 from memfit.training.step import Step, StepResult
-from memfit.units import format_bytes
+from memfit.workload import rng_snapshot
 
 RETRIES = 8
 """Most lower plans to try for one batch."""
@@ -169,14 +164,14 @@ class Recovery(OutOfMemoryObserver):
                 ranks can't be told.
             MemfitError: Another rank failed otherwise. Nothing was updated.
         """
-        before_bytes = accelerators.held_bytes()
+        before_bytes = hardware.accelerators.held_bytes()
         for attempt in range(self._retries + 1):
             outcome = self._attempt(run, batch)
             if isinstance(outcome, StepResult):
                 self._rollback.settle()
                 return outcome
             gc.collect()  # cycles that hold tensors of the failed step
-            accelerators.release_cache()
+            hardware.accelerators.release_cache()
             if self._ranks.is_updating:  # the other ranks have updated, and this one has not
                 raise self._error(outcome, attempt, is_torn=True)
             self._tell(outcome)
@@ -184,7 +179,7 @@ class Recovery(OutOfMemoryObserver):
             snapshot = "" if outcome.kind == "another rank" else self._write_snapshot(batch)
             lowered = self._lower(plan) if is_restored and attempt < self._retries else None
             lowered = lowered if self._ranks.all(lowered is not None) else None
-            held_bytes = max(0, accelerators.held_bytes() - before_bytes)
+            held_bytes = max(0, hardware.accelerators.held_bytes() - before_bytes)
             self.events.append(OutOfMemoryEvent(self.step.steps + 1, outcome, held_bytes, plan, lowered, snapshot))
             if lowered is None:
                 raise self._error(outcome, attempt, is_torn=not is_restored)

@@ -38,11 +38,10 @@ from typing import Any
 
 import torch
 
+from memfit import ir
 from memfit.errors import CheckpointError, DamagedCheckpointError, OutputError
-from memfit.ir import codec
-from memfit.ir.plan import Plan, Precision
-from memfit.ranks.processes import SingleProcess, each, once
-from memfit.rng import check_rng_state
+from memfit.ir import Plan, Precision
+from memfit.ranks import SingleProcess, each, once
 from memfit.training.runs.checkpoint_folders import (
     FILES,
     MANIFEST,
@@ -68,7 +67,7 @@ from memfit.training.runs.tensor_files import (
 )
 from memfit.training.step import Step
 from memfit.version import __version__
-from memfit.workload import fingerprint
+from memfit.workload import check_rng_state, fingerprint
 
 _IN_SHARDS = ("model", "optimizer")
 
@@ -137,7 +136,7 @@ class Writing:
                     own.parent.mkdir(parents=True, exist_ok=True)
                     shutil.rmtree(own, ignore_errors=True)
                     own.mkdir()
-                    (own / PLAN).write_bytes(codec.encode(plan))
+                    (own / PLAN).write_bytes(ir.codec.encode(plan))
                 return own
 
         try:
@@ -205,7 +204,7 @@ class Writing:
                 step=self.step_count,
                 files=entries,
             )
-            codec.write_atomic(self._new / MANIFEST, codec.encode(manifest.sealed()))
+            ir.codec.write_atomic(self._new / MANIFEST, ir.codec.encode(manifest.sealed()))
             _sync(self._new)
             _move(self._new, self.path)
             prune(self.path.parent, self.step_count, self._keep)
@@ -260,7 +259,7 @@ def read(path: Path, step: Step, precision: Precision | None = None, *, is_check
             " shapes and the kind of optimizer must be the same"
         )
     try:
-        plan = codec.read(path / PLAN, Plan, error=DamagedCheckpointError)
+        plan = ir.codec.read(path / PLAN, Plan, error=DamagedCheckpointError)
         state = _read_state(path, manifest)
         check_rng_state(state.rng)
         restore_state = prepare_restore(step, state, converts=precision not in (None, plan.levers.precision))
@@ -391,7 +390,7 @@ def _sha256(path: Path) -> str:
 
 
 def _manifest_of(path: Path) -> Checkpoint:
-    manifest = codec.read(path / MANIFEST, Checkpoint, error=DamagedCheckpointError)
+    manifest = ir.codec.read(path / MANIFEST, Checkpoint, error=DamagedCheckpointError)
     if manifest != manifest.sealed():
         raise DamagedCheckpointError(f"{path / MANIFEST} is damaged: its SHA-256 differs from the recorded one")
     return manifest

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from memfit import ir
 from memfit.errors import CheckpointError, OutputError, UsageError
-from memfit.ir import codec
 from memfit.training.runs.tensor_files import is_shard_name
 
 MANIFEST = "checkpoint.json"
@@ -57,7 +57,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def sealed(self) -> Checkpoint:
         """Return this record with its own SHA-256."""
         bare = msgspec.structs.replace(self, sha256="")
-        return msgspec.structs.replace(bare, sha256=hashlib.sha256(codec.encode(bare)).hexdigest())
+        return msgspec.structs.replace(bare, sha256=hashlib.sha256(ir.codec.encode(bare)).hexdigest())
 
 
 def newest_first(folder: Path) -> list[Path]:
@@ -158,7 +158,7 @@ def prune(folder: Path, step_count: int, keep: int) -> None:
 
 def _is_complete(path: Path) -> bool:
     try:
-        manifest = codec.read(path / MANIFEST, Checkpoint, error=CheckpointError)
+        manifest = ir.codec.read(path / MANIFEST, Checkpoint, error=CheckpointError)
         return all((path / name).stat().st_size == entry.size_bytes for name, entry in manifest.files.items())
     except (OSError, UsageError):
         return False

@@ -18,11 +18,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from memfit import hardware, ir
 from memfit.errors import OutputError, UsageError, brought_by
-from memfit.hardware import accelerators
-from memfit.hardware.host import host_name
-from memfit.ir import codec
-from memfit.ir.run_record import Evaluation, Event, RunRecord
+from memfit.hardware import host_name
+from memfit.ir import Evaluation, Event, RunRecord
 from memfit.version import __version__
 from memfit.workload import Workload, fingerprint
 
@@ -195,7 +194,7 @@ def cut_lines(metrics: Path, step_count: int) -> list[dict[str, Any]]:
         OutputError: The file is not such a log, or can't be written.
     """
     lines = lines_until(metrics, step_count)
-    codec.write_atomic(metrics, "".join(json.dumps(line) + "\n" for line in lines).encode())
+    ir.codec.write_atomic(metrics, "".join(json.dumps(line) + "\n" for line in lines).encode())
     return lines
 
 
@@ -329,7 +328,7 @@ def resumed_history(
     """
     started = None
     with contextlib.suppress(UsageError):
-        started = codec.read(run, RunRecord, error=UsageError).started
+        started = ir.codec.read(run, RunRecord, error=UsageError).started
     history = History(workload, started)
     for line in cut_lines(metrics, step_count) if is_writing else lines_until(metrics, step_count):
         history.add(line)
@@ -355,7 +354,7 @@ class LoopLog:
         """Note that a step of a model begins, unless one is under way."""
         if self._log is not None and self._started is None:
             self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-            self._before = accelerators.peaks(self._device)
+            self._before = hardware.accelerators.peaks(self._device)
             self._started = self._ended = time.perf_counter()
 
     def update(self) -> None:
@@ -373,7 +372,7 @@ class LoopLog:
             return
         seconds, self._started = self._ended - self._started, None
         self._count = self._count + 1 if step is None else step
-        peaks, before = accelerators.peaks(self._device), self._before
+        peaks, before = hardware.accelerators.peaks(self._device), self._before
         is_raised = peaks is not None and before is not None and peaks.allocated_bytes > before.allocated_bytes
         self._log(
             {

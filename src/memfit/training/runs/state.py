@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit._torch.distributed import is_shared
+from memfit._torch import is_shared
 from memfit.errors import CheckpointError
-from memfit.rng import RngState, rng_state
 from memfit.training.optimizers import parameters_of
 from memfit.training.runs.tensor_files import Stored
 from memfit.training.step import Step
+from memfit.workload import RngState, rng_state
 
 Tensors = dict[str, torch.Tensor]
 _OF_PARAMETER = re.compile(r"optimizer\.state\.([0-9]+)\.")  # the place that `collect` names in `pack`

@@ -20,9 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from memfit._torch.distributed import chunk_of, is_first_copy, is_shared, local_part
+from memfit._torch import chunk_of, is_first_copy, is_shared, local_part
 from memfit.errors import CheckpointError, DamagedCheckpointError
-from memfit.hardware.accelerators import pins_memory, synchronize
+from memfit.hardware import pins_memory, synchronize
 
 _SHARD = re.compile(r"(model|optimizer)-shard-([0-9]{5})-of-([0-9]{5})\.safetensors")
 _OFFSETS, _VERSION = "DCP_SHARDING_INFO", "DCP_VERSION"

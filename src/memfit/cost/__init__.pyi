@@ -1,0 +1,17 @@
+from .accelerator_costs import measured_costs as measured_costs
+from .cpu_costs import calibrate as calibrate
+from .cpu_costs import hurried as hurried
+from .cpu_costs import known_workspace_bytes as known_workspace_bytes
+from .cpu_costs import missing_kernel as missing_kernel
+from .cpu_costs import with_workspaces as with_workspaces
+from .links import links_of as links_of
+from .links import with_collectives as with_collectives
+from .modelled_costs import STEP_ERROR as STEP_ERROR
+from .modelled_costs import code_seconds as code_seconds
+from .modelled_costs import kernels_of as kernels_of
+from .modelled_costs import roofline as roofline
+from .operator_call import kernels_bytes as kernels_bytes
+from .pace import Pace as Pace
+from .pace import Paced as Paced
+from .pace import busy_notes as busy_notes
+from .pace import undisturbed_ratios as undisturbed_ratios

@@ -1,0 +1,9 @@
+from . import memory as memory
+from . import structure as structure
+from .checkpointing import checkpoint as checkpoint
+from .draws import seed as seed
+from .planning import apply as apply
+from .planning import plan as plan
+from .step import Step as Step
+from .workload import Workload as Workload
+from .workload import load_workload as load_workload

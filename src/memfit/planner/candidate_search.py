@@ -1,0 +1,279 @@
+"""The search: the fastest of captured combinations of levers that fits. It needs traces and costs, and no torch."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from memfit.errors import InfeasibleError
+from memfit.foundations import format_bytes
+from memfit.ir import Candidate, Levers, Numerics, Prediction, allows, uses_text
+from memfit.report import enough_text, infeasible_verdict, place_lines
+from memfit.solver import SIMPLER_WITHIN, Choice, Combination, dominates, fastest, undominated
+
+_ATTEMPTS = 6
+_FIRST_SHARE = 0.9  # of the time for solving that the first attempt may take; the second, of what it leaves; and so on
+ADVICE_SECONDS = 1.0
+"""The time for solving of each combination that an error may name."""
+_WIDEST = 1.1  # more than any error bar, as a multiple of the peak: those of compiled steps are up to 5 %
+_ROUNDING_BYTES = 64  # what floats in the solver may miss
+
+Confirm = Callable[[Candidate], Prediction]
+"""Predicts a point of the frontier from a capture of the step with its levers applied."""
+
+
+class Confirmed(NamedTuple):
+    """A point of the frontier, with the prediction for its captured step."""
+
+    point: Candidate
+    prediction: Prediction
+
+    @property
+    def excess(self) -> float:
+        """The upper end of the peak, which is held against the budget, as a multiple of the peak."""
+        return self.prediction.peak_upper_bytes / max(self.prediction.peak_bytes, 1)
+
+    def as_captured(self) -> Candidate:
+        """Return the point with what is predicted for its captured step."""
+        return replace(
+            self.point,
+            peak_bytes=self.prediction.peak_bytes,
+            peak_upper_bytes=self.prediction.peak_upper_bytes,
+            step_seconds=self.prediction.step_seconds,
+            bound_seconds=min(self.point.bound_seconds, self.prediction.step_seconds),
+            is_captured=True,
+        )
+
+
+class Saving(NamedTuple):
+    """Bytes that would be saved by something that the arguments of a plan forbid, and how, in words."""
+
+    nbytes: int
+    how: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What an error says of a step that does not fit.
+
+    Attributes:
+        batch: The name of the batch.
+        savings: Returns what else would save of a plan of some levers and peak, the most first.
+        plain_bytes: What the step needs as it is; None where that is not known.
+    """
+
+    batch: str
+    savings: Callable[[Levers, int], Sequence[Saving]] = lambda *_: []
+    plain_bytes: int | None = None
+
+
+Beside = Callable[[Candidate], Sequence[Confirmed]]
+"""Returns a plan with each lever that the solver does not combine with its regions, captured."""
+
+
+class Limits(NamedTuple):
+    """The limits of a plan.
+
+    Attributes:
+        budget_bytes: What a step may hold.
+        peak_error: By what share peaks may be above what the solver has.
+        numerics: The freest numerics class.
+    """
+
+    budget_bytes: int
+    peak_error: float
+    numerics: Numerics
+
+    def allow(self, combinations: Sequence[Combination]) -> list[Combination]:
+        """Return the combinations of an allowed class."""
+        return [c for c in combinations if allows(self.numerics, c.numerics)]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest peak whose upper end, which is rounded down, is within the budget."""
+        return math.ceil((self.budget_bytes + 1) / (1 + self.peak_error)) - 1
+
+    def lowered(self, peak_bytes: int, prediction: Prediction) -> int:
+        """Return the peak to solve for next, where a step that was solved for one turned out not to fit."""
+        over_bytes = prediction.peak_upper_bytes - self.budget_bytes
+        return int(peak_bytes - over_bytes / (1 + self.peak_error)) - 1
+
+    def fit(self, prediction: Prediction) -> bool:
+        """Tell whether a step fits."""
+        return prediction.peak_upper_bytes <= self.budget_bytes
+
+
+def fastest_that_fits(
+    combinations: Sequence[Combination], limits: Limits, confirm: Confirm, seconds: float, best: Confirmed | None = None
+) -> tuple[Confirmed | None, float]:
+    """Return the fastest plan whose applied step is predicted to fit, and the seconds that solving took.
+
+    Where the captured step does not fit, the solver is asked again for a peak that is lower by as much. The best plan
+    known before is returned where no other is enough faster.
+    """
+    target, spent = limits.peak_bytes, 0.0
+    for _ in range(_ATTEMPTS if combinations else 0):
+        started = time.thread_time()
+        candidate = fastest(combinations, target, _FIRST_SHARE * (seconds - spent))
+        spent += time.thread_time() - started
+        if candidate is None:
+            break
+        if best is not None and not is_faster(candidate.step_seconds, best.prediction.step_seconds):
+            return Confirmed(_bounded(best.point, candidate), best.prediction), spent
+        confirmed = Confirmed(candidate, confirm(candidate))
+        if limits.fit(confirmed.prediction):
+            return confirmed if best is None else faster_of(best, confirmed), spent
+        target = limits.lowered(target, confirmed.prediction)
+    return best, spent
+
+
+def leanest_that_fits(
+    combinations: Sequence[Combination],
+    limits: Limits,
+    confirm: Confirm,
+    seconds: float,
+    beside: Beside = lambda _: [],
+    *,
+    advice: Advice,
+) -> Confirmed:
+    """Return the plan that needs the smallest budget if it fits: of the lowest peak with its error bar.
+
+    It is always the same one, so that the budget which is named where it does not fit is one that it fits.
+
+    Args:
+        combinations: All that may hold as little: that none is left out is what "no plan needs less" says.
+        seconds: For solving: half of it for all that may be the leanest, the rest for those that may still be.
+        beside: Returns the leanest plan with further levers, of which nothing is proven.
+        advice: For the error.
+
+    Raises:
+        InfeasibleError: It does not fit.
+    """
+    allowed = limits.allow(combinations)
+    choices: dict[int, Choice] = {}
+    for index in sorted(range(len(allowed)), key=lambda index: allowed[index].solver.peak_floor_bytes):
+        least = min((choice.peak_bytes for choice in choices.values()), default=math.inf)
+        if allowed[index].solver.peak_floor_bytes <= _WIDEST * least:  # others need more
+            choices[index] = allowed[index].lowest(seconds / 2 / len(allowed))
+    least = min(choice.peak_bytes for choice in choices.values())
+    open_ = [index for index, choice in choices.items() if choice.status != "optimal" and choice.bound < least]
+    for index in open_:
+        choices[index] = allowed[index].lowest(seconds / 2 / len(open_))
+    found: dict[int, Confirmed] = {}
+    for index in sorted(choices, key=lambda index: (choices[index].peak_bytes, index)):
+        needed = min((plan.prediction.peak_upper_bytes for plan in found.values()), default=math.inf)
+        if (1 + limits.peak_error) * choices[index].peak_bytes < needed:
+            candidate = allowed[index].candidate(choices[index], limits.budget_bytes)
+            found[index] = Confirmed(candidate, confirm(candidate))
+    chosen = min(found, key=lambda index: (found[index].prediction.peak_upper_bytes, index))
+    lowest, others = choices[chosen], beside(found[chosen].point)
+    candidate, prediction = min([found[chosen], *others], key=lambda plan: plan.prediction.peak_upper_bytes)
+    if limits.fit(prediction):
+        bound = min(c.problem.plain_seconds for c in allowed)
+        return Confirmed(replace(candidate, status="feasible", bound_seconds=bound), prediction)
+    is_proven = not others and lowest.status == "optimal" and all(c.bound >= lowest.bound for c in choices.values())
+    freer = [c for c in combinations if c not in allowed]
+    raise _infeasible(Confirmed(candidate, prediction), limits, is_proven, freer, advice)
+
+
+def held_against(
+    points: Sequence[Candidate], chosen: Confirmed, limits: Limits, confirm: Confirm
+) -> tuple[Confirmed, list[Candidate]]:
+    """Capture the points that seem to fit and to be faster than the plan chosen, or to dominate it, once captured.
+
+    Returns:
+        The fastest of them all, and the frontier, with what is predicted for each point that was captured. No point of
+        it dominates the plan.
+    """
+    captured: list[Candidate] = []
+    for _ in range(_ATTEMPTS):
+        rivals = [
+            point
+            for point in points
+            if allows(limits.numerics, point.numerics)
+            and point.held_bytes <= limits.budget_bytes
+            and _is_better(point, chosen)
+        ]
+        if not rivals:
+            break
+        rival = min(rivals, key=lambda point: point.step_seconds)
+        points = [point for point in points if point.levers != rival.levers]
+        loser = Confirmed(rival, confirm(rival))
+        if limits.fit(loser.prediction) and _is_better(loser.as_captured(), chosen):
+            bound = {"status": chosen.point.status, "bound_seconds": chosen.point.bound_seconds}  # of all combinations
+            loser, chosen = chosen, Confirmed(replace(rival, **bound), loser.prediction)
+        captured.append(loser.as_captured())
+    return chosen, with_plan(undominated([*points, *captured]), chosen, limits)
+
+
+def with_plan(points: Sequence[Candidate], chosen: Confirmed, limits: Limits) -> list[Candidate]:
+    """Return a frontier, the fastest point first, with the point of the plan chosen as it was captured.
+
+    Points that dominate it are left out: they don't fit, or took longer as they ran.
+    """
+    own = replace(chosen.as_captured(), budget_bytes=limits.budget_bytes)
+    others = (point for point in points if point.levers != own.levers and not dominates(point, own))
+    return sorted([*others, own], key=lambda point: point.step_seconds)
+
+
+def _is_better(point: Candidate, chosen: Confirmed) -> bool:
+    """Tell whether a point is enough faster than a plan, or no slower, no larger and no freer, and better in one."""
+    faster = is_faster(point.step_seconds, chosen.prediction.step_seconds)
+    return faster or dominates(point, chosen.as_captured())
+
+
+def faster_of(one: Confirmed, other: Confirmed) -> Confirmed:
+    """Return the faster of two plans; the first where the other is hardly faster."""
+    swap = is_faster(other.prediction.step_seconds, one.prediction.step_seconds)
+    chosen, loser = (other, one) if swap else (one, other)
+    return Confirmed(_bounded(chosen.point, loser.point), chosen.prediction)
+
+
+def is_faster(seconds: float, than: float) -> bool:
+    """Tell whether a plan is enough faster to take more levers for it."""
+    return than > (1 + SIMPLER_WITHIN) * seconds
+
+
+def _bounded(chosen: Candidate, other: Candidate) -> Candidate:
+    """Return a plan with the bound of what it was chosen of: none of the combinations of either is faster."""
+    bound = min(chosen.bound_seconds, other.bound_seconds)
+    is_proven = chosen.status == other.status == "optimal" and chosen.bound_seconds <= bound
+    return replace(chosen, bound_seconds=bound, status="optimal" if is_proven else "feasible")
+
+
+def _infeasible(
+    leanest: Confirmed,
+    limits: Limits,
+    is_proven: bool,
+    freer: Sequence[Combination],
+    advice: Advice,
+) -> InfeasibleError:
+    prediction, budget_bytes = leanest.prediction, limits.budget_bytes
+    saved = advice.savings(leanest.point.levers, prediction.peak_bytes)
+    needed_bytes = prediction.peak_upper_bytes + _ROUNDING_BYTES
+    to_do = [f"raise budget= to {enough_text(needed_bytes).replace(' ', '')} ({needed_bytes} bytes)"]
+    target = limits.peak_bytes
+    possible = [c.solver for c in freer if c.solver.peak_floor_bytes <= target]
+    if any(solver.leanest(ADVICE_SECONDS).peak_bytes <= target for solver in possible):
+        to_do.append("allow numerics='reduced': a plan then fits")
+    if saved:
+        to_do.append(
+            "allow more, largest saving first: " + ", ".join(f"{x.how} (-{format_bytes(x.nbytes)})" for x in saved)
+        )
+    to_do.append(f"make {advice.batch} smaller, or the model")
+    verdict = infeasible_verdict(budget_bytes, needed_bytes, plain_bytes=advice.plain_bytes, is_proven=is_proven)
+    is_least = "needs" if is_proven else "that memfit found needs"
+    return InfeasibleError(
+        f"{verdict}\nNo plan with numerics={limits.numerics!r} {is_least} less than this one:"
+        f" {uses_text(leanest.point.uses)}. Its peak is {'; '.join(place_lines(prediction))}.\nWhat to do:"
+        f" {'; '.join(to_do)}",
+        budget_bytes=budget_bytes,
+        lowest_peak_bytes=needed_bytes,
+        where=prediction.where,
+        proven=is_proven,
+    )

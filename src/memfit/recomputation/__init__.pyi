@@ -1,0 +1,12 @@
+from .containers import mapped as mapped
+from .generators import foreign_generators as foreign_generators
+from .generators import preserved as preserved
+from .host_copies import is_worth_moving as is_worth_moving
+from .lean_modules import is_lean as is_lean
+from .lean_modules import is_made_lean as is_made_lean
+from .lean_modules import lean as lean
+from .probe import Differences as Differences
+from .probe import checking as checking
+from .probe import probing as probing
+from .regions import checkpointed as checkpointed
+from .regions import is_checkpointed as is_checkpointed

@@ -1,1 +1,0 @@
-"""Sharding on paper: what one rank of many holds."""

@@ -1,0 +1,203 @@
+"""The time-memory frontier over every combination of levers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from time import thread_time
+
+import numpy as np
+from msgspec.structs import replace
+
+from memfit.ir import NUMERICS, Candidate, Levers, LeverUse, Numerics, freest
+from memfit.solver.milp import COARSE, FINE, Choice, Solver
+from memfit.solver.problem import Problem
+
+SIMPLER_WITHIN = 0.02
+"""A plan with fewer levers is preferred to a faster one where the difference is below this share."""
+_LEANEST_SHARE = 0.25  # share of the frontier's time for the lowest peaks
+_LEAST_SECONDS = 0.25
+
+
+@dataclass
+class Combination:
+    """A combination of levers except regions, with the problem of choosing the regions.
+
+    Attributes:
+        levers: The levers, without regions.
+        problem: The choice of regions under them.
+        uses_of: Says in words what levers are used.
+        numerics: The freest numerics class of the levers.
+    """
+
+    levers: Levers
+    problem: Problem
+    uses_of: Callable[[Levers], tuple[LeverUse, ...]]
+
+    def __post_init__(self) -> None:
+        self.numerics = freest(self.uses_of(self.levers))
+        self.solver = Solver(self.problem)
+
+    def plain(self) -> Choice:
+        """Return the choice of no checkpointing."""
+        x = np.zeros(len(self.problem.options), np.int64)
+        return Choice(x, self.problem.peak_bytes(x), self.problem.plain_seconds, "optimal", self.problem.plain_seconds)
+
+    def leanest(self, time_limit_seconds: float) -> Choice:
+        """Return the choice of the lowest peak."""
+        choice = self.solver.leanest(time_limit_seconds)
+        return dataclasses.replace(choice, status="feasible", bound=self.problem.plain_seconds)
+
+    def lowest(self, time_limit_seconds: float) -> Choice:
+        """Return the choice of the lowest peak, the same one whatever was solved before."""
+        return Solver(self.problem).leanest(time_limit_seconds)
+
+    def candidate(self, choice: Choice, budget_bytes: int) -> Candidate:
+        """Return a choice as a point of the frontier."""
+        levers = replace(self.levers, regions=self.problem.regions(choice.x))
+        uses = self.uses_of(levers)
+        return Candidate(
+            levers=levers,
+            uses=uses,
+            numerics=freest(uses),
+            budget_bytes=budget_bytes,
+            peak_bytes=choice.peak_bytes,
+            step_seconds=choice.seconds,
+            status=choice.status,
+            bound_seconds=choice.bound,
+        )
+
+    def fastest(self, budget_bytes: int, tolerance: float, time_limit_seconds: float) -> Candidate | None:
+        """Return the fastest point within a budget, or None."""
+        choice = self.solver.fastest(budget_bytes, tolerance, time_limit_seconds)
+        return None if choice is None else self.candidate(choice, budget_bytes)
+
+
+def fastest(
+    combinations: Sequence[Combination], budget_bytes: int, time_limit_seconds: float = 10.0
+) -> Candidate | None:
+    """Return the fastest point of any combination within a budget; earlier combinations win near ties.
+
+    Its bound is that of all combinations: none of their plans within the budget is faster.
+
+    Args:
+        time_limit_seconds: Limit for all of them together; the best point found by then is returned.
+    """
+    deadline = thread_time() + time_limit_seconds
+    bounds = {i: b for i, c in enumerate(combinations) if (b := c.solver.bound(budget_bytes)) is not None}
+    several = len(bounds) > 1  # a single one need not be solved coarsely first
+    points = _compared(combinations, budget_bytes, bounds, deadline) if several else {}
+    index = _simplest(points) if several else next(iter(bounds), None)
+    if index is None:
+        return None
+    left = max(deadline - thread_time(), _LEAST_SECONDS)
+    refined = combinations[index].fastest(budget_bytes, FINE, left)  # only the chosen one is worth the last tenths
+    if refined is not None:
+        bounds[index] = max(bounds[index], refined.bound_seconds)
+        points[index] = min(points.get(index, refined), refined, key=lambda c: c.step_seconds)
+    if not points:
+        return None
+    chosen, bound = points[index], min(bounds.values())
+    proven = chosen.step_seconds * (1 - FINE) <= bound
+    return replace(chosen, status="optimal" if proven else "feasible", bound_seconds=min(bound, chosen.step_seconds))
+
+
+def _compared(
+    combinations: Sequence[Combination], budget_bytes: int, bounds: dict[int, float], deadline: float
+) -> dict[int, Candidate]:
+    """Return the fastest points, solved coarsely, of the combinations that can win, by index; raise their bounds."""
+    points: dict[int, Candidate] = {}
+    for rank, index in enumerate(sorted(bounds, key=lambda i: bounds[i])):
+        best = min((c.step_seconds for c in points.values()), default=float("inf"))
+        if bounds[index] > best:
+            continue  # already the relaxed problem is slower
+        share = (deadline - thread_time()) / (len(bounds) - rank + 1)
+        candidate = combinations[index].fastest(budget_bytes, COARSE, max(share, _LEAST_SECONDS))
+        if candidate is not None:
+            points[index] = candidate
+            bounds[index] = max(bounds[index], candidate.bound_seconds)
+    return points
+
+
+def _simplest(found: dict[int, Candidate]) -> int | None:
+    """Return the index of the first point that is about as fast as the fastest; None without points."""
+    within = min((c.step_seconds for c in found.values()), default=0.0) * (1 + SIMPLER_WITHIN)
+    return next((i for i in sorted(found) if found[i].step_seconds <= within), None)
+
+
+def frontier(
+    combinations: Sequence[Combination],
+    points: int = 8,
+    progress: Callable[[int, int], None] | None = None,
+    time_limit_seconds: float = 10.0,
+) -> list[Candidate]:
+    """Return the points that no other point of the same or a stricter numerics class beats, fastest first.
+
+    Args:
+        combinations: The combinations, each solved from its plain peak down to its lowest.
+        points: Number of budgets for each combination.
+        progress: Called with the number of solved budgets, and of all.
+        time_limit_seconds: Approximate limit for all of them together; when it is over, remaining budgets are skipped.
+    """
+    deadline = thread_time() + time_limit_seconds
+    total, done = len(combinations) * points, 0
+    lowest_seconds = max(_LEANEST_SHARE * time_limit_seconds / len(combinations), _LEAST_SECONDS)
+    candidates: list[Candidate] = []
+    budgets: list[list[tuple[Combination, int]]] = [[] for _ in range(points)]
+    for combination in combinations:
+        seconds = lowest_seconds if thread_time() < deadline else 0.0
+        plain, leanest = combination.plain(), combination.leanest(seconds)
+        candidates += [combination.candidate(choice, choice.peak_bytes) for choice in (plain, leanest)]
+        for step, budget in enumerate(np.linspace(plain.peak_bytes, leanest.peak_bytes, points + 1)[1:]):
+            budgets[step].append((combination, int(budget)))
+    for combination, budget in (pair for step in _spread(points) for pair in budgets[step]):
+        remaining = deadline - thread_time()
+        if remaining > 0 and not _is_beaten(combination, budget, candidates):
+            candidate = combination.fastest(budget, COARSE, max(remaining / (total - done), _LEAST_SECONDS))
+            candidates += [candidate] if candidate is not None else []
+        done += 1
+        if progress is not None:
+            progress(done, total)
+    return undominated(candidates)
+
+
+def _spread(count: int) -> list[int]:
+    """Return the numbers below a count in bisection order: the middle of the largest gap first."""
+    order, open_spans = [], [(0, count)]
+    while open_spans:
+        first, last = open_spans.pop(0)
+        if first < last:
+            middle = (first + last) // 2
+            order.append(middle)
+            open_spans += [(first, middle), (middle + 1, last)]
+    return order
+
+
+def _is_beaten(combination: Combination, budget_bytes: int, found: Sequence[Candidate]) -> bool:
+    """Tell whether a known point fits a budget and is faster than a combination's bound there."""
+    rivals = [c for c in found if c.peak_bytes <= budget_bytes and _rank(c.numerics) <= _rank(combination.numerics)]
+    if not rivals:
+        return False
+    bound = combination.solver.bound(budget_bytes)
+    return bound is None or min(c.step_seconds for c in rivals) <= bound
+
+
+def _rank(numerics: Numerics) -> int:
+    return NUMERICS.index(numerics)
+
+
+def dominates(one: Candidate, other: Candidate) -> bool:
+    """Tell whether one point is as strict, as fast and as small as another, and better in one of these."""
+    own, others = ((_rank(c.numerics), c.step_seconds, c.peak_bytes) for c in (one, other))
+    return own != others and all(a <= b for a, b in zip(own, others, strict=True))
+
+
+def undominated(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return the candidates than which no other of as strict a class is as fast and as small, the fastest first."""
+    found: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda c: (_rank(c.numerics), c.step_seconds, c.peak_bytes)):
+        rivals = (c for c in found if _rank(c.numerics) <= _rank(candidate.numerics))
+        if not any(r.step_seconds <= candidate.step_seconds and r.peak_bytes <= candidate.peak_bytes for r in rivals):
+            found.append(candidate)
+    return sorted(found, key=lambda c: c.step_seconds)
