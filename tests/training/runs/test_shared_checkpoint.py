@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 
+from memfit import ir
 from memfit.errors import CheckpointError, OutputError
 from memfit.ir import Sharding
 from memfit.training.batches import BatchStream
@@ -101,8 +102,8 @@ def with_shards_of_others(path: Path) -> None:
     """As if a rank had been left out, with sums that agree."""
     manifest = json.loads((path / "checkpoint.json").read_text())
     manifest["files"] = {name: entry for name, entry in manifest["files"].items() if "00002-of" not in name}
-    record = checkpoint.codec.decode(json.dumps(manifest).encode(), checkpoint_folders.Checkpoint, source="")
-    (path / "checkpoint.json").write_bytes(checkpoint.codec.encode(record.sealed()))
+    record = ir.codec.decode(json.dumps(manifest).encode(), checkpoint_folders.Checkpoint, source="")
+    (path / "checkpoint.json").write_bytes(ir.codec.encode(record.sealed()))
 
 
 DAMAGES = {"a shard is missing": without_a_shard, "a byte changed": with_another_byte, "fewer": with_shards_of_others}
