@@ -210,6 +210,7 @@ def test_a_way_past_a_door_is_found(line: str, tmp_path: Path) -> None:
     assert past_doors(tmp_path.glob("b.py"), {"memfit.ir.plan"}) == set()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of parts of PyTorch that some rooms import
 def test_doors_name_what_is_there() -> None:
     """Type checkers read the stubs; what they say is imported when it is first asked for."""
     for room in sorted(ROOMS - {"frameworks", "integrations"}):
