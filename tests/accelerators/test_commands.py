@@ -22,7 +22,7 @@ def test_the_demo_trains_there_and_reports(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a small model: what `memfit demo --device` runs."""
-    monkeypatch.setattr("memfit.cli.demo.byte_lm", lambda: language_model(n_layer=1))
+    monkeypatch.setattr("memfit.recipes.byte_lm", lambda: language_model(n_layer=1))
     run_demo(tmp_path / "demo", steps=6, budget="0.75x", device=kind, overwrite=False)
     shown = capsys.readouterr().out
     assert "Peak, measured" in shown and (tmp_path / "demo" / "report.html").exists()
