@@ -11,10 +11,10 @@ from memfit.ir import Collective
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What ranks send over.
+    """A link between ranks.
 
     Attributes:
-        bytes_per_second: What a rank sends in one direction, while all do (> 0).
+        bytes_per_second: Of one rank in one direction, while all send (> 0).
         latency_seconds: Of one message to the next rank (≥ 0).
     """
 

@@ -1,4 +1,4 @@
-"""A call of an operator on a device: what it is given, the memory traffic of its kernels, and its workspace.
+"""A call of an operator on a device: its arguments, the memory traffic of its kernels, and its workspace.
 
 [Workspaces] They are memory on a GPU that fake tensors don't show, one function for each operator. Sources are files of
 PyTorch 2.13 (`aten/src/ATen/native/...`, shortened to their names). Sizes are as requested; the allocator rounds them.

@@ -1,4 +1,4 @@
-"""Jittor and Keras, planned from measured layers: what is behind `memfit.jittor` and `memfit.keras`.
+"""Jittor and Keras, planned from measured layers: the room of `memfit.jittor` and `memfit.keras`.
 
 Each framework measures its layers and applies regions by its own means. `measured_layers` has the planner that both
 share, on the same solver and the same plan files.

@@ -73,7 +73,7 @@ def fake_gpu(device: Device) -> AttentionKernels:
 
 
 def runs_alike(device: Device, other: Device) -> bool:
-    """Tell whether what was captured for a device so far would be the same program on another.
+    """Tell whether the program captured for a device so far is the same on another.
 
     It is where every attention takes the same kernel, and the answers that programs choose by are alike: the vendor,
     and whether the GPU is of Ampere's generation or later.
@@ -87,7 +87,7 @@ def runs_alike(device: Device, other: Device) -> bool:
 
 
 def family(device: Device) -> tuple[object, ...]:
-    """Return a key of a device: those that run one program mostly share it, and no capture is needed."""
+    """Return a key of a device, found without a capture: devices of one key mostly run one program."""
     return (*_generation(device), takes_cudnn_first(device))
 
 

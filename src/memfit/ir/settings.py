@@ -164,7 +164,7 @@ class AllocatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 def _field(key: str, value: str) -> dict[str, Any]:
-    """Return the field of `AllocatorSettings` that a setting gives, if any; refuse what is not simulated."""
+    """Return the field of `AllocatorSettings` for a setting, if any; refuse settings that are not simulated."""
     if key in _BYTES:
         return {_BYTES[key]: _number(key, value) * MIB}
     if key in _SHARES:

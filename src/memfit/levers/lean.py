@@ -44,7 +44,7 @@ class Lean(Lever):
         whole = replace(step.plain, lean=_ALL)
         saved_bytes = step.predicted(step.plain).peak_bytes - step.predicted(whole).peak_bytes
         if saved_bytes < least_bytes(step) and not step.tries_all:
-            raise NotOffered("it lowers the peak by less than {format_bytes(least_bytes(step))}")
+            raise NotOffered(f"it lowers the peak by less than {format_bytes(least_bytes(step))}")
         lean = [replace(levers, lean=_ALL) for levers in wanted if step.allows(levers)]
         if not step.tries_all and any(levers.chunked_loss for levers in lean):  # whole losses are there to compare
             lean = [levers for levers in lean if levers.chunked_loss]
