@@ -15,9 +15,8 @@ from torch import Tensor
 import memfit
 from benchmarks.common import Case, main
 from examples.training import moments, plain_levers, plain_peak_bytes, train, used_levers
-from memfit import Workload, structure
+from memfit import Workload, ir, structure
 from memfit.errors import brought_by
-from memfit import ir
 from memfit.recipes import brain_segmentation
 from memfit.recipes.brain_segmentation import load_slabs, segment
 from memfit.training import evaluation_mode
