@@ -62,6 +62,19 @@ def test_a_function_is_ours_in_the_threads_of_a_turn_and_theirs_in_others() -> N
     before.shutdown()
 
 
+def test_who_was_called_just_before_a_turn_ended_is_still_another() -> None:
+    """A thread has looked up what a turn changed; Python goes on in the turn's thread, to its end, and then calls."""
+    with turn():
+        chosen = here(lambda: "ours", lambda: "theirs")
+        with turn():
+            nested = here(lambda: "ours", lambda: "theirs")
+        assert (chosen(), nested()) == ("ours", "ours")
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(lambda: (chosen(), nested())).result() == ("theirs", "theirs")
+        with turn():
+            assert (chosen(), other.submit(chosen).result()) == ("theirs", "theirs")
+
+
 def test_threads_start_as_before_after_a_turn_that_fails() -> None:
     start = threading.Thread.__dict__["start"]
     with pytest.raises(ValueError), turn():

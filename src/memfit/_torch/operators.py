@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -27,13 +28,22 @@ def call_at(func: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
 def destroy_library(library: torch.library.Library) -> None:
     """Unregister the operators and kernels of a library.
 
-    The Python dispatcher, under which compilers trace, keeps which kernel it took for a key: it looks again.
+    The Python dispatcher, under which compilers trace, keeps which kernel it took for a key: it looks again. PyTorch
+    frees a kernel although another thread waits within it for Python's lock, and would go on in freed memory.
     """
+    kernels = []
     for kernel in library._op_impls:
-        namespace, name, _ = kernel.split("/")
+        namespace, name, key = kernel.split("/")
         packet, _, overload = name.partition(".")
-        getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")._dispatch_cache.clear()
+        func = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+        func._dispatch_cache.clear()
+        kernels.append(torch.library.get_kernel(func, key))
+    _destroyed.append(kernels)
     library._destroy()
+
+
+_destroyed: deque[list[Any]] = deque(maxlen=64)
+"""The kernels of the last libraries, which other threads may be in."""
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from memfit._torch import (
     peek_interpreter_stack,
     replaced,
 )
-from memfit.foundations import has_turn, here
+from memfit.foundations import has_this_turn, here
 
 _aten = torch.ops.aten
 _KEYS = ("AutogradCPU", "AutogradCUDA")
@@ -160,13 +160,15 @@ def _with_own_backward(kernel: Any, function: Callable[..., Any]) -> Callable[..
         function: Called with a function that runs that kernel, and the operator's arguments.
     """
 
+    has_it = has_this_turn()
+
     def run(keys: Any, given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         def as_pytorch(given: Tensor) -> Tensor:
             result: Tensor = kernel.call_boxed(keys, given, *args, **kwargs)
             return result
 
         if (
-            not has_turn()
+            not has_it()
             or _is_transformed()
             or not torch.is_grad_enabled()
             or not given.requires_grad

@@ -14,6 +14,7 @@ from .interrupts import undone as undone
 from .tracebacks import constructor as constructor
 from .tracebacks import is_called_by_memfit as is_called_by_memfit
 from .tracebacks import public as public
+from .turns import has_this_turn as has_this_turn
 from .turns import has_turn as has_turn
 from .turns import here as here
 from .turns import turn as turn

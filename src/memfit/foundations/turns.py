@@ -77,18 +77,32 @@ def turn() -> Iterator[None]:
 def has_turn() -> bool:
     """Tell whether this thread has the turn, or was started by the one that has it; True where none has it."""
     now = _turn
-    if now is None or now.thread == threading.get_ident():
+    return now is None or _has(now)
+
+
+def has_this_turn() -> Callable[[], bool]:
+    """Return a function that tells whether a thread has the turn that there is now. Once that is over, none has it.
+
+    What a turn changed asks this and not `has_turn`: another thread may have been called into it just before the end.
+    """
+    now = _turn
+    return has_turn if now is None else lambda: now is _turn and _has(now)
+
+
+def _has(now: _Turn) -> bool:
+    if now.thread == threading.get_ident():
         return True
     return getattr(threading.current_thread(), _ATTRIBUTE, None) is now
 
 
 def here(ours: Callable[_P, _R], others: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return a function that is one for the thread that has the turn, and another for all other threads."""
+    """Return a function that is one for the thread that has this turn, and another for all other threads."""
+    has_it = has_this_turn()
 
     @functools.wraps(ours)
     def chosen(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if torch.compiler.is_dynamo_compiling():  # it traces what is called, and knows no threads
             return others(*args, **kwargs)
-        return (ours if has_turn() else others)(*args, **kwargs)
+        return (ours if has_it() else others)(*args, **kwargs)
 
     return chosen

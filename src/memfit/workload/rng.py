@@ -27,7 +27,7 @@ from memfit._torch import (
     replaced_here,
 )
 from memfit.errors import CheckpointError
-from memfit.foundations import has_turn
+from memfit.foundations import has_this_turn
 
 RngState = dict[str, Any]
 """The state of all generators, as JSON values."""
@@ -186,10 +186,10 @@ class _OfThread:
     """PyTorch's default generator on the CPU; for the thread that has the turn, a generator of its own."""
 
     def __init__(self, own: torch.Generator) -> None:
-        self.own = own
+        self.own, self.has_it = own, has_this_turn()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.own if has_turn() else torch.default_generator, name)
+        return getattr(self.own if self.has_it() else torch.default_generator, name)
 
 
 def default_generator() -> torch.Generator:
@@ -220,11 +220,12 @@ def own_generators() -> Iterator[None]:
 
 def _drawing_from(own: torch.Generator, position: int) -> Callable[..., Any]:
     """Return a kernel that gives a generator where none, or the default one, is given."""
+    has_it = has_this_turn()
 
     def kernel(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = args[position] if position < len(args) else kwargs.get("generator")
         is_global = given is None or given is torch.default_generator
-        if not is_global or not has_turn() or any(isinstance(t, torch.Tensor) and t.device.type != "cpu" for t in args):
+        if not is_global or not has_it() or any(isinstance(t, torch.Tensor) and t.device.type != "cpu" for t in args):
             return run(*args, **kwargs)
         if position < len(args):
             return run(*args[:position], own, *args[position + 1 :], **kwargs)
