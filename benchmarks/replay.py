@@ -152,6 +152,8 @@ def of_command_line() -> Digests:
             lambda: printed("plan", mine, "--budget", _EXACT, "--json", "-o", "plan.json", "--no-measure"),
         )
         attempted(found, "train", lambda: printed("train", mine, "--plan", "plan.json", "--steps", "3", "--out", "run"))
+        for path in (Path("run/metrics.jsonl"), Path("run/run.json")):  # the axis of a chart of times is as they are
+            path.write_text(re.sub(r'("\w*(?:seconds|per_second)": ?)[\d.e-]+', r"\g<1>1.0", path.read_text()))
         attempted(found, "report", lambda: re.sub(r"\d+", "0", written("run/report.html", "report", "run")))
         for path in sorted(Path("run").rglob("*.safetensors")):
             found[f"checkpoint {path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
