@@ -35,8 +35,8 @@ from memfit.levers.stack import applied
 from memfit.pipeline import _plan
 from memfit.planner import captured_steps, confirmation
 from memfit.planner.captures import capture_levers
+from memfit.planner.gpu_process import DataRuns
 from memfit.planner.prediction import predict
-from memfit.planner.readings import DataRuns
 from memfit.solver.candidates import options
 from memfit.solver.milp import Solver
 from memfit.solver.problem import build

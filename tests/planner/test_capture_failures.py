@@ -17,7 +17,7 @@ from memfit.errors import CaptureError, InfeasibleError
 from memfit.ir.plan import Levers, Plan
 from memfit.ir.remat import Region
 from memfit.planner import assembly, confirmation
-from memfit.planner.capture_failures import failing, first_line, refusal_notes
+from memfit.planner.confirmation import failing, first_line, refusal_notes
 from memfit.workload import Workload
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]

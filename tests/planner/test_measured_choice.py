@@ -12,13 +12,11 @@ from msgspec.structs import replace
 from memfit.errors import WorkloadError
 from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers, Proof
-from memfit.planner import measured_choice as module
 from memfit.planner import measured_steps
+from memfit.planner import measured_steps as module
 from memfit.planner.confirmation import Excluded
-from memfit.planner.measured_choice import Choice, measured_choice
-from memfit.planner.measured_steps import LONGEST_SECONDS, Timed, Turn
-from memfit.planner.near_ties import Measure
-from memfit.planner.search import Confirmed
+from memfit.planner.measured_steps import LONGEST_SECONDS, ChosenPlan, Timed, Turn, measured_choice
+from memfit.planner.search import Confirmed, Measure
 from memfit.workload import Workload
 from tests.planner.test_search import Applied, combinations
 from tests.workloads import lean
@@ -54,9 +52,9 @@ def choice(
     measure: Measure = "auto",
     prove: Callable[[Confirmed], Proof] = lambda plan: Proof(levers="proven"),
     near: Callable[[], list[Confirmed]] | None = None,
-) -> Choice:
+) -> ChosenPlan:
     return measured_choice(
-        Choice(found[0], Proof(why="as predicted")),
+        ChosenPlan(found[0], Proof(why="as predicted")),
         near or (lambda: found),
         prove,
         workload=lean(),

@@ -12,34 +12,43 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from memfit.ir.plan import NUMERICS, Candidate, Levers, LeverUse, Numerics, Prediction, allows
-from memfit.planner.near_ties import MARGIN, MOST, RATIO_ERROR, Measured, fastest_measured, near_ties, weighed
-from memfit.planner.search import Confirmed, Limits
+from memfit.planner.search import (
+    MARGIN,
+    MOST,
+    RATIO_ERROR,
+    Confirmed,
+    Limits,
+    MeasuredPlan,
+    fastest_measured,
+    near_ties,
+    weighed,
+)
 from memfit.solver.frontier import Combination
 from tests.planner.test_search import Applied, chosen, combinations, limits, plain_bytes
 
 seconds = st.floats(1e-4, 1e3)
-records = st.builds(Measured, seconds, seconds, st.sampled_from(NUMERICS), st.integers(0, 4))
+records = st.builds(MeasuredPlan, seconds, seconds, st.sampled_from(NUMERICS), st.integers(0, 4))
 several = st.lists(records, min_size=1, max_size=6)
 near_each_other = st.lists(
-    st.builds(Measured, st.floats(1.0, 1.01), seconds, st.sampled_from(NUMERICS), st.integers(0, 4)),
+    st.builds(MeasuredPlan, st.floats(1.0, 1.01), seconds, st.sampled_from(NUMERICS), st.integers(0, 4)),
     min_size=2,
     max_size=6,
 )
 
 
 @given(several | near_each_other)
-def test_what_is_taken_is_within_the_margin_of_the_fastest(measured: list[Measured]) -> None:
+def test_what_is_taken_is_within_the_margin_of_the_fastest(measured: list[MeasuredPlan]) -> None:
     taken = measured[fastest_measured(measured)]
     assert taken.measured_seconds <= (1 + MARGIN) * min(one.measured_seconds for one in measured)
 
 
 @given(near_each_other)
-def test_of_plans_about_as_fast_none_is_stricter_or_as_strict_with_fewer_levers(measured: list[Measured]) -> None:
+def test_of_plans_about_as_fast_none_is_stricter_or_as_strict_with_fewer_levers(measured: list[MeasuredPlan]) -> None:
     index = fastest_measured(measured)
     least = min(one.measured_seconds for one in measured)
     near = [one for one in measured if one.measured_seconds <= (1 + MARGIN) * least]
 
-    def freeness(one: Measured) -> tuple[int, int]:
+    def freeness(one: MeasuredPlan) -> tuple[int, int]:
         return NUMERICS.index(one.numerics), one.levers
 
     assert freeness(measured[index]) == min(map(freeness, near))
@@ -49,7 +58,7 @@ def test_of_plans_about_as_fast_none_is_stricter_or_as_strict_with_fewer_levers(
 
 @given(near_each_other, st.integers(-6, 6), st.randoms(use_true_random=False))
 def test_neither_the_unit_nor_the_order_of_the_others_matters(
-    measured: list[Measured], power: int, draws: random.Random
+    measured: list[MeasuredPlan], power: int, draws: random.Random
 ) -> None:
     taken = measured[fastest_measured(measured)]
     scaled = [one._replace(measured_seconds=2.0**power * one.measured_seconds) for one in measured]
@@ -62,24 +71,26 @@ def test_neither_the_unit_nor_the_order_of_the_others_matters(
     ("measured_seconds", "taken"), [((1.0, 0.99, 0.90), 2), ((1.0, 0.99), 1), ((1.0, 0.5, 0.505), 1), ((1.0,), 0)]
 )
 def test_worked_numbers(measured_seconds: tuple[float, ...], taken: int) -> None:
-    assert fastest_measured([Measured(each, 1.0) for each in measured_seconds]) == taken
+    assert fastest_measured([MeasuredPlan(each, 1.0) for each in measured_seconds]) == taken
 
 
 def test_a_freer_class_must_be_faster_by_more_than_the_margin() -> None:
-    slow, free, strict = Measured(1.0, 1.0), Measured(0.80, 1.0, "reduced"), Measured(0.803, 1.0, "exact")
+    slow, free, strict = MeasuredPlan(1.0, 1.0), MeasuredPlan(0.80, 1.0, "reduced"), MeasuredPlan(0.803, 1.0, "exact")
     assert fastest_measured([slow, free, strict]) == 2
     assert fastest_measured([slow, free, strict._replace(measured_seconds=0.9)]) == 1
 
 
 @given(several)
-def test_measured_times_that_are_sure_stay_as_they_are(measured: list[Measured]) -> None:
+def test_measured_times_that_are_sure_stay_as_they_are(measured: list[MeasuredPlan]) -> None:
     assert [one.measured_seconds for one in weighed(measured, 0.0)] == pytest.approx(
         [one.measured_seconds for one in measured]
     )
 
 
 @given(several, st.floats(0.0, 1.0))
-def test_weighed_ratios_are_between_the_measured_and_the_predicted_ones(measured: list[Measured], error: float) -> None:
+def test_weighed_ratios_are_between_the_measured_and_the_predicted_ones(
+    measured: list[MeasuredPlan], error: float
+) -> None:
     found = weighed(measured, error)
     assert found[0] == measured[0]
     for one, before in zip(found, measured, strict=True):
@@ -94,7 +105,7 @@ def test_weighed_ratios_are_between_the_measured_and_the_predicted_ones(measured
 
 
 def test_equal_errors_weigh_alike() -> None:
-    _, found = weighed([Measured(1.0, 1.0), Measured(0.9, 1.2)], RATIO_ERROR)
+    _, found = weighed([MeasuredPlan(1.0, 1.0), MeasuredPlan(0.9, 1.2)], RATIO_ERROR)
     assert found.measured_seconds == pytest.approx((0.9 * 1.2) ** 0.5)
 
 
@@ -107,7 +118,7 @@ def test_weighing_takes_a_fast_plan_more_often_than_either_time_alone(noise: flo
         true = [draws.uniform(1.0, 1.1) for _ in range(4)]
         predicted = [seconds * math.exp(draws.gauss(0.0, RATIO_ERROR / 2**0.5)) for seconds in true]
         seen = [seconds * math.exp(draws.gauss(0.0, noise / 2**0.5)) for seconds in true]
-        measured = [Measured(*times) for times in zip(seen, predicted, strict=True)]
+        measured = [MeasuredPlan(*times) for times in zip(seen, predicted, strict=True)]
         fast = [seconds <= 1.02 * min(true) for seconds in true]
         took["measured"] += fast[fastest_measured(measured)]
         took["predicted"] += fast[predicted.index(min(predicted))]

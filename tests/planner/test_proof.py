@@ -24,8 +24,7 @@ from memfit.levers.registry import recomputes
 from memfit.pipeline._apply import apply
 from memfit.pipeline._verify import verify
 from memfit.planner import confirmation
-from memfit.planner.capture_failures import CaptureFailures
-from memfit.planner.confirmation import why_not_proven
+from memfit.planner.confirmation import CaptureFailures, why_not_proven
 from memfit.recomputation.probe import Expected, _sums, checking, checksum, report
 from memfit.recomputation.regions import checkpointed
 from memfit.report.summary import proof_text

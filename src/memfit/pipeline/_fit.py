@@ -42,7 +42,7 @@ from memfit.pipeline.loop_steps import (
     workload_of,
 )
 from memfit.pipeline.verbs import checked, plan_given, uninterrupted
-from memfit.planner.capture_failures import first_line
+from memfit.planner.confirmation import first_line
 from memfit.recomputation.probe import checking
 from memfit.tape import CallNumber, Geometry, LoopWorkload, RecordedStep
 from memfit.tracebacks import public

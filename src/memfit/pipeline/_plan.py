@@ -28,8 +28,8 @@ from memfit.pipeline.verbs import checked, verb
 from memfit.planner import gpu_process
 from memfit.planner.assembly import assemble
 from memfit.planner.captured_steps import Findings, Request
-from memfit.planner.near_ties import Measure
 from memfit.planner.prediction import check_precision
+from memfit.planner.search import Measure
 from memfit.ranks.environment import launched_size
 from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import check_same, each, once

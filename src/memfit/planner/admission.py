@@ -13,8 +13,8 @@ from memfit.errors import MemfitError, UsageError
 from memfit.extent import Extent, covers, difference_text, extent_of, grown, looked_ahead
 from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers, Plan, Prediction
-from memfit.planner.capture_failures import first_line
 from memfit.planner.captures import capture_levers
+from memfit.planner.confirmation import first_line
 from memfit.planner.prediction import costs_of, predict
 from memfit.sharding.one_rank import of_engine
 from memfit.units import format_bytes

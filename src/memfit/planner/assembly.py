@@ -33,13 +33,9 @@ from memfit.levers.conflicts import met
 from memfit.levers.lever import Fallback, LeversOn, NotOffered, least_bytes
 from memfit.levers.shared_by_ranks import described
 from memfit.planner.batch_coupling import coupling
-from memfit.planner.capture_failures import refusal_notes
-from memfit.planner.captured_steps import CapturedSteps, Request
-from memfit.planner.confirmation import Confirmation, Excluded
-from memfit.planner.deferred import DeferredCandidates, size_between
-from memfit.planner.measured_choice import Choice, measured_choice, unmeasured
-from memfit.planner.measured_steps import CODE_SECONDS, why_not_here
-from memfit.planner.near_ties import near_ties
+from memfit.planner.captured_steps import CapturedSteps, DeferredCandidates, Request, size_between
+from memfit.planner.confirmation import Confirmation, Excluded, refusal_notes
+from memfit.planner.measured_steps import CODE_SECONDS, ChosenPlan, measured_choice, unmeasured, why_not_here
 from memfit.planner.search import (
     ADVICE_SECONDS,
     Advice,
@@ -49,6 +45,7 @@ from memfit.planner.search import (
     fastest_that_fits,
     held_against,
     leanest_that_fits,
+    near_ties,
     with_plan,
 )
 from memfit.solver.candidates import refusals
@@ -78,7 +75,7 @@ def assemble(request: Request) -> Plan:
     started = time.monotonic()
     chosen, points, proof = assembly.proven()
     solve_seconds = time.monotonic() - started
-    choice = assembly.measured(Choice(chosen, proof))
+    choice = assembly.measured(ChosenPlan(chosen, proof))
     if choice.confirmed.point.levers != chosen.point.levers:
         points = with_plan(points, choice.confirmed, assembly.limits)
     return assembly.plan(choice, points, solve_seconds)
@@ -429,7 +426,7 @@ class _Assembly:
         seconds = plan.prediction.step_seconds
         return self.confirmation.proof(plan.point.levers, self._as_is, seconds, self.request.progress)
 
-    def measured(self, predicted: Choice) -> Choice:
+    def measured(self, predicted: ChosenPlan) -> ChosenPlan:
         """Return the plan that is fastest as it runs here, of those that the prediction can't tell apart."""
         request = self.request
         if request.measure is False:
@@ -480,7 +477,7 @@ class _Assembly:
 
     # Tell
 
-    def plan(self, choice: Choice, points: list[Candidate], solve_seconds: float) -> Plan:
+    def plan(self, choice: ChosenPlan, points: list[Candidate], solve_seconds: float) -> Plan:
         """Return the plan that was chosen, with its frontier."""
         request, steps = self.request, self.steps
         point, prediction = choice.confirmed
@@ -518,7 +515,7 @@ class _Assembly:
             code_seconds=code_seconds,
         )
 
-    def _notes(self, choice: Choice, code_seconds: float) -> list[str]:
+    def _notes(self, choice: ChosenPlan, code_seconds: float) -> list[str]:
         """Return the notes of a plan: on the plain step, on the search, on what was chosen, and on what failed."""
         steps, levers, engine = self.steps, choice.confirmed.point.levers, self.request.engine
         plain = steps.traces[steps.plain]

@@ -21,7 +21,7 @@ from memfit.levers import registry
 from memfit.levers.lever import LeversOn
 from memfit.levers.stack import applied, described
 from memfit.planner import gpu_process
-from memfit.planner.readings import DataRuns
+from memfit.planner.gpu_process import DataRuns
 from memfit.sharding.one_rank import shard
 from memfit.tape import LoopWorkload
 from memfit.units import Progress
