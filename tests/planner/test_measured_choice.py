@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from memfit.errors import WorkloadError
 from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers, Proof
-from memfit.planner import measured_steps
 from memfit.planner import measured_steps as module
 from memfit.planner.confirmation import Excluded
 from memfit.planner.measured_steps import LONGEST_SECONDS, ChosenPlan, Timed, Turn, measured_choice
@@ -143,7 +142,7 @@ def test_steps_run_for_longer_where_plans_are_compiled(monkeypatch: pytest.Monke
     found, machine = plans(2.5), Machine(monkeypatch, [2.5, 2.0, 1.5])
     taken = choice(found)
     assert not machine.run and "predicted to take 2.50 s, too long to compare plans in 30 s" in taken.notes[0]
-    monkeypatch.setattr(measured_steps.registry, "compiles", lambda levers: levers.precision == "bf16-mixed")
+    monkeypatch.setattr(module.registry, "compiles", lambda levers: levers.precision == "bf16-mixed")
     assert len(choice(found).measured) == 2
 
 
@@ -190,14 +189,16 @@ def test_no_plan_is_run_without_room_for_it(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_copies_of_compiled_plans_need_room_beside_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = plans()
+    found, asked = plans(), list[int]()
     kept = {"parameters": 1000, "buffers": 100, "optimizer state": 2000, "activations": 5000}
     found = [plan._replace(prediction=replace(plan.prediction, by_category=kept)) for plan in found]
-    largest = max(plan.prediction.peak_upper_bytes for plan in found)
-    assert module._held_bytes(found) == largest
+    monkeypatch.setattr(module, "why_no_room", lambda device, nbytes: asked.append(nbytes) or "none")
+    choice(found)
     monkeypatch.setattr(module.registry, "compiles", lambda levers: levers.precision == "32-true")
+    choice(found)
     compiled = sum(plan.point.levers.precision == "32-true" for plan in found)
-    assert module._held_bytes(found) == largest + compiled * 3100 and 0 < compiled < len(found)
+    largest = max(plan.prediction.peak_upper_bytes for plan in found)
+    assert asked == [largest, largest + compiled * 3100] and 0 < compiled < len(found)
 
 
 def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ plan finds it there.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
 import random
@@ -214,13 +215,6 @@ def why_no_room(device: Device, peak_bytes: int) -> str:
     return f"the step needs {format_bytes(peak_bytes)} besides the workload, and {format_bytes(free)} is free"
 
 
-def limit_of(plans: Sequence[Levers], *, is_asked: bool = False) -> float:
-    """Return for how many seconds the steps of plans may run to choose among them; more where one asks to measure."""
-    if is_asked:
-        return ASKED_SECONDS
-    return LONGEST_SECONDS if any(map(registry.compiles, plans)) else LIMIT_SECONDS
-
-
 def affordable(predicted_seconds: Sequence[float], limit_seconds: float = LIMIT_SECONDS) -> int:
     """Return how many plans, of the first ones, can be run often enough to compare them within a time."""
     least = _LEAST_ROUNDS * (1 + _STEPS)
@@ -286,7 +280,7 @@ def timed_in_turns(
 
     Args:
         plans: The levers of each plan, and its predicted seconds.
-        limit_seconds: Steps run no longer (`limit_of`), but for making code.
+        limit_seconds: Steps run no longer, but for making code.
         rounds: How many, at most.
         clocks: What is read before and after each step; None for this machine's clocks.
         progress: Told how many turns are done, of how many at most, and before and after code is made for how many
@@ -296,8 +290,8 @@ def timed_in_turns(
         WorkloadError: The loss function uses the original model.
     """
     clocks = clocks or CLOCKS
-    with nothing_changes(workload) as around, contextlib.ExitStack() as kept:
-        on_code = around.outside(lambda done, total: progress(CODE_STAGE, done, total))
+    with nothing_changes(workload), contextlib.ExitStack() as kept:
+        on_code = functools.partial(progress, CODE_STAGE)
         turns = _Turns(workload, plans, torch.device(device.name), clocks, kept, on_code)
         in_turns(
             turns,
@@ -306,7 +300,7 @@ def timed_in_turns(
             limit_seconds=limit_seconds,
             rounds=rounds,
             enough=lambda: turns.found.ratio_error <= _SURE,
-            progress=around.outside(lambda done, total: progress(STAGE, done, total)),
+            progress=functools.partial(progress, STAGE),
         )
     return turns.found
 
@@ -450,12 +444,16 @@ def measured_choice(
     if measure == "auto" and affordable([step_seconds] * 2, LONGEST_SECONDS) < 2:
         return unmeasured(predicted, f"{predicted_to_take}, too long to compare plans in {LONGEST_SECONDS:.0f} s")
     found = near()
-    limit_seconds = limit_of([plan.point.levers for plan in found], is_asked=measure is True)
+    compiles = any(registry.compiles(plan.point.levers) for plan in found)
+    limit_seconds = ASKED_SECONDS if measure is True else LONGEST_SECONDS if compiles else LIMIT_SECONDS
     too_long = f"{predicted_to_take}, too long to compare plans in {limit_seconds:.0f} s"
     plans = found[: max(1, affordable([plan.prediction.step_seconds for plan in found], limit_seconds))]
     if measure == "auto" and len(plans) == 1:
         return predicted if len(found) == 1 else unmeasured(predicted, too_long)
-    if why := why_no_room(device, _held_bytes(plans)):
+    # In memory are one step, and the copies that compiled ones keep meanwhile.
+    kept = [plan.prediction.by_category for plan in plans if registry.compiles(plan.point.levers)]
+    kept_bytes = sum(each.get(category, 0) for each in kept for category in BETWEEN_STEPS)
+    if why := why_no_room(device, max(plan.prediction.peak_upper_bytes for plan in plans) + kept_bytes):
         return unmeasured(predicted, why)
     try:
         timed = timed_in_turns(
@@ -474,21 +472,9 @@ def measured_choice(
     return _taken(predicted, plans, timed, notes_of(timed, device), prove)
 
 
-def _held_bytes(plans: Sequence[Confirmed]) -> int:
-    """Return the peak of running plans in turns: of one step, beside the copies that compiled ones keep meanwhile."""
-    kept = (
-        plan.prediction.by_category.get(category, 0)
-        for plan in plans
-        if registry.compiles(plan.point.levers)
-        for category in BETWEEN_STEPS
-    )
-    return max(plan.prediction.peak_upper_bytes for plan in plans) + sum(kept)
-
-
 def unmeasured(predicted: ChosenPlan, why: str) -> ChosenPlan:
     """Return the plan predicted to be fastest, with a note that says why none was run."""
-    note = f"chosen by predicted times; no plan was run to measure it: {why}"
-    return ChosenPlan(predicted.confirmed, predicted.proof, predicted.measured, (*predicted.notes, note))
+    return predicted._replace(notes=(f"chosen by predicted times; no plan was run to measure it: {why}",))
 
 
 def _taken(
@@ -515,11 +501,12 @@ def _taken(
         indices = list(left)
         found = [
             MeasuredPlan(left[i], plan.prediction.step_seconds, plan.point.numerics, len(plan.point.uses))
-            for i, plan in ((i, plans[i]) for i in indices)
+            for i, plan in enumerate(plans)
+            if i in left
         ]
         index = indices[fastest_measured(weighed(found, timed.ratio_error))]
         if index == 0:
-            return ChosenPlan(predicted.confirmed, predicted.proof, measured, (*predicted.notes, *notes))
+            return predicted._replace(measured=measured, notes=tuple(notes))
         try:
             proof = prove(plans[index])
             break
@@ -532,4 +519,4 @@ def _taken(
     chosen, taken = predicted.confirmed.point, plans[index]
     bound = min(chosen.bound_seconds, taken.prediction.step_seconds)  # of all combinations that were searched
     point = replace(taken.point, status=chosen.status, bound_seconds=bound)
-    return ChosenPlan(Confirmed(point, taken.prediction), proof, measured, (*predicted.notes, note, *notes))
+    return ChosenPlan(Confirmed(point, taken.prediction), proof, measured, (note, *notes))
