@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.pipeline import kept_plans, loop_plans
+from memfit.pipeline import loop_plans
 from memfit.pipeline._fit import Fitted
 
 
@@ -32,7 +32,7 @@ def plans_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[object]:
     """Keep plans in a folder of the test's own, for a program of its own; return the list of those that are made."""
     script = tmp_path / "train.py"
     script.write_text("print('training')")
-    monkeypatch.setattr(kept_plans, "is_on", True)
+    monkeypatch.setattr(loop_plans, "is_on", True)
     monkeypatch.setattr(sys, "argv", [str(script), "--seed", "1"])
     monkeypatch.setenv("MEMFIT_CACHE_DIR", str(tmp_path))
     made: list[object] = []

@@ -149,11 +149,11 @@ def test_a_batch_that_the_budget_does_not_hold_is_refused_before_anything_runs(n
 
 
 def test_batches_that_grow_a_little_each_time_take_few_captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memfit.planner import admission
+    from memfit.planner import prediction
 
     captured = []
-    own = admission.capture_levers
-    monkeypatch.setattr(admission, "capture_levers", lambda *args: (captured.append(1), own(*args))[1])
+    own = prediction.capture_levers
+    monkeypatch.setattr(prediction, "capture_levers", lambda *args: (captured.append(1), own(*args))[1])
     workload = made("samples")
     plan = planned(workload, "64MiB")
     with memfit.apply(plan, workload) as step:

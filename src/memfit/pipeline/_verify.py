@@ -42,9 +42,8 @@ from memfit.pipeline.placement import check_runs_here, place_of, rank_place, ran
 from memfit.pipeline.verbs import checked, verb
 from memfit.planner import gpu_process
 from memfit.planner.batch_coupling import coupling
-from memfit.planner.captures import capture_levers
 from memfit.planner.confirmation import probe_regions
-from memfit.planner.prediction import costs_of, predict
+from memfit.planner.prediction import predicted_under
 from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import each, once
 from memfit.recomputation.generators import foreign_generators, preserved
@@ -446,13 +445,11 @@ def _peak_failures(plan: Plan, found: Verification) -> list[str]:
 
 def prediction_failures(workload: Workload, *, plan: Plan, progress: Progress = silent) -> list[str]:
     """Capture the planned step again, and return the statements of the plan that differ from it."""
-    device = find_device(plan.device)
     try:
-        trace = capture_levers(workload, plan.levers, device)
+        prediction, trace = predicted_under(replace(plan, engine=None), workload)  # no engine runs here
     except (CaptureError, RecomputationError) as e:
         return [f"the planned step can't be run: {e}"]
     failures = []
-    prediction, _ = predict(trace, costs_of([trace], device), device)
     if prediction.peak_bytes != plan.predicted.peak_bytes and (
         abs(prediction.peak_bytes / plan.predicted.peak_bytes - 1) > 0.001
     ):

@@ -17,18 +17,21 @@ from memfit.cost.operator_call import kernels_bytes
 from memfit.errors import UsageError
 from memfit.fake_gpu import shim
 from memfit.hardware.catalogue import supports_bfloat16
+from memfit.hardware.host import find_device
 from memfit.ir.allocations import allocations
 from memfit.ir.device import Device
 from memfit.ir.flops import Matmul
 from memfit.ir.kernels import is_kernel, unfused
 from memfit.ir.operator_costs import CostTable
 from memfit.ir.peak_parts import peak_parts
-from memfit.ir.plan import Precision, Prediction
+from memfit.ir.plan import Levers, Plan, Precision, Prediction
 from memfit.ir.simulate import repeats, simulate
 from memfit.ir.throughput import throughput
 from memfit.ir.timeline import Timeline
 from memfit.ir.trace import Trace
 from memfit.levers import registry
+from memfit.planner.captures import capture_levers
+from memfit.sharding.one_rank import of_engine
 from memfit.units import StageProgress
 from memfit.workload import Workload
 
@@ -105,6 +108,13 @@ def predict(
         notes=[*trace.notes, *costs.notes, *_advice(trace, device)],
     )
     return prediction, timeline
+
+
+def predicted_under(plan: Plan, workload: Workload, levers: Levers | None = None) -> tuple[Prediction, Trace]:
+    """Capture a step under a plan that was made for others, or under levers in place of its own, and predict it."""
+    device = find_device(plan.device)
+    trace = of_engine(capture_levers(workload, levers or plan.levers, device), plan.engine)
+    return predict(trace, costs_of([trace], device), device)[0], trace
 
 
 def _upper_bytes(peak_bytes: int, trace: Trace, costs: CostTable) -> int:
