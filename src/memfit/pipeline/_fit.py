@@ -147,7 +147,7 @@ class Fitted:
             if self.plan is None:
                 self._tell("memfit: nothing was planned: the loop made fewer than two training steps")
         except BaseException as e:
-            self._plans.kept.forget()  # what ended the loop may be a plan of a start before
+            self._plans.forget()  # what ended the loop may be a plan of a start before
             if watcher.verdict is None or e is watcher.verdict:
                 raise
             if isinstance(e, Verdict) and isinstance(watcher.verdict, MemfitError):
@@ -400,7 +400,7 @@ class Fitted:
             with generators_kept(workload.tape):
                 self.plan = self._plans.for_steps(workload, self._note, is_later=bool(self._kinds))
             self._on_plan(self.plan)
-            is_kept = self._plans.kept.is_taken
+            is_kept = self._plans.is_taken
             self._tell_first(workload, self.plan)
             under = [(workload.model, self.plan)]
             self._tell_beside(workload, self.plan, [t for known in kinds for t in known.step.given])

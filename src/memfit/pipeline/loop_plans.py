@@ -35,10 +35,9 @@ from memfit.pipeline._plan import PlanOptions
 from memfit.pipeline._plan import planned as make_plan
 from memfit.pipeline.loop_steps import AND, generators_kept
 from memfit.pipeline.placement import device_kind
-from memfit.planner import prediction
 from memfit.planner.captured_steps import Findings
-from memfit.planner.prediction import costs_of
-from memfit.tape import Entry, ExecutionContext, Geometry, LoopWorkload, outside_autocast
+from memfit.planner.prediction import costs_of, predicted_under
+from memfit.tape import ExecutionContext, Geometry, LoopWorkload, outside_autocast
 from memfit.units import Progress, format_bytes, format_seconds, read_budget
 from memfit.version import __version__
 from memfit.workload import fingerprint
@@ -66,7 +65,7 @@ _FIRST_SECONDS = 0.5  # for solving for the first step
 
 
 class LoopPlans:
-    """Makes the plans of a loop.
+    """Makes the plans of a loop, and keeps them for the next start of its program.
 
     Args:
         options: Options of `memfit.plan`, `budget` at least.
@@ -74,13 +73,14 @@ class LoopPlans:
         stages: Entered for each plan that is made; gives what is called with (stage, done, total) meanwhile.
 
     Attributes:
-        kept: What an earlier start of the program has kept.
+        is_taken: Whether the last plan or prediction was taken from an earlier start.
     """
 
     def __init__(self, options: dict[str, Any], given: Plan | None, stages: Stages) -> None:
-        self.kept = Kept()
         self._options, self._given, self._stages = options, given, stages
         self._findings: tuple[nn.Module | None, Findings] = None, Findings()
+        self.is_taken = False
+        self._taken: list[Path] = []
 
     def for_module(self, workload: LoopWorkload, *, is_alone: bool) -> Plan:
         """Return a plan for a module by itself, which only its first step runs under.
@@ -94,9 +94,9 @@ class LoopPlans:
             return given
         try:
             # Where others are trained too, they need a part of the budget, and nobody knows which.
-            return self.made(workload, self._options["budget"] if is_alone else "1B", is_first=True)
+            return self._made(workload, self._options["budget"] if is_alone else "1B", is_first=True)
         except InfeasibleError as e:
-            return self.made(workload, f"{e.lowest_peak_bytes}B", is_first=True)
+            return self._made(workload, f"{e.lowest_peak_bytes}B", is_first=True)
 
     def for_steps(self, workload: LoopWorkload, note: Callable[[str], None], *, is_later: bool) -> Plan:
         """Return a plan for steps that were seen: the one that was given, where it holds them.
@@ -110,12 +110,12 @@ class LoopPlans:
         """
         given, budget = self._given, self._options["budget"]
         if given is None:
-            return self.made(workload, budget)
+            return self._made(workload, budget)
         own, device = fingerprint(workload), device_kind(workload.model)
         # It may be for more modules than have trained so far, or have been in force for those before.
         is_part = is_later or set(workload.name.split(AND)) < set(given.workload.split(AND))
         if given.fingerprint != own and is_part:
-            return self.made(workload, budget)
+            return self._made(workload, budget)
         if given.fingerprint != own or given.device != device:
             raise PlanMismatchError(
                 f"plan= was made for {given.workload} on {given.device}, with the fingerprint {given.fingerprint}. The"
@@ -123,14 +123,14 @@ class LoopPlans:
                 " device. Leave out plan= and give budget= to make a plan for this loop"
             )
         check_plan(given, workload)
-        predicted = predicted_under(given, workload)
+        predicted = _predicted(given, workload)
         if predicted.peak_upper_bytes <= given.budget_bytes:
             return replace(given, predicted=predicted)
         note(
             f"memfit: under the given plan the step needs {format_bytes(predicted.peak_upper_bytes)} of"
             f" {format_bytes(given.budget_bytes)}: memfit plans it again"
         )
-        return self.made(workload, budget)
+        return self._made(workload, budget)
 
     def again(self, workload: LoopWorkload, plan: Plan) -> tuple[Plan, Prediction]:
         """Return a plan that holds larger steps, and what it predicts: the one in force, or another of its budget.
@@ -139,13 +139,13 @@ class LoopPlans:
             InfeasibleError: None does.
         """
         with generators_kept(workload.tape):
-            predicted = predicted_under(plan, workload)
+            predicted = _predicted(plan, workload)
             if predicted.peak_upper_bytes <= plan.budget_bytes:
                 return plan, predicted
-            made = self.made(workload, f"{plan.budget_bytes}B")
+            made = self._made(workload, f"{plan.budget_bytes}B")
         return made, made.predicted
 
-    def made(self, workload: LoopWorkload, budget: int | float | str, *, is_first: bool = False) -> Plan:
+    def _made(self, workload: LoopWorkload, budget: int | float | str, *, is_first: bool = False) -> Plan:
         """Return a plan for steps, or, in a hurry, for the first one, which is the only one that runs under it."""
         options = {"device": device_kind(workload.model)} | self._options | {"budget": budget}
         if is_first:
@@ -164,8 +164,7 @@ class LoopPlans:
             with self._stages() as progress:
                 return make_plan(workload, asked, progress=progress, findings=self._findings_of(workload.model))
 
-        with outside_autocast(), hurried():  # autocast is where the module is called; the step enters its own
-            return self.kept.of(Plan, "plan", workload, options, make)
+        return self._kept(Plan, "plan", workload, options, make)
 
     def _findings_of(self, model: nn.Module) -> Findings:
         """Return what the plans so far have found out about a model."""
@@ -180,12 +179,11 @@ class LoopPlans:
         def make() -> int:
             regions = first.levers.regions
             if plain is None or first.levers != Levers(microbatch_size=1, regions=regions):
-                return predicted_under(first, workload).peak_bytes
+                return _predicted(first, workload).peak_bytes
             costs = costs_of([plain], find_device(first.device))
             return simulate(plain, costs, regions).peak_bytes
 
-        with hurried():
-            return self.kept.of(int, "first", workload, first.levers, make)
+        return self._kept(int, "first", workload, first.levers, make)
 
     def mixed(self, workload: LoopWorkload) -> Mixed:
         """Predict a step with autocast around its forward passes, and no levers."""
@@ -196,16 +194,53 @@ class LoopPlans:
             return estimate(workload, device=device_kind(workload.model), precision="bf16-mixed")
 
         try:
-            with generators_kept(workload.tape), outside_autocast(), hurried():
-                return self.kept.of(Prediction, "mixed", workload, None, make)
+            with generators_kept(workload.tape):
+                return self._kept(Prediction, "mixed", workload, None, make)
         except MemfitError:  # autocast refuses some losses
             return None
 
+    def _kept(self, kind: type[T], name: str, workload: LoopWorkload, options: object, make: Callable[[], T]) -> T:
+        """Return a record as an earlier start of the program has kept it, or make it and keep it.
 
-def predicted_under(plan: Plan, workload: LoopWorkload) -> Prediction:
+        Args:
+            kind: Its class.
+            name: What it is of the workload.
+            options: What else it depends on.
+        """
+        self.is_taken = False
+        with outside_autocast(), hurried():  # autocast is where the module is called; the step enters its own
+            program = _program() if is_on else None
+            if program is None:
+                return make()
+            key = hashlib.sha256()
+            for part in _parts(name, workload, options):
+                key.update(part.encode() + b"\0")
+            key.update(program.encode())
+            folder = cache_folder() / "plans"
+            path = folder / f"{key.hexdigest()[:32]}.json"
+            with contextlib.suppress(OSError, msgspec.DecodeError):  # none, or it is damaged, or of another memfit
+                found = msgspec.json.decode(path.read_bytes(), type=kind)
+                self._taken.append(path)
+                self.is_taken = True
+                return found
+            made = make()
+            with contextlib.suppress(OutputError, OSError):  # the next start makes it again
+                codec.write_atomic(path, codec.encode(made))
+                for old in sorted(folder.glob("*.json"), key=lambda each: -each.stat().st_mtime)[_MOST_KEPT:]:
+                    old.unlink(missing_ok=True)
+            return made
+
+    def forget(self) -> None:
+        """Drop what was taken from an earlier start: the next start makes it anew."""
+        for path in self._taken:
+            path.unlink(missing_ok=True)
+        self._taken.clear()
+
+
+def _predicted(plan: Plan, workload: LoopWorkload) -> Prediction:
     """Predict steps of a loop under a plan that was made for others."""
     with outside_autocast(), hurried():
-        return prediction.predicted_under(plan, workload)[0]
+        return predicted_under(plan, workload)[0]
 
 
 def is_slow(plan: Plan) -> bool:
@@ -238,65 +273,6 @@ def advice(plan: Plan, mixed: Mixed) -> list[str]:
     ]
 
 
-class Kept:
-    """What a loop takes from an earlier start of its program, and keeps for the next one.
-
-    Attributes:
-        is_taken: Whether the last record was taken from an earlier start.
-    """
-
-    def __init__(self) -> None:
-        self.is_taken = False
-        self._taken: list[Path] = []
-
-    def of(self, kind: type[T], name: str, workload: LoopWorkload, options: object, make: Callable[[], T]) -> T:
-        """Return a record as it was kept, or make it and keep it.
-
-        Args:
-            kind: Its class.
-            name: What it is of the workload.
-            options: What else it depends on.
-        """
-        self.is_taken = False
-        key = _key(name, workload, options) if is_on else None
-        if key is None:
-            return make()
-        path = _folder() / f"{key}.json"
-        with contextlib.suppress(OSError, msgspec.DecodeError):  # there is none, or it is damaged, or of another memfit
-            found = msgspec.json.decode(path.read_bytes(), type=kind)
-            self._taken.append(path)
-            self.is_taken = True
-            return found
-        made = make()
-        with contextlib.suppress(OutputError, OSError):  # the next start makes it again
-            codec.write_atomic(path, codec.encode(made))
-            for old in sorted(_folder().glob("*.json"), key=lambda each: -each.stat().st_mtime)[_MOST_KEPT:]:
-                old.unlink(missing_ok=True)
-        return made
-
-    def forget(self) -> None:
-        """Drop what was taken: the next start makes it anew."""
-        for path in self._taken:
-            path.unlink(missing_ok=True)
-        self._taken.clear()
-
-
-def _folder() -> Path:
-    return cache_folder() / "plans"
-
-
-def _key(name: str, workload: LoopWorkload, options: object) -> str | None:
-    """Return a digest of all that a plan depends on; None for a program without a file, as in a notebook."""
-    program = _program()
-    if program is None:
-        return None
-    digest = hashlib.sha256()
-    for part in _parts(name, workload, options):
-        digest.update(part.encode() + b"\0")
-    digest.update(program.encode())
-    return digest.hexdigest()[:32]
-
-
 def _program() -> str | None:
     """Return the sources and arguments of the program that runs, and of memfit; None where it has no file."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
@@ -326,7 +302,18 @@ def _parts(name: str, workload: LoopWorkload, options: object) -> Iterator[str]:
     budget = options.get("budget") if isinstance(options, dict) else None
     if budget is not None and read_budget(budget).of == "device":
         yield str(find_device(device).usable_bytes)
-    yield from _settings()
+    kernels = torch.backends.cuda
+    yield str(ExecutionContext.now())
+    yield str(
+        (
+            torch.get_default_dtype(),
+            torch.get_num_threads(),
+            torch.get_deterministic_debug_mode(),
+            torch.backends.mkldnn.enabled,
+            torch.get_float32_matmul_precision(),
+            (kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled(), kernels.math_sdp_enabled()),
+        )
+    )
     for fqn, module in workload.model.named_modules():
         yield f"{fqn} {_source(type(module))}"
         own = {*own_modules(module), *own_parameters(module), *own_buffers(module)}
@@ -342,35 +329,16 @@ def _parts(name: str, workload: LoopWorkload, options: object) -> Iterator[str]:
     yield from _told(workload.batch, _DEEP)
     yield f"{workload.tape.roots} {workload.tape.passes}"
     for entry in workload.tape.entries:
-        yield from _of_entry(entry)
-
-
-def _of_entry(entry: Entry) -> Iterator[str]:
-    what = entry.what if isinstance(entry.what, int) else _named(entry.what)
-    yield f"{entry.kind} {what} {entry.made} {entry.drops} {entry.phase} {entry.microbatch} {entry.context}"
-    yield f"{entry.arguments.references}"
-    yield from _told(entry.arguments.template, _DEEP)
+        what = entry.what if isinstance(entry.what, int) else _named(entry.what)
+        yield f"{entry.kind} {what} {entry.made} {entry.drops} {entry.phase} {entry.microbatch} {entry.context}"
+        yield f"{entry.arguments.references}"
+        yield from _told(entry.arguments.template, _DEEP)
 
 
 def _named(what: Any) -> str:
     bound = getattr(what, "__self__", None)
     own = Geometry.of(bound) if isinstance(bound, (torch.Tensor, Geometry)) else type(bound).__name__
     return f"{getattr(what, '__module__', '')}.{getattr(what, '__qualname__', type(what).__qualname__)} {own}"
-
-
-def _settings() -> Iterator[str]:
-    kernels = torch.backends.cuda
-    yield str(ExecutionContext.now())
-    yield str(
-        (
-            torch.get_default_dtype(),
-            torch.get_num_threads(),
-            torch.get_deterministic_debug_mode(),
-            torch.backends.mkldnn.enabled,
-            torch.get_float32_matmul_precision(),
-            (kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled(), kernels.math_sdp_enabled()),
-        )
-    )
 
 
 def _source(kind: type) -> str:
