@@ -22,7 +22,7 @@ from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers, Plan, Prediction
 from memfit.pipeline import _fit, loop_plans
 from memfit.pipeline._fit import Fitted, Listener, fit_whatever_trains
-from memfit.pipeline._plan import PlanOptions
+from memfit.planner.captured_steps import PlanOptions
 from memfit.planner.captures import Captures, capture_levers
 from memfit.planner.confirmation import Confirmation
 from memfit.tape import LoopWorkload

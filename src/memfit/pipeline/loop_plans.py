@@ -31,11 +31,10 @@ from memfit.ir.plan import Levers, Plan, Prediction
 from memfit.ir.simulate import simulate
 from memfit.levers.stack import check_plan
 from memfit.pipeline._estimate import estimate
-from memfit.pipeline._plan import PlanOptions
 from memfit.pipeline._plan import planned as make_plan
 from memfit.pipeline.loop_steps import AND, generators_kept
 from memfit.pipeline.placement import device_kind
-from memfit.planner.captured_steps import Findings
+from memfit.planner.captured_steps import Findings, PlanOptions
 from memfit.planner.prediction import costs_of, predicted_under
 from memfit.tape import ExecutionContext, Geometry, LoopWorkload, outside_autocast
 from memfit.units import Progress, format_bytes, format_seconds, read_budget

@@ -20,13 +20,25 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
+import torch
 from msgspec.structs import replace
 
 from memfit.cost.cpu_costs import missing_kernel
 from memfit.ir.device import Device
 from memfit.ir.operator_costs import CostTable
-from memfit.ir.plan import CompilerLever, Levers, LeverUse, Numerics, Precision, Prediction, allows, freest
+from memfit.ir.plan import (
+    CompilerLever,
+    Levers,
+    LeverUse,
+    Numerics,
+    OptimizerLever,
+    Precision,
+    Prediction,
+    allows,
+    freest,
+)
 from memfit.ir.remat import Regions
 from memfit.ir.sharding import Mode, Sharding
 from memfit.ir.trace import Trace
@@ -71,27 +83,46 @@ class Findings:
 
 
 @dataclass(frozen=True)
+class PlanOptions:
+    """The options of `memfit.plan`, as it takes them."""
+
+    budget: int | float | str
+    device: str | torch.device | None = None
+    numerics: Numerics = "reordered"
+    precisions: Sequence[Precision] | None = None
+    optimizers: Sequence[OptimizerLever] | None = None
+    world_size: int | None = None
+    sharding: Mode | Literal["auto"] = "auto"
+    engine: Sharding | None = None
+    points: int = 8
+    host_budget: int | str | None = None
+    time_limit_seconds: float = 10.0
+    measure: Measure = "auto"
+    compile: bool | Literal["auto"] = False
+
+
+@dataclass(frozen=True)
 class Request:
-    """The arguments of `memfit.plan`, made definite."""
+    """The options of `memfit.plan`, checked, and what they stand for.
+
+    Attributes:
+        processes: That a launcher or a process group has, and each make a plan.
+        findings: What plans of the same model have found so far; this one adds its own.
+    """
 
     workload: Workload
+    options: PlanOptions
     budget: Budget
     host_budget_bytes: int
     device: Device
-    numerics: Numerics
     precisions: Sequence[Precision]
     fallbacks: Sequence[Fallback]
-    points: int
-    time_limit_seconds: float
     progress: Progress
-    world_size: int = 1
-    modes: Sequence[Mode] = ()
-    engine: Sharding | None = None
-    measure: Measure = False
-    compilers: Sequence[CompilerLever] = ()
-    must_compile: bool = False
-    processes: int = 1  # that a launcher or a process group has, and each make a plan
-    findings: Findings = field(default_factory=Findings)
+    world_size: int
+    modes: Sequence[Mode]
+    compilers: Sequence[CompilerLever]
+    processes: int
+    findings: Findings
 
 
 class CapturedSteps:
@@ -105,9 +136,9 @@ class CapturedSteps:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.workload, self.device, self.numerics = request.workload, request.device, request.numerics
+        self.workload, self.device, self.numerics = request.workload, request.device, request.options.numerics
         self.precisions, self.host_budget_bytes = request.precisions, request.host_budget_bytes
-        self.compilers, self.must_compile = request.compilers, request.must_compile
+        self.compilers, self.must_compile = request.compilers, request.options.compile is True
         self.tries_all = False
         self.global_batch_size = samples_of(request.workload)
         self.part = request.workload
@@ -158,7 +189,7 @@ class CapturedSteps:
         """Return the trace of the step with some levers, of shared ones on paper; None where it can't be captured."""
         if levers.sharding is None:
             trace = self.failures.capture(levers)
-            return None if trace is None else of_engine(trace, self.request.engine)
+            return None if trace is None else of_engine(trace, self.request.options.engine)
         alone = replace(levers, sharding=None)
         if alone not in self.traces and (trace := self.failures.capture(alone)) is not None:
             self.traces[alone] = trace
@@ -235,7 +266,7 @@ class CapturedSteps:
         for lever in registry.used(self.on(levers)):
             excluded |= lever.not_recomputed(levers)
             costs = lever.costs(costs)
-        engine = self.request.engine
+        engine = self.request.options.engine
         excluded |= around(engine.units or ()) if engine is not None else frozenset()
         # Copies whose rate is not known have no price, and are not proposed.
         used = registry.names(self.on(levers)) | {ACTIVATION_OFFLOAD}
