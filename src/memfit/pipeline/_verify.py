@@ -515,7 +515,6 @@ def _held_on_ranks(plan: Plan, workload: Workload, ranks: SingleProcess, progres
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """Return the SHA-256 of a tensor's shape and values."""
     digest = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
     for part in parts(tensor.coalesce() if tensor.is_sparse else tensor):
         digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -237,7 +237,6 @@ class LoopPlans:
 
 
 def _predicted(plan: Plan, workload: LoopWorkload) -> Prediction:
-    """Predict steps of a loop under a plan that was made for others."""
     with outside_autocast(), hurried():
         return predicted_under(plan, workload)[0]
 

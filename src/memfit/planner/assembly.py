@@ -124,7 +124,6 @@ class _Assembly:
         self.wanted = self._with_any(steps.captured(wanted))
 
     def _proposed(self) -> list[Levers]:
-        """Return the combinations that levers propose."""
         wanted = [self.steps.plain]
         for lever in registry.LEVERS:
             try:

@@ -381,7 +381,6 @@ class _Turns:
         self._on_code(len(self._compiled), sum(registry.compiles(levers) for levers, _ in self._plans))
 
     def _step(self, step: Step) -> float:
-        """Run a step, and return its seconds."""
         wall, own = self._clocks.wall(), self._clocks.own()
         step(step.workload.batch)
         accelerators.synchronize(self._place)  # or the next step would wait for this one's update

@@ -7,7 +7,7 @@ from typing import get_args
 
 from msgspec.structs import replace
 
-from memfit.allocator.caching_allocator import AllocationEvent, replay
+from memfit.allocator.caching_allocator import replay
 from memfit.compiled.joint_rewriter import FUSED_ERROR
 from memfit.cost.accelerator_costs import measured_costs
 from memfit.cost.cpu_costs import calibrate
@@ -47,21 +47,17 @@ def costs_of(traces: Iterable[Trace], device: Device, progress: StageProgress | 
     Traces in TF32 have the operators of those in fp32, and cost less: they need a table of their own.
     """
     traces = [unfused(trace) for trace in traces]
-    costs = _costs_of_one(traces, device, progress)
+    if device.kind == "cpu":
+        costs = calibrate(traces, progress)
+    elif device.is_here:
+        costs = measured_costs(traces, device, progress, matmul=_matmul(traces))
+    else:
+        costs = roofline(traces, device, matmul=_matmul(traces))
+        costs = costs if shim.is_loaded() else replace(costs, peak_error=_FALLBACK_ERROR)
     for sharding in {trace.sharding for trace in traces} - {None}:
         assert sharding is not None
         costs = with_collectives(costs, [t for t in traces if t.sharding == sharding], links_of(device, sharding))
     return costs
-
-
-def _costs_of_one(traces: list[Trace], device: Device, progress: StageProgress | None) -> CostTable:
-    """Return the costs of all but what ranks send."""
-    if device.kind == "cpu":
-        return calibrate(traces, progress)
-    if device.is_here:
-        return measured_costs(traces, device, progress, matmul=_matmul(traces))
-    costs = roofline(traces, device, matmul=_matmul(traces))
-    return costs if shim.is_loaded() else replace(costs, peak_error=_FALLBACK_ERROR)
 
 
 def _matmul(traces: list[Trace]) -> Matmul:
@@ -73,8 +69,7 @@ def predict(
 ) -> tuple[Prediction, Timeline]:
     """Return the prediction for a captured step, and its timeline."""
     timeline = simulate(trace, costs)
-    allocated, reserved, by_category = timeline.peak_bytes, None, timeline.at_peak()
-    retries = None
+    allocated, reserved, retries, by_category = timeline.peak_bytes, None, None, timeline.at_peak()
     if device.kind != "cpu":
         events = allocations(trace, costs)
         report = replay(events, device.allocator, total_bytes=device.memory_bytes)
@@ -82,7 +77,10 @@ def predict(
         by_category["rounding"] = allocated - timeline.peak_bytes
         if device.kind in CACHING:
             reserved = report.peak_reserved_bytes
-            retries = _retries(events, device) if reserved > device.usable_bytes else 0
+            retries = 0
+            if reserved > device.usable_bytes:  # how often a full device has its cache given back, where that is enough
+                full = replay(events, device.allocator, device.usable_bytes, total_bytes=device.memory_bytes)
+                retries = None if full.num_ooms else full.num_alloc_retries
     prediction = Prediction(
         peak_bytes=allocated,
         peak_reserved_bytes=reserved,
@@ -126,12 +124,6 @@ def _upper_bytes(peak_bytes: int, trace: Trace, costs: CostTable) -> int:
     return int((peak_bytes + compiled_bytes) * (1 + costs.peak_error) * (1 + trace.slack))
 
 
-def _retries(events: list[AllocationEvent], device: Device) -> int | None:
-    """Return how often the allocator gives its cache back to a full device; None where that is not enough."""
-    full = replay(events, device.allocator, device.usable_bytes, total_bytes=device.memory_bytes)
-    return None if full.num_ooms else full.num_alloc_retries
-
-
 def after_step_bytes(trace: Trace, costs: CostTable) -> int:
     """Return the bytes allocated after a step: weights, optimizer state, the batch, and what the loop holds."""
     left = sum(storage.nbytes for storage in trace.storages if storage.death >= len(trace.ops))
@@ -139,7 +131,6 @@ def after_step_bytes(trace: Trace, costs: CostTable) -> int:
 
 
 def _phase_seconds(trace: Trace, timeline: Timeline) -> dict[str, float]:
-    """Return the seconds of each phase that a step has."""
     found: dict[str, float] = dict.fromkeys(("forward", "backward", "recompute", "optimizer"), 0.0)
     for phase, seconds, times in zip(timeline.phases, timeline.seconds, repeats(trace).tolist(), strict=True):
         found[phase] += seconds * times
