@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -63,7 +63,7 @@ def deferred(world: World, *compilers: CompilerLever) -> DeferredCandidates:
     """Return the smaller compiled steps, which wait for the whole one that is captured."""
     wholes = [compiled(8, c) for c in compilers]
     waiting = {replace(whole, microbatch_size=size): whole for whole in wholes for size in SIZES[1:]}
-    return DeferredCandidates(cast(Any, world), waiting, [as_is(8), *wholes])
+    return DeferredCandidates(world, waiting, [as_is(8), *wholes])
 
 
 def searched(world: World, waits: DeferredCandidates, best_seconds: float, budget_bytes: int = 64) -> float:
@@ -143,7 +143,7 @@ def test_a_size_that_can_not_be_captured_is_left_out_and_the_next_is_tried() -> 
 
 def test_compiled_steps_wait_on_where_none_was_captured_whole() -> None:
     world = World(alike(0.5))
-    waits = DeferredCandidates(cast(Any, world), {compiled(size): compiled(8) for size in SIZES[1:]}, [as_is(8)])
+    waits = DeferredCandidates(world, {compiled(size): compiled(8) for size in SIZES[1:]}, [as_is(8)])
     assert waits.next(1.0, 64) == [] == waits.compiled_sizes  # nothing is said of them
     assert waits.next(math.inf, 64) == [compiled(size) for size in SIZES[1:]]
 
@@ -154,6 +154,6 @@ def test_microbatches_of_a_slow_precision_wait_for_a_plan_that_is_as_slow(
 ) -> None:
     cut = [Levers(precision="bf16-mixed", microbatch_size=size) for size in SIZES]
     world = World(dict.fromkeys(cut, 2.5))
-    waits = DeferredCandidates(cast(Any, world), dict.fromkeys(cut[1:], cut[0]), [as_is(8), cut[0]])
+    waits = DeferredCandidates(world, dict.fromkeys(cut[1:], cut[0]), [as_is(8), cut[0]])
     assert waits.next(best_seconds, 64) == (cut[1:] if are_captured else [])
     assert waits.compiled_sizes == []
