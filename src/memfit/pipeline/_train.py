@@ -28,7 +28,7 @@ from memfit.pipeline.verbs import checked, uninterrupted, verb
 from memfit.planner.captures import capture_each
 from memfit.planner.prediction import costs_of
 from memfit.ranks.environment import launched_rank
-from memfit.ranks.together import once
+from memfit.ranks.processes import once
 from memfit.report.html import write as write_html
 from memfit.report.notebook import ReportFile
 from memfit.report.notebook_progress import Bars, with_bars

@@ -44,8 +44,7 @@ from memfit.planner import gpu_process
 from memfit.planner.batch_coupling import coupling
 from memfit.planner.confirmation import probe_regions
 from memfit.planner.prediction import predicted_under
-from memfit.ranks.one_process import SingleProcess
-from memfit.ranks.together import each, once
+from memfit.ranks.processes import SingleProcess, each, once
 from memfit.recomputation.generators import foreign_generators, preserved
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.rng import rng_preserved
@@ -578,7 +577,7 @@ def _verdict(
 
 def played(workload: Workload, levers: Levers, place: torch.device) -> tuple[float, Tensors]:
     """Return the loss and the gradients that ranks are to have: this process plays each of them, without levers."""
-    from memfit.ranks.one_after_another import PlayedRank  # distributed packages take a second to import
+    from memfit.ranks.group import PlayedRank  # distributed packages take a second to import
 
     assert levers.sharding is not None
     size, copied = levers.sharding.world_size, real_copy(workload, place)

@@ -55,8 +55,7 @@ from memfit.planner.captures import Captures
 from memfit.planner.prediction import check_precision, costs_of
 from memfit.planner.search import is_faster
 from memfit.sharding.groups import repeated_blocks
-from memfit.sharding.one_rank import shard, with_share_of_update
-from memfit.sharding.proposals import proposals
+from memfit.sharding.one_rank import proposals, shard, with_share_of_update
 from memfit.solver.candidates import options
 from memfit.solver.highs import Ints
 from memfit.solver.milp import COARSE, Solver

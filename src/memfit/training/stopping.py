@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from memfit.errors import MemoryLimitError, RankError
 from memfit.interrupts import HeldSignals, held_back
-from memfit.ranks.one_process import SingleProcess
+from memfit.ranks.processes import SingleProcess
 from memfit.training.runs.checkpoint import Writing
 
 PREEMPTED = 75

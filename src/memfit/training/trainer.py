@@ -27,7 +27,7 @@ from memfit.interrupts import HeldSignals
 from memfit.ir import codec
 from memfit.ir.plan import Plan, uses_text
 from memfit.ir.run_record import RunRecord
-from memfit.ranks.together import once
+from memfit.ranks.processes import once
 from memfit.rng import rng_state, set_rng_state
 from memfit.training.batches import BatchStream
 from memfit.training.guards.ledger import allocation_retries, device_of
