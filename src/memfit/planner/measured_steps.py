@@ -443,8 +443,8 @@ def measured_choice(
     if measure == "auto" and affordable([step_seconds] * 2, LONGEST_SECONDS) < 2:
         return unmeasured(predicted, f"{predicted_to_take}, too long to compare plans in {LONGEST_SECONDS:.0f} s")
     found = near()
-    compiles = any(registry.compiles(plan.point.levers) for plan in found)
-    limit_seconds = ASKED_SECONDS if measure is True else LONGEST_SECONDS if compiles else LIMIT_SECONDS
+    is_code_made = any(registry.compiles(plan.point.levers) for plan in found)
+    limit_seconds = ASKED_SECONDS if measure is True else LONGEST_SECONDS if is_code_made else LIMIT_SECONDS
     too_long = f"{predicted_to_take}, too long to compare plans in {limit_seconds:.0f} s"
     plans = found[: max(1, affordable([plan.prediction.step_seconds for plan in found], limit_seconds))]
     if measure == "auto" and len(plans) == 1:
