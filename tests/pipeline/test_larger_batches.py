@@ -19,7 +19,7 @@ from memfit.capture.measured_peak import measure_peak_bytes
 from memfit.errors import UsageError
 from memfit.ir.plan import Plan
 from memfit.training.guards import loop_memory as growth
-from memfit.training.runs.checkpoint_folders import latest
+from memfit.training.runs.checkpoint import latest
 from memfit.workload import Workload, tensors_of
 
 

@@ -34,7 +34,7 @@ from memfit.pipeline import _apply
 from memfit.recipes.byte_lm import SeededBatches
 from memfit.training.guards import recovery as rollback
 from memfit.training.guards.recovery import Recovery
-from memfit.training.runs.checkpoint_folders import latest
+from memfit.training.runs.checkpoint import latest
 from memfit.training.runs.log import StepRecord
 from memfit.training.runs.run_options import RunOptions
 from memfit.training.runs.state import collect

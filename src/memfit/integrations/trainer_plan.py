@@ -55,7 +55,7 @@ _OWN = {
 
 
 class TrainerPlan:
-    """A plan's settings for a trainer, and the checkpointing that memfit applies to the model itself, for each interface.
+    """A plan's settings for a trainer, and the checkpointing that memfit applies to the model; each interface is one.
 
     Args:
         workload: The step at the global batch; with several ranks at the batch of one of them, on each.

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from memfit.errors import CheckpointError, OutputError, UsageError
 from memfit.ir import codec
-from memfit.training.runs import checkpoint, checkpoint_folders
-from memfit.training.runs.tensor_files import write_tensors
+from memfit.training.runs import checkpoint
+from memfit.training.runs.state import write_tensors
 
 MAX_FILE_BYTES = 5 * 10**9
 """A file's size from which the model goes on in the next one: as many bytes of the host's memory are used."""
@@ -37,7 +37,7 @@ def consolidate(
     if max_file_bytes < 1:
         raise UsageError(f"max_file_bytes={max_file_bytes} is not above 0")
     run, out = Path(run), Path(out)
-    path = run if (run / checkpoint_folders.MANIFEST).is_file() else checkpoint_folders.latest(run)
+    path = run if (run / checkpoint.MANIFEST).is_file() else checkpoint.latest(run)
     if path is None:
         raise CheckpointError(f"{run} has no complete checkpoint: give the folder of a run, or of a checkpoint")
     there = sorted(file.name for file in out.glob("model*.safetensors*")) if out.is_dir() else []

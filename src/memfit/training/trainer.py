@@ -32,7 +32,7 @@ from memfit.rng import rng_state, set_rng_state
 from memfit.training.batches import BatchStream
 from memfit.training.guards.ledger import allocation_retries, device_of
 from memfit.training.guards.recovery import OutOfMemoryObserver, Recovery
-from memfit.training.runs import checkpoint, checkpoint_folders
+from memfit.training.runs import checkpoint
 from memfit.training.runs.folder import (
     METRICS,
     PLAN,
@@ -55,7 +55,7 @@ from memfit.training.runs.log import (
     step_line,
 )
 from memfit.training.runs.run_options import RunOptions
-from memfit.training.runs.tensor_files import HostBuffers
+from memfit.training.runs.state import HostBuffers
 from memfit.training.step import Step, StepResult, evaluation_mode
 from memfit.training.stopping import deferred_interrupts, meet
 from memfit.units import format_bytes
@@ -183,7 +183,7 @@ class Trainer:
 
         def tidy() -> list[Path]:
             remove_leftovers(self.out)
-            aside = checkpoint_folders.set_aside_after(self.out, loaded.step_count)
+            aside = checkpoint.set_aside_after(self.out, loaded.step_count)
             codec.write_atomic(self.out / PLAN, codec.encode(self.plan))
             return aside
 
@@ -410,7 +410,7 @@ class Trainer:
             error.add_note(
                 f"memfit: on rank {self._ranks.rank}; if the error is a lost connection, another rank ended first"
             )
-        newest = checkpoint_folders.latest(self.out)
+        newest = checkpoint.latest(self.out)
         advice = "no checkpoint was written" if newest is None else f"resume=True continues from {newest}"
         error.add_note(f"memfit: {advice}")
         if is_interrupted:

@@ -25,9 +25,8 @@ from memfit.ir import codec
 from memfit.rng import check_rng_state, rng_preserved, rng_state, set_rng_state
 from memfit.training.batches import BatchStream
 from memfit.training.loss import LossScaler
-from memfit.training.runs import checkpoint, checkpoint_folders
-from memfit.training.runs.state import pack, unpack
-from memfit.training.runs.tensor_files import HostBuffers, read_tensors, write_tensors
+from memfit.training.runs import checkpoint
+from memfit.training.runs.state import HostBuffers, pack, read_tensors, unpack, write_tensors
 from memfit.training.step import Step, StepOptions
 from memfit.workload import LossScaling, Workload
 from tests.training.conftest import restored
@@ -330,7 +329,7 @@ def test_extra_state_of_modules_comes_back(extra: Any, cases: SimpleNamespace, t
 
 def test_there_is_no_pickle(trained: Step, cases: SimpleNamespace, tmp_path: Path) -> None:
     path = save(tmp_path, trained, cases)
-    assert {p.name for p in path.iterdir()} == {checkpoint_folders.MANIFEST, *checkpoint_folders.FILES}
+    assert {p.name for p in path.iterdir()} == {checkpoint.MANIFEST, *checkpoint.FILES}
     for file in path.glob("*.json"):
         json.loads(file.read_bytes())
     for file in path.glob("*.safetensors"):
@@ -348,7 +347,7 @@ def test_what_was_begun_holds_the_state_of_that_moment(trained: Step, cases: Sim
         expected, step_count = cases.training_state(trained), trained.steps
         writing = checkpoint.Writing(tmp_path, trained, cases.plan(trained.workload), position, buffers=buffers)
         advanced(trained)
-        assert checkpoint_folders.latest(tmp_path) == (tmp_path / "checkpoint-3" if number else None)
+        assert checkpoint.latest(tmp_path) == (tmp_path / "checkpoint-3" if number else None)
         path = writing.finish()
         other = Step(cases.workload(seed=1))
         assert restored(path, other).step_count == writing.step_count == step_count
@@ -381,13 +380,13 @@ def test_copies_that_find_no_memory_leave_nothing(
 
 
 def test_old_checkpoints_go_and_the_newest_is_found(trained: Step, cases: SimpleNamespace, tmp_path: Path) -> None:
-    assert checkpoint_folders.latest(tmp_path) is None and checkpoint_folders.latest(tmp_path / "none") is None
+    assert checkpoint.latest(tmp_path) is None and checkpoint.latest(tmp_path / "none") is None
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "checkpoint-1" / "model.safetensors").write_bytes(b"of another tool")
     for n in range(4, 14):
         trained.steps = n
         path = save(tmp_path, trained, cases, keep_checkpoints=3)
-        assert checkpoint_folders.latest(tmp_path) == path
+        assert checkpoint.latest(tmp_path) == path
         if n == 9:
             (path / "notes.txt").write_text("the best one")
     assert sorted(p.name for p in tmp_path.iterdir()) == [
@@ -451,11 +450,11 @@ def test_a_crash_anywhere_leaves_the_earlier_checkpoint(
         second = None
     monkeypatch.undo()
     assert second is None
-    found = checkpoint_folders.latest(tmp_path)
+    found = checkpoint.latest(tmp_path)
     assert found == first or call == 9  # the last call, after the checkpoint was moved to its place
     names = {p.name for p in tmp_path.iterdir()}
     assert not is_clean or names <= {"checkpoint-3", "checkpoint-6"}
-    checkpoint_folders.remove_leftovers(tmp_path)
+    checkpoint.remove_leftovers(tmp_path)
     assert {p.name for p in tmp_path.iterdir()} <= {"checkpoint-3", "checkpoint-6"}
     if found == first:
         restored(found, trained)
@@ -480,7 +479,7 @@ def assert_refused(path: Path, step: Step, cases: SimpleNamespace, *texts: str) 
     assert cases.training_state(step) == before and rng_state() == rng
 
 
-@pytest.mark.parametrize("name", [*checkpoint_folders.FILES, checkpoint_folders.MANIFEST])
+@pytest.mark.parametrize("name", [*checkpoint.FILES, checkpoint.MANIFEST])
 @pytest.mark.parametrize("damage", ["missing", "truncated", "empty"])
 def test_damage_is_named_with_what_to_do(
     name: str, damage: str, trained: Step, cases: SimpleNamespace, tmp_path: Path
@@ -490,10 +489,8 @@ def test_damage_is_named_with_what_to_do(
     if damage == "missing":
         file.unlink()
     else:
-        file.write_bytes(
-            file.read_bytes()[:-1] if damage == "truncated" and name != checkpoint_folders.MANIFEST else b""
-        )
-    assert checkpoint_folders.latest(tmp_path) == tmp_path / "checkpoint-3"
+        file.write_bytes(file.read_bytes()[:-1] if damage == "truncated" and name != checkpoint.MANIFEST else b"")
+    assert checkpoint.latest(tmp_path) == tmp_path / "checkpoint-3"
     assert_refused(path, trained, cases, str(file))
     loaded, damages = checkpoint.read_newest(tmp_path, trained)
     assert loaded.path == tmp_path / "checkpoint-3" and str(file) in str(damages[0]) and len(damages) == 1
@@ -501,7 +498,7 @@ def test_damage_is_named_with_what_to_do(
 
 @settings(max_examples=25, deadline=None)
 @given(
-    name=st.sampled_from((checkpoint_folders.MANIFEST, *checkpoint_folders.FILES)),
+    name=st.sampled_from((checkpoint.MANIFEST, *checkpoint.FILES)),
     place=st.floats(0, 1, exclude_max=True),
     flip=st.integers(1, 255),
 )
@@ -519,13 +516,13 @@ def test_a_flipped_byte_anywhere_is_seen(
 def forged(path: Path, name: str, data: bytes) -> None:
     """Replace a file, its entry in the manifest, and the manifest's own hash."""
     (path / name).write_bytes(data)
-    manifest = codec.read(path / checkpoint_folders.MANIFEST, checkpoint_folders.Checkpoint)
-    entry = checkpoint_folders.FileEntry(hashlib.sha256(data).hexdigest(), len(data))
+    manifest = codec.read(path / checkpoint.MANIFEST, checkpoint.Checkpoint)
+    entry = checkpoint.FileEntry(hashlib.sha256(data).hexdigest(), len(data))
     manifest = msgspec.structs.replace(manifest, files={**manifest.files, name: entry}).sealed()
-    (path / checkpoint_folders.MANIFEST).write_bytes(codec.encode(manifest))
+    (path / checkpoint.MANIFEST).write_bytes(codec.encode(manifest))
 
 
-@pytest.mark.parametrize("name", checkpoint_folders.FILES)
+@pytest.mark.parametrize("name", checkpoint.FILES)
 @pytest.mark.parametrize("data", [b"{}", b"[]", b"\x80\x04K\x01.", b"null"])
 def test_foreign_files_with_right_hashes_are_refused(
     name: str, data: bytes, trained: Step, cases: SimpleNamespace, tmp_path: Path
@@ -542,8 +539,8 @@ def test_a_folder_that_is_not_there(trained: Step, cases: SimpleNamespace, tmp_p
 @pytest.mark.parametrize("schema", ["memfit.checkpoint/2", "memfit.plan/1", None])
 def test_another_schema_is_refused(schema: str | None, trained: Step, cases: SimpleNamespace, tmp_path: Path) -> None:
     path = save(tmp_path, trained, cases)
-    manifest = json.loads((path / checkpoint_folders.MANIFEST).read_bytes())
-    (path / checkpoint_folders.MANIFEST).write_text(json.dumps(manifest | {"schema": schema}))
+    manifest = json.loads((path / checkpoint.MANIFEST).read_bytes())
+    (path / checkpoint.MANIFEST).write_text(json.dumps(manifest | {"schema": schema}))
     assert_refused(path, trained, cases, repr(schema), "memfit.checkpoint/1")
 
 

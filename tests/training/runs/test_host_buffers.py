@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from memfit.training.runs.tensor_files import HostBuffers
+from memfit.training.runs.state import HostBuffers
 
 
 def test_copies_stay_as_they_are_and_are_contiguous() -> None:

@@ -18,7 +18,7 @@ from memfit.errors import BudgetError, MemoryLimitError, OutputError
 from memfit.hardware.host import free_bytes, own_bytes
 from memfit.ir.plan import Plan
 from memfit.training.optimizers import state_of
-from memfit.training.runs import checkpoint_folders
+from memfit.training.runs import checkpoint
 from memfit.training.runs.run_options import RunOptions
 from memfit.training.step import Step
 from memfit.units import format_bytes
@@ -194,5 +194,5 @@ def _bytes_there(out: Path) -> int:
     """Return the bytes of the checkpoints in a folder, which those of the run replace."""
     if not out.is_dir():
         return 0
-    files = (f for path in out.iterdir() if checkpoint_folders.is_ours(path) for f in path.iterdir())
+    files = (f for path in out.iterdir() if checkpoint.is_ours(path) for f in path.iterdir())
     return sum(os.stat(file).st_size for file in files)

@@ -36,7 +36,7 @@ from memfit.errors import CheckpointError, OutputError, UsageError
 from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import once
 from memfit.training.guards.recovery import all_snapshots
-from memfit.training.runs import checkpoint_folders
+from memfit.training.runs import checkpoint
 from memfit.training.runs.log import read_lines
 
 RUN, PLAN, METRICS, TENSORBOARD = "run.json", "plan.json", "metrics.jsonl", "tensorboard"
@@ -82,7 +82,7 @@ def held_by_ranks(ranks: SingleProcess, out: Path, *, overwrite: bool, resume: b
 
 def is_begun(out: Path) -> bool:
     """Tell whether a folder holds a checkpoint, whole or not, of a run that can go on."""
-    return out.is_dir() and bool(_checkpoints(out) or checkpoint_folders.all_set_aside(out))
+    return out.is_dir() and bool(_checkpoints(out) or checkpoint.all_set_aside(out))
 
 
 def holds_a_start(out: Path) -> bool:
@@ -106,10 +106,10 @@ def check_folder(out: Path, *, overwrite: bool, resume: bool) -> None:
     except OSError as e:
         raise OutputError(f"can't read out={str(out)!r}: {e.strerror or e}") from e
     if resume:
-        newest = checkpoint_folders.latest(out)
+        newest = checkpoint.latest(out)
         if newest is None:
             raise CheckpointError(f"out={str(out)!r} has no complete checkpoint: start again with overwrite=True")
-        _check_only_own_in_the_way(out, after_step=checkpoint_folders.step_of(newest))
+        _check_only_own_in_the_way(out, after_step=checkpoint.step_of(newest))
     elif names and not overwrite:
         raise OutputError(
             f"out={str(out)!r} is not empty; it has {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}: give"
@@ -126,11 +126,11 @@ def clear_folder(out: Path) -> None:
         OutputError: A file can't be removed.
     """
     try:
-        for path in [*_checkpoints(out), *checkpoint_folders.all_set_aside(out)]:
-            if checkpoint_folders.is_ours(path):
-                checkpoint_folders.remove(path)
-            elif checkpoint_folders.step_of(path) is not None:
-                checkpoint_folders.set_aside(path)
+        for path in [*_checkpoints(out), *checkpoint.all_set_aside(out)]:
+            if checkpoint.is_ours(path):
+                checkpoint.remove(path)
+            elif checkpoint.step_of(path) is not None:
+                checkpoint.set_aside(path)
         remove_leftovers(out)
         for path in [*all_snapshots(out), *(out / name for name in _FILES)]:
             path.unlink(missing_ok=True)
@@ -145,7 +145,7 @@ def clear_folder(out: Path) -> None:
 
 def remove_leftovers(out: Path) -> None:
     """Remove temporary files that a crash left behind."""
-    checkpoint_folders.remove_leftovers(out)
+    checkpoint.remove_leftovers(out)
     for path in (path for name in (*_FILES, "out-of-memory-*.pickle") for path in out.glob(f".{name}.*.tmp")):
         path.unlink(missing_ok=True)
 
@@ -167,20 +167,16 @@ def _check_only_own_in_the_way(out: Path, *, after_step: int | None = None) -> N
     """Raise OutputError if the run would overwrite files that memfit did not write; checkpoints come after a step."""
     first = -1 if after_step is None else after_step
     foreign = [
-        p
-        for p in _checkpoints(out)
-        if (checkpoint_folders.step_of(p) or 0) > first and not checkpoint_folders.holds_only_ours(p)
+        p for p in _checkpoints(out) if (checkpoint.step_of(p) or 0) > first and not checkpoint.holds_only_ours(p)
     ]
-    foreign += [
-        out / name for name in (RUN, PLAN) if (out / name).exists() and not checkpoint_folders.has_schema(out / name)
-    ]
+    foreign += [out / name for name in (RUN, PLAN) if (out / name).exists() and not checkpoint.has_schema(out / name)]
     if foreign:
         raise OutputError(f"{foreign[0]} exists, and memfit did not write it: move it, or give another out=")
     read_lines(out / METRICS)
 
 
 def _checkpoints(out: Path) -> list[Path]:
-    return [path for path in out.iterdir() if checkpoint_folders.step_of(path) is not None]
+    return [path for path in out.iterdir() if checkpoint.step_of(path) is not None]
 
 
 class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
