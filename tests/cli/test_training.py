@@ -12,7 +12,7 @@ from memfit.cli import plan_commands, run, training
 from memfit.errors import BudgetError
 from memfit.hardware import accelerators, heap
 from memfit.ir.plan import Plan
-from memfit.training.runs.run_options import RunOptions
+from memfit.training.runs.log import RunOptions
 from memfit.units import read_budget
 from tests.workloads import tiny
 

@@ -35,8 +35,7 @@ from memfit.recipes.byte_lm import SeededBatches
 from memfit.training.guards import recovery as rollback
 from memfit.training.guards.recovery import Recovery
 from memfit.training.runs.checkpoint import latest
-from memfit.training.runs.log import StepRecord
-from memfit.training.runs.run_options import RunOptions
+from memfit.training.runs.log import RunOptions, StepRecord
 from memfit.training.runs.state import collect
 from memfit.training.trainer import Trainer
 from memfit.workload import Workload

@@ -18,7 +18,7 @@ from memfit.ir.plan import Plan, Precision
 from memfit.ir.run_record import RunRecord
 from memfit.levers.stack import applied
 from memfit.training.runs import checkpoint
-from memfit.training.runs.run_options import RunOptions
+from memfit.training.runs.log import RunOptions
 from memfit.training.trainer import Trainer
 from memfit.workload import Workload, fingerprint
 from tests.models import BUILDERS

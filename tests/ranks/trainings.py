@@ -16,7 +16,7 @@ from memfit.ir.plan import Levers, Plan
 from memfit.ir.run_record import RunRecord
 from memfit.ir.sharding import Sharding
 from memfit.levers.stack import applied
-from memfit.training.runs.run_options import RunOptions
+from memfit.training.runs.log import RunOptions
 from memfit.training.step import Step
 from memfit.training.trainer import Trainer
 from memfit.workload import LossScaling, Workload

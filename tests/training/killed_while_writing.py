@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from memfit.training.runs.run_options import RunOptions
+from memfit.training.runs.log import RunOptions
 from memfit.training.step import Step
 from memfit.training.trainer import Trainer
 from tests.training.conftest import make_plan, make_workload

@@ -15,9 +15,8 @@ import torch
 
 from memfit.errors import MemfitError, MemoryLimitError, OutputError, RankError
 from memfit.ir.sharding import Sharding
-from memfit.training.runs.run_options import RunOptions
-from memfit.training.stopping import PREEMPTED
-from memfit.training.trainer import Trainer
+from memfit.training.runs.log import RunOptions
+from memfit.training.trainer import PREEMPTED, Trainer
 from tests.covering import each
 from tests.processes import on_ranks
 from tests.ranks.trainings import DDP, HYBRID, ZERO2, ZERO3, Kind, fit, is_same, plan_for, state_of, step_of, workload

@@ -30,7 +30,7 @@ from memfit.rng import rng_state
 from memfit.training import trainer as trainer_module
 from memfit.training.loss import LossScaler
 from memfit.training.runs import checkpoint
-from memfit.training.runs.run_options import RunOptions
+from memfit.training.runs.log import RunOptions
 from memfit.training.step import Step, StepOptions
 from memfit.training.trainer import Trainer
 from memfit.workload import Workload

@@ -18,7 +18,7 @@ from memfit.recipes import byte_lm
 from memfit.report.estimates import estimate_page
 from memfit.report.tables import comparison_table, frontier_table, plan_table
 from memfit.training.runs.folder import VIEWS, held_folder
-from memfit.training.runs.run_options import RunOptions
+from memfit.training.runs.log import RunOptions
 from memfit.units import format_bytes
 
 _COMPARED_STEPS = 4  # of which the first is not timed

@@ -185,7 +185,7 @@ def train(
     from memfit.cli.training import plan_of, settle_memory, train_with_bar
     from memfit.report.summary import retries_text, waiting_text
     from memfit.training.runs.folder import check_folder
-    from memfit.training.runs.run_options import RunOptions
+    from memfit.training.runs.log import RunOptions
 
     if plan is None and not launched_rank():  # before it is planned; others may come when the first has begun to write
         check_folder(output, overwrite=overwrite, resume=resume)

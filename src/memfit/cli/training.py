@@ -13,8 +13,7 @@ from memfit.ir.run_record import RunRecord
 from memfit.pipeline._train import trained
 from memfit.ranks.environment import launched_size
 from memfit.training.runs.folder import PLAN
-from memfit.training.runs.log import StepRecord
-from memfit.training.runs.run_options import RunOptions
+from memfit.training.runs.log import RunOptions, StepRecord
 from memfit.units import format_bytes, format_seconds, parse_budget
 from memfit.workload import Workload
 

@@ -34,8 +34,7 @@ from memfit.report.notebook import ReportFile
 from memfit.report.notebook_progress import Bars, with_bars
 from memfit.training.guards.host_resources import HostWatch, check_disk, check_host, host_needs
 from memfit.training.runs.folder import METRICS, PLAN, REPORT, RUN, VIEWS, held_by_ranks, holds_a_start, is_begun
-from memfit.training.runs.log import LogFunction, StepRecord, read_lines
-from memfit.training.runs.run_options import RunOptions
+from memfit.training.runs.log import LogFunction, RunOptions, StepRecord, read_lines
 from memfit.training.trainer import Trainer
 from memfit.units import format_seconds, parse_budget
 from memfit.workload import Workload

@@ -6,11 +6,13 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
@@ -20,13 +22,15 @@ from memfit.errors import (
     MemoryLimitError,
     OutOfMemoryError,
     PlanMismatchError,
+    RankError,
     UsageError,
     WorkloadError,
 )
-from memfit.interrupts import Held
+from memfit.interrupts import Held, held_back
 from memfit.ir import codec
 from memfit.ir.plan import Plan, uses_text
 from memfit.ir.run_record import RunRecord
+from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import once
 from memfit.rng import rng_state, set_rng_state
 from memfit.training.batches import BatchStream
@@ -45,23 +49,31 @@ from memfit.training.runs.folder import (
 )
 from memfit.training.runs.log import (
     History,
-    NoRunLog,
     RunLog,
+    RunOptions,
     StepRecord,
-    evaluation_line,
-    event_line,
+    finite,
     require_tensorboard,
     resumed_history,
-    step_line,
 )
-from memfit.training.runs.run_options import RunOptions
 from memfit.training.runs.state import HostBuffers
 from memfit.training.step import Step, StepResult, evaluation_mode
-from memfit.training.stopping import deferred_interrupts, meet
 from memfit.units import format_bytes
 from memfit.workload import fingerprint, samples_of
 
+PREEMPTED = 75
+"""Exit status after SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later", on which a scheduler requeues."""
+_FINE, _LIMIT, _FAILED, _INTERRUPTED, _TERMINATED = range(5)
+_AT_THE_END = -1
+_WRITTEN, _GOING_ON, _CANNOT = range(3)  # the largest counts: all hear of a rank that could not, whoever still writes
 _log = logging.getLogger("memfit")
+
+_Doing = Literal[
+    "nothing", "reading", "holding a batch to agree on", "holding a batch", "admitting", "a step", "logging"
+]
+"""What a run was doing when it failed, which tells what its last checkpoint can be of."""
+_READING: tuple[_Doing, ...] = ("reading", "holding a batch to agree on")
+_HOLDING: tuple[_Doing, ...] = ("holding a batch to agree on", "holding a batch")
 
 
 @dataclass(eq=False, repr=False)
@@ -112,8 +124,8 @@ class Trainer:
         self._saved_step: int | None = None
         self._writing: checkpoint.Writing | None = None
         self._buffers = HostBuffers() if self.options.async_checkpoints else None
-        self._is_between_steps = True
-        self._is_reading = self._is_unused = self._is_agreed = self._is_refused = self._is_logging = False
+        self._doing: _Doing = "nothing"
+        self._is_agreed = False
 
     def fit(self) -> RunRecord:
         """Train to the end, and return the record of the run. Call it once.
@@ -136,8 +148,8 @@ class Trainer:
             metrics, events = self.out / METRICS, self.out / TENSORBOARD if self.options.tensorboard else None
             with (
                 contextlib.closing(self._stream),
-                deferred_interrupts() as interrupt,
-                RunLog(metrics, events, self.step.steps) if self._is_first else NoRunLog() as self._log,
+                _deferred_interrupts() as interrupt,
+                RunLog(metrics, events, self.step.steps) if self._is_first else contextlib.nullcontext() as self._log,
             ):
                 try:
                     for kind, text in happened:
@@ -155,7 +167,7 @@ class Trainer:
         """Log an unusual event, such as a refused checkpoint."""
         if self._is_first:
             _log.warning("%s: %s", kind, text)
-        self._write_line(event_line(self.step.steps, self._stream.epoch, kind, text))
+        self._write_event(kind, text)
 
     # Before
 
@@ -203,11 +215,11 @@ class Trainer:
             read = self._next_batch(interrupt)
             if read is None:
                 break
-            self._is_refused = True
+            self._doing = "admitting"
             self.step.admit(read[0])
-            self._is_refused = self._is_between_steps = False
+            self._doing = "a step"
             progress = self._run(*read)
-            self._is_between_steps = True
+            self._doing = "nothing"
             self._note_events(progress)
             self._after(progress)
         if not self._is_evaluated():
@@ -221,26 +233,25 @@ class Trainer:
         error: BaseException | None = None
         batch, samples, started = None, None, time.perf_counter()
         try:
-            self._is_reading = True
+            self._doing = "reading"
             interrupt.check()
             if self.watch is not None:
                 self.watch()
             started = time.perf_counter()
             batch = self._stream.next_batch(self.options.epochs)
-            self._is_unused = batch is not None
-            if batch is not None and self._ranks.size > 1:
-                samples = samples_of(self.step.workload, batch[0])
+            if batch is not None:
+                self._doing = "holding a batch to agree on"
+                samples = samples_of(self.step.workload, batch[0]) if self._ranks.size > 1 else None
         except BaseException as e:
             error = e
         seconds = time.perf_counter() - started
-        stop, is_written = meet(self._ranks, error, samples, self._writing)
+        stop, is_written = _meet(self._ranks, error, samples, self._writing)
         if stop is not None:
             self._is_agreed = True
             raise stop
-        self._is_reading = False
+        self._doing = "nothing" if batch is None else "holding a batch"
         if is_written:
             self._finish_writing()
-        self._is_unused = False
         return None if batch is None else (batch[0], seconds)
 
     def _run(self, batch: Any, data_seconds: float) -> StepRecord:
@@ -285,7 +296,7 @@ class Trainer:
 
     def _after(self, progress: StepRecord) -> None:
         """Log a step, and evaluate and write a checkpoint where they are due."""
-        self._write_line(step_line(progress))
+        self._write_line({key: finite(value) for key, value in dataclasses.asdict(progress).items()})
         if self.options.on_step is not None:
             self.options.on_step(progress)
         if progress.skipped:
@@ -305,7 +316,7 @@ class Trainer:
                 f" {format_bytes(self.plan.budget_bytes)}; the prediction was {format_bytes(predicted)}",
             )
         for kind, text in self.step.events[self._events_noted :]:
-            self._write_line(event_line(self.step.steps, self._stream.epoch, kind, text))
+            self._write_event(kind, text)
         self._events_noted = len(self.step.events)
         recovery = self.step.recovery
         if not isinstance(recovery, OutOfMemoryObserver):
@@ -339,12 +350,19 @@ class Trainer:
                         " to next(model.parameters()).device"
                     )
                 raise
-        self._write_line(evaluation_line(self.step.steps, self._stream.epoch, _figures(values)))
+        figures = None
+        if isinstance(values, Mapping):
+            with contextlib.suppress(TypeError, ValueError, RuntimeError):
+                figures = {str(name): finite(float(value)) for name, value in values.items()}
+        if figures is None:
+            raise WorkloadError(f"Workload.evaluate returned {str(values)[:100]}: return a dict of names and floats")
+        self._write_line({"step": self.step.steps, "epoch": self._stream.epoch, "evaluation": figures})
 
     def _save(self, position: dict[str, Any] | None = None, buffers: HostBuffers | None = None) -> None:
         """Write a checkpoint; with `buffers`, a thread does, and `_finish_writing` comes later."""
         self._finish_writing()
-        self._log.sync()
+        if self._log is not None:
+            self._log.sync()
         self._writing = checkpoint.Writing(
             self.out,
             self.step,
@@ -365,12 +383,16 @@ class Trainer:
             self._write_record(self._history.record("running", self.step.steps))
 
     def _write_line(self, line: dict[str, Any]) -> None:
-        self._log.write(line)
+        if self._log is not None:
+            self._log.write(line)
         self._history.add(line)
         if self.options.log is not None and self._is_first:
-            self._is_logging = True
+            self._doing = "logging"
             self.options.log(copy.deepcopy(line))  # its own, to change
-            self._is_logging = False
+            self._doing = "nothing"
+
+    def _write_event(self, kind: str, text: str) -> None:
+        self._write_line({"step": self.step.steps, "epoch": self._stream.epoch, "event": {"kind": kind, "text": text}})
 
     def _write_record(self, record: RunRecord) -> None:
         if self._is_first:
@@ -390,10 +412,12 @@ class Trainer:
             self._note_events()
         is_interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
         is_stopped = is_interrupted or isinstance(error, MemoryLimitError)
-        is_resumable = self._is_between_steps and (is_stopped or self._is_reading or self._is_logging)
+        is_between_steps, is_reading = self._doing != "a step", self._doing in _READING
+        is_resumable = is_between_steps and (is_stopped or is_reading or self._doing == "logging")
         text = f"interrupted after step {self.step.steps}" if is_interrupted else f"{type(error).__name__}: {error}"
-        recovers = isinstance(self.step.recovery, Recovery) and not self._is_between_steps
+        recovers = isinstance(self.step.recovery, Recovery) and not is_between_steps
         is_undone = isinstance(error, OutOfMemoryError) and not error.is_torn and recovers
+        is_undone = is_undone or self._doing == "admitting"  # the batch that a plan does not hold
         is_alone = self._ranks.size > 1 and not self._is_agreed  # the others don't write their parts
         if not is_alone:
             try:
@@ -402,10 +426,9 @@ class Trainer:
                 error.add_note(f"memfit: {e}")
         elif self._writing is not None:
             self._writing.discard()
-        is_undone = is_undone or self._is_refused  # the batch that a plan does not hold
         if (is_resumable or is_undone) and self._saved_step != self.step.steps and not is_alone:
             with contextlib.suppress(MemfitError):
-                self._save(self._stream.take_back() if is_undone or self._is_unused else None)
+                self._save(self._stream.take_back() if is_undone or self._doing in _HOLDING else None)
         if is_alone and not isinstance(error, MemfitError):
             error.add_note(
                 f"memfit: on rank {self._ranks.rank}; if the error is a lost connection, another rank ended first"
@@ -453,8 +476,90 @@ def _precision_text(loaded: checkpoint.Loaded, step: Step, plan: Plan) -> str:
     return "; ".join([text, *(done or ["weights and optimizer state are unchanged"])])
 
 
-def _figures(values: Mapping[str, float]) -> dict[str, float]:
-    if isinstance(values, Mapping):
-        with contextlib.suppress(TypeError, ValueError, RuntimeError):
-            return {str(name): float(value) for name, value in values.items()}
-    raise WorkloadError(f"Workload.evaluate returned {str(values)[:100]}: return a dict of names and floats")
+# Where a run stops: at signals, deferred until a step is complete, and where ranks meet before each step
+
+
+@contextlib.contextmanager
+def _deferred_interrupts() -> Iterator[Held]:
+    """Defer what signals' handlers raise until `Held.check`, or until the context is left.
+
+    Where SIGTERM has no handler, it raises SystemExit. Ctrl-C after another signal stops at once.
+    """
+
+    def preempted(number: int, frame: Any) -> None:
+        raise SystemExit(PREEMPTED)
+
+    def announce(number: signal.Signals) -> None:
+        _log.warning("%s: stopping after this step, with a checkpoint; Ctrl-C to stop at once", number.name)
+
+    with held_back(ends_steps=False) as held:
+        is_main = threading.current_thread() is threading.main_thread()
+        ours = [signal.SIGTERM] if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else []
+        before = held.on_first, held.stops_at_once
+        held.on_first = announce
+        held.stops_at_once = lambda number, _: number == signal.SIGINT  # schedulers may send SIGTERM more than once
+        try:
+            for number in ours:
+                held.hold(number, preempted)
+            yield held
+        finally:
+            held.let_go(ours)
+            held.on_first, held.stops_at_once = before
+        held.check()
+
+
+def _meet(
+    ranks: SingleProcess, error: BaseException | None, samples: int | None, writing: checkpoint.Writing | None
+) -> tuple[BaseException | None, bool]:
+    """Meet the other ranks before a step.
+
+    Args:
+        error: Why this rank stops by itself; None where it would go on.
+        samples: Samples of the batch to run; None at the end of the data.
+        writing: The checkpoint that is being written, of the same step on all ranks; None where there is none.
+
+    Returns:
+        Why this rank must stop, None where it goes on; and whether no rank still writes its files of a checkpoint, or
+        one of them could not.
+    """
+    written: float = _WRITTEN
+    if writing is not None and (writing.is_going_on or writing.has_failed):
+        written = _GOING_ON if writing.is_going_on else _CANNOT
+    if ranks.size == 1:
+        return error, written != _GOING_ON
+    code = _code(error)
+    count = _AT_THE_END if samples is None else samples
+    counts = [count, -count] if code == _FINE else [-float("inf")] * 2
+    worst, who, most, least, written = ranks.most([code, ranks.rank + 1 if code else 0, *counts, written])
+    stop = error
+    if stop is None and worst != _FINE:
+        stop = _like_others(int(worst), int(who) - 1)
+    elif stop is None and most != -least:
+        told = ["no more batches" if n == _AT_THE_END else f"a batch of {n:.0f} samples" for n in (-least, most)]
+        stop = RankError(
+            f"Workload.batches gave {told[0]} on one rank and {told[1]} on another: every rank must give the"
+            " same global batches; memfit takes the rank's part. Shuffle with the same seed on every rank"
+        )
+    return stop, written != _GOING_ON
+
+
+def _code(error: BaseException | None) -> int:
+    if error is None:
+        return _FINE
+    if isinstance(error, SystemExit):
+        return _TERMINATED
+    if isinstance(error, KeyboardInterrupt):
+        return _INTERRUPTED
+    return _LIMIT if isinstance(error, MemoryLimitError) else _FAILED
+
+
+def _like_others(code: int, rank: int) -> BaseException:
+    """Return the error of a rank that stops since another one does."""
+    if code == _TERMINATED:
+        return SystemExit(PREEMPTED)
+    if code == _INTERRUPTED:
+        return KeyboardInterrupt()
+    text = f"rank {rank} stopped before the step: read that rank's output"
+    if code == _LIMIT:
+        return MemoryLimitError(text, limit_bytes=0, held_bytes=0, requested_bytes=0, by_category={}, where="")
+    return RankError(text)

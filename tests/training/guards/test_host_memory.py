@@ -19,7 +19,7 @@ from memfit.ir.sharding import Mode, Sharding
 from memfit.levers.stack import host_bytes_of
 from memfit.training.guards import host_resources as host_memory
 from memfit.training.guards.host_resources import HostWatch, check_host, checkpoint_bytes, host_needs
-from memfit.training.runs.run_options import RunOptions
+from memfit.training.runs.log import RunOptions
 from memfit.training.step import Step
 from memfit.workload import tensors_of
 from tests.models import BUILDERS, transformer

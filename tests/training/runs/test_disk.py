@@ -19,7 +19,7 @@ import memfit
 from memfit.errors import OutputError
 from memfit.ir.plan import Plan
 from memfit.training.guards.host_resources import _REST_BYTES, check_disk
-from memfit.training.runs.run_options import RunOptions
+from memfit.training.runs.log import RunOptions
 from memfit.training.step import Step
 from memfit.training.trainer import Trainer
 from memfit.workload import Workload

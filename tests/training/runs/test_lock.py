@@ -23,7 +23,7 @@ import pytest
 from memfit.errors import OutputError
 from memfit.training.runs import folder as lock
 from memfit.training.runs.folder import LOCK, LockHolder, held_folder, holder_of, locked
-from memfit.training.runs.run_options import RunOptions
+from memfit.training.runs.log import RunOptions
 from memfit.training.step import Step
 from memfit.training.trainer import Trainer
 from tests.processes import on_two_spawned_ranks

@@ -19,7 +19,7 @@ from memfit.hardware.host import free_bytes, own_bytes
 from memfit.ir.plan import Plan
 from memfit.training.optimizers import state_of
 from memfit.training.runs import checkpoint
-from memfit.training.runs.run_options import RunOptions
+from memfit.training.runs.log import RunOptions
 from memfit.training.step import Step
 from memfit.units import format_bytes
 from memfit.workload import Workload, tensors_of
