@@ -26,7 +26,7 @@ from memfit.hardware.out_of_memory import out_of_memory
 from memfit.ir.plan import Levers, Plan
 from memfit.ir.remat import Region
 from memfit.rng import rng_preserved
-from memfit.training.guards.ledger import IN_THE_STEP
+from memfit.training.guards.limits import IN_THE_STEP
 from memfit.training.runs.state import HostBuffers
 from memfit.workload import Workload
 from tests.accelerators.steps import language_model, same, slow, state_of, weights

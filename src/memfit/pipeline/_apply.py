@@ -36,8 +36,7 @@ from memfit.planner.captures import capture_levers
 from memfit.ranks.together import check_same
 from memfit.report.memory_snapshot import write_snapshot
 from memfit.training.guards.host_resources import check_host, host_needs
-from memfit.training.guards.ledger import device_of, held_tensors
-from memfit.training.guards.limits import AcceleratorLimit, CpuLimit
+from memfit.training.guards.limits import AcceleratorLimit, CpuLimit, device_of, held_tensors
 from memfit.training.guards.loop_memory import Growth
 from memfit.training.guards.recovery import OutOfMemoryObserver, Recovery, Snapshots
 from memfit.training.step import Step

@@ -26,8 +26,7 @@ from memfit.levers.switch import Switch, candidates_of, lowered
 from memfit.planner.captures import Captures
 from memfit.planner.prediction import costs_of
 from memfit.solver.controller import Controller, Expected
-from memfit.training.guards.ledger import device_of
-from memfit.training.guards.limits import CpuLimit
+from memfit.training.guards.limits import CpuLimit, device_of
 from memfit.training.guards.recovery import Recovery, Snapshots
 from memfit.training.step import StepResult
 from memfit.units import format_bytes

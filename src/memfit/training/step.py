@@ -24,7 +24,7 @@ from memfit.ranks.one_process import Share, SingleProcess, T
 from memfit.rng import rng_preserved
 from memfit.tracebacks import public
 from memfit.training.batches import on_device
-from memfit.training.guards.ledger import Ledger, ledger_of
+from memfit.training.guards.limits import Ledger, ledger_of
 from memfit.training.loss import FirstNotFinite, LossScaler, Window, gradient_entries, gradient_values, watching
 from memfit.training.optimizers import parameters_of
 from memfit.training.refusals import checked_loss

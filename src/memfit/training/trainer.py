@@ -34,7 +34,7 @@ from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import once
 from memfit.rng import rng_state, set_rng_state
 from memfit.training.batches import BatchStream
-from memfit.training.guards.ledger import allocation_retries, device_of
+from memfit.training.guards.limits import allocation_retries, device_of
 from memfit.training.guards.recovery import OutOfMemoryObserver, Recovery
 from memfit.training.runs import checkpoint
 from memfit.training.runs.folder import (

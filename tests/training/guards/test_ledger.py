@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import memfit
-from memfit.training.guards import ledger
-from memfit.training.guards.ledger import IN_THE_STEP, allocation_retries
+from memfit.training.guards import limits
+from memfit.training.guards.limits import IN_THE_STEP, allocation_retries
 from memfit.training.step import Step
 from memfit.workload import tensors_of
 from tests.models import BUILDERS, LARGE
@@ -56,7 +56,7 @@ def test_allocation_retries_are_those_of_the_step_s_gpu(monkeypatch: pytest.Monk
         return {"num_alloc_retries": 5}
 
     device = torch.device("cuda", 1)
-    monkeypatch.setattr(ledger, "device_of", lambda step: device)
+    monkeypatch.setattr(limits, "device_of", lambda step: device)
     monkeypatch.setattr(torch, "cuda", SimpleNamespace(memory_stats=memory_stats))
     assert allocation_retries(step) == 5 and asked == [device]
 
