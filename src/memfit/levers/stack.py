@@ -18,7 +18,6 @@ from memfit.levers.lever import LeversOn, Running
 from memfit.levers.microbatches import microbatch_size_of
 from memfit.recomputation.generators import foreign_generators, preserved
 from memfit.tape import LoopWorkload
-from memfit.training.loop import DescribedLoop, TapedStep
 from memfit.training.refusals import check_supported
 from memfit.training.step import Step, StepOptions
 from memfit.workload import Loop, Workload, fingerprint, samples_of
@@ -46,7 +45,7 @@ def applied(
         for lever in registry.used(LeversOn(levers, samples_of(workload))):
             running = stack.enter_context(lever.apply(levers, running))
         if isinstance(running.workload, LoopWorkload) and running.workload.tape.entries:
-            yield TapedStep(running.workload, running.options.autocast)
+            yield Step(running.workload, autocast=running.options.autocast)  # all else is the loop's own
         else:
             yield Step(running.workload, running.options)
 
@@ -67,13 +66,10 @@ def applied_to_copy(levers: Levers, workload: Workload, place: torch.device | No
 
 
 @contextlib.contextmanager
-def described(levers: Levers, workload: Workload) -> Iterator[DescribedLoop]:
+def described(levers: Levers, workload: Workload) -> Iterator[Step]:
     """Run the user's own loop, as `Workload.loop` says, until the context is left."""
-    loop = workload.loop or Loop()
-    with applied(levers, workload) as step:
-        program = DescribedLoop(step.workload, step.options, loop)
-        with program.holding():
-            yield program
+    with applied(levers, workload) as step, step.in_order_of(workload.loop or Loop()):
+        yield step
 
 
 def check_plan(plan: Plan, workload: Workload) -> None:

@@ -19,7 +19,7 @@ from memfit.capture.loop_recorder import Seen, Watcher, parameters_of
 from memfit.errors import UsageError
 from memfit.extent import Extent, covers, difference_text, looked_ahead, sizes_changed
 from memfit.tape import CallNumber, Entry, ExecutionContext, LoopWorkload, ModuleTensor, RecordedStep, Tape, in_turn
-from memfit.training.loop import CombinedOptimizers
+from memfit.training.optimizers import CombinedOptimizers
 from memfit.units import format_bytes
 
 AND = " and "
