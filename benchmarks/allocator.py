@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.common import Case, main
 from memfit import MemfitError
-from memfit.allocator.caching_allocator import Block, CachingAllocator, Pool
+from memfit.allocator.caching_allocator import CachingAllocator, MemoryBlock, Pool
 from memfit.allocator.settings import AllocatorSettings
 from memfit.errors import SimulatedOutOfMemoryError
 
@@ -131,7 +131,7 @@ class _Recording(CachingAllocator):
         super().__init__(settings, capacity, total_bytes=total)
         self.starts: list[int] = []
 
-    def _new_segment(self, pool: Pool, nbytes: int, alignment: int, *, mapped: bool = True) -> Block:
+    def _new_segment(self, pool: Pool, nbytes: int, alignment: int, *, mapped: bool = True) -> MemoryBlock:
         block = super()._new_segment(pool, nbytes, alignment, mapped=mapped)
         self.starts.append(block.address)
         return block
@@ -140,7 +140,7 @@ class _Recording(CachingAllocator):
 def simulated(settings: AllocatorSettings, capacity: int, total: int, requests: list[Request]) -> list[str]:
     """Return what the simulator says after each request, in the words of `real_allocator/drive.cpp`."""
     allocator = _Recording(settings, capacity, total)
-    live: list[Block] = []
+    live: list[MemoryBlock] = []
     lines = []
     for kind, number, stream in requests:
         if kind == "malloc":

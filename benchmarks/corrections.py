@@ -24,7 +24,7 @@ from benchmarks.common import Case, main
 from benchmarks.roofline import PRECISIONS, WORKLOADS, Call, calls_of
 from memfit.cost.accelerator_costs import cache_path, read_cache
 from memfit.cost.error_bars import key_of
-from memfit.cost.roofline import check_figures, floor_seconds, kernel_seconds
+from memfit.cost.modelled_costs import check_figures, floor_seconds, kernel_seconds
 from memfit.errors import UsageError
 from memfit.hardware.host import find_device
 from memfit.ir.device import Device

@@ -1,9 +1,9 @@
 """Whether the roofline's form holds: fitted to this CPU's operators, and tried on models that it was not fitted to.
 
-`cost/roofline.py` says that an operator takes the larger of its arithmetic and its traffic, each at a rate of its
+`cost/modelled_costs.py` says that an operator takes the larger of its arithmetic and its traffic, each at a rate of its
 class, less for narrow products, and a fixed time beyond. Here these are fitted for each class and dtype to measured
 operators of all models but one, and the time of that one is predicted from what its operators do. Measured times are
-those of `cost/calibrate.py`: operators alone. This tells how far the form can be trusted, not the figures of any GPU.
+those of `cost/cpu_costs.py`: operators alone. This tells how far the form can be trusted, not the figures of any GPU.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from scipy.optimize import differential_evolution
 from benchmarks.common import Case, main
 from examples import brain, byte_lm, digits_resnet, gpt2
 from memfit import Workload
+from memfit.cost.modelled_costs import AttainedRates, narrowest_dimension
 from memfit.cost.operator_call import OperatorCall, traffic_bytes
-from memfit.cost.roofline import AttainedRates, narrowest_dimension
 from memfit.hardware.host import find_device
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Precision

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from memfit import interrupts
-from memfit.cost import calibrate
 from memfit.fake_gpu import process, shim
 from memfit.ir.plan import Levers
 from memfit.pipeline import kept_plans
@@ -128,7 +127,6 @@ def _own_cache() -> Iterator[None]:
         patch.setattr(kept_plans, "is_on", False)  # a test's loop is planned, also where another one's is like it
         patch.setattr(shim, "command", warm.fake_cuda_command)
         patch.setattr(process, "command", functools.partial(warm.command, "-m"))
-        patch.setattr(calibrate, "_interpreter", lambda code: warm.command("-c", code))
         yield
     warm.servers.end()
 

@@ -11,8 +11,7 @@ import math
 
 import msgspec
 
-from memfit.cost.communication import Link, Links
-from memfit.cost.cost_source import CostSource, costs_from
+from memfit.cost.cost_source import CostSource, Link, Links, costs_from
 from memfit.ir.arguments import arguments
 from memfit.ir.operator_classes import ATTENTION, CONVOLUTIONS, MATRIX, RECURRENT, VIEWS, operator_class
 

@@ -55,7 +55,7 @@ def test_public_api_is_pinned() -> None:
 
 
 NO_TORCH = (
-    "memfit.allocator.replay",
+    "memfit.allocator.caching_allocator",
     "memfit.ir.simulate",
     "memfit.planner.search",
     "memfit.report.chrome_trace",

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.own_generators import own_generators
-from memfit.rng import rng_snapshot
+from memfit.rng import own_generators, rng_snapshot
 from memfit.turns import turn
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 
@@ -69,6 +71,25 @@ def test_threads_start_as_before_after_a_turn_that_fails() -> None:
     assert threading.Thread.__dict__["start"] is start and has_turn()
 
 
+@contextlib.contextmanager
+def another_threads_turn() -> Iterator[None]:
+    has, over = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with turn():
+            has.set()
+            over.wait()
+
+    other = threading.Thread(target=work)
+    other.start()
+    has.wait()
+    try:
+        yield
+    finally:
+        over.set()
+        other.join()
+
+
 def test_a_signal_ends_the_wait_for_another_threads_turn() -> None:
     class Rung(Exception):
         pass
@@ -76,44 +97,22 @@ def test_a_signal_ends_the_wait_for_another_threads_turn() -> None:
     def handler(number: int, frame: FrameType | None) -> None:
         raise Rung
 
-    has, over = threading.Event(), threading.Event()
-
-    def work() -> None:
-        with turn():
-            has.set()
-            over.wait()
-
     before = signal.signal(signal.SIGALRM, handler)
-    other = threading.Thread(target=work)
-    other.start()
-    has.wait()
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
-        with pytest.raises(Rung), held_back(), turn():
-            pass
+        with another_threads_turn():
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(Rung), held_back(), turn():
+                pass
     finally:
-        over.set()
-        other.join()
         signal.signal(signal.SIGALRM, before)
     with turn():
         pass
 
 
 def test_a_process_that_is_forked_in_another_threads_turn_has_its_own() -> None:
-    has, over = threading.Event(), threading.Event()
-
-    def work() -> None:
-        with turn():
-            has.set()
-            over.wait()
-
-    other = threading.Thread(target=work)
-    other.start()
-    has.wait()
-    child = os.fork()
-    if not child:
-        with turn():
-            os._exit(0 if has_turn() else 1)
-    over.set()
-    other.join()
+    with another_threads_turn():
+        child = os.fork()
+        if not child:
+            with turn():
+                os._exit(0 if has_turn() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -31,7 +31,7 @@ from benchmarks.frontier.methods import Method, Prepared, Task, Unsupported, ste
 from benchmarks.frontier.selective import contexts_of
 from memfit.capture.fake_workload import fake_copy
 from memfit.capture.known_values import KnownValues, fake_paths_disabled
-from memfit.cost.calibrate import measure
+from memfit.cost.cpu_costs import measure
 from memfit.hardware.host import find_device
 from memfit.ir.codec import write_atomic
 from memfit.signature import signature

@@ -20,7 +20,7 @@ from benchmarks.fuzzing.modules import workload_of
 from benchmarks.fuzzing.programs import Program
 from memfit.capture.fake_workload import real_copy
 from memfit.capture.step_capture import without_collector
-from memfit.cost.calibrate import with_workspaces
+from memfit.cost.cpu_costs import with_workspaces
 from memfit.cost.error_bars import calibration
 from memfit.errors import InfeasibleError, MemfitError
 from memfit.hardware import cpu_allocations

@@ -10,14 +10,14 @@ import torch
 
 from benchmarks.operators.samples import Sample, backward, mapped
 from memfit._torch.dispatch import EagerMode, disable_current_modes
-from memfit._torch.fake_cache import CachedFakeTensorMode
+from memfit._torch.fake import CachedFakeTensorMode
 from memfit._torch.tensors import storage_key_of
 from memfit.capture.composites import composites_without_mode
 from memfit.capture.fake_workload import _Faker
 from memfit.capture.known_values import KnownValues
 from memfit.capture.operator_calls import tensors_in
 from memfit.capture.recorder import Recorder, Recording
-from memfit.cost.calibrate import _first_runs
+from memfit.cost.cpu_costs import _first_runs
 from memfit.hardware.cpu_allocations import allocated
 from memfit.signature import signature
 

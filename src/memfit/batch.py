@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from memfit._torch.dispatch import disable_current_modes
-from memfit._torch.pytree import tree_flatten, tree_is_leaf, tree_unflatten
+from memfit._torch.tensors import tree_flatten, tree_is_leaf, tree_unflatten
 from memfit.errors import WorkloadError
 from memfit.sparse import parts
 

@@ -95,7 +95,6 @@ def _users_line() -> tuple[str, int]:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, and its chain of causes."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -112,11 +111,9 @@ def _known_folders() -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
     homes = [Path(spec.origin).parent for spec in specs if spec is not None and spec.origin]
     packages = [Path(paths[name]) for name in ("purelib", "platlib")]
     python = [Path(paths[name]) for name in ("stdlib", "platstdlib")]
-    return _as_prefixes([Path(__file__).parent, *homes]), _as_prefixes(packages), _as_prefixes(python)
-
-
-def _as_prefixes(folders: list[Path]) -> tuple[str, ...]:
-    return tuple(f"{folder}{os.sep}" for folder in folders)
+    kinds = ([Path(__file__).parent, *homes], packages, python)
+    ours, others, pythons = (tuple(f"{folder}{os.sep}" for folder in folders) for folders in kinds)
+    return ours, others, pythons
 
 
 def is_memfits(filename: str) -> bool:
@@ -135,7 +132,6 @@ def is_users(filename: str) -> bool:
 
 
 def _short(filename: str) -> str:
-    """Return a path relative to the current folder, if it lies in it."""
     path = Path(filename)
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else filename

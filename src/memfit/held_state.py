@@ -131,17 +131,19 @@ def _accesses(code: types.CodeType) -> _Accesses:
     outside: set[str] = set()
     read: set[str] = set()
     assigned: set[str] = set()
-    is_straight, before = True, None
+    own = code.co_varnames[: min(1, code.co_argcount)]
+    is_straight, loaded = True, None
     for at in dis.get_instructions(code):
         if at.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             outside.add(at.argval)
         elif at.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             read.add(at.argval)
-        elif at.opname == "STORE_ATTR" and is_straight and at.argval not in read and _is_first(before, code):
+        elif at.opname == "STORE_ATTR" and is_straight and at.argval not in read and loaded in own:
             assigned.add(at.argval)
         elif "JUMP" in at.opname or at.opname == "FOR_ITER":
             is_straight = False
-        before = at
+        loaded = at.argval if at.opname.startswith("LOAD_FAST") else None
+        loaded = loaded[-1] if isinstance(loaded, tuple) else loaded
     for inner in (constant for constant in code.co_consts if isinstance(constant, types.CodeType)):
         inner_accesses = _accesses(inner)
         outside |= inner_accesses.globals
@@ -149,14 +151,6 @@ def _accesses(code: types.CodeType) -> _Accesses:
     # The name of an attribute may also be a text, as in getattr(self, "scale").
     read |= {text for text in code.co_consts if isinstance(text, str) and text.isidentifier()}
     return _Accesses(frozenset(outside), frozenset(read), frozenset(assigned))
-
-
-def _is_first(loaded: dis.Instruction | None, code: types.CodeType) -> bool:
-    """Tell whether an instruction loads a function's first argument last."""
-    if loaded is None or not code.co_argcount or not loaded.opname.startswith("LOAD_FAST"):
-        return False
-    last = loaded.argval[-1] if isinstance(loaded.argval, tuple) else loaded.argval
-    return bool(last == code.co_varnames[0])
 
 
 def is_followed(value: Any) -> bool:
@@ -207,7 +201,6 @@ class _Reached:
             waiting = [value for value in self._members() if not self.functions.keys() >= set(_functions(value))]
 
     def _follow(self, function: types.FunctionType, kind: type | None) -> list[Any]:
-        """Add a function; return the values that it leads to."""
         if function in self.functions or len(self.functions) >= _MOST_FUNCTIONS:
             return []
         self.functions[function] = None
@@ -264,7 +257,11 @@ class Reader:
         own = [value for value in vars(module).values() if any(map(is_followed, _functions(value)))]
         reached, class_places = self._of_class(type(module), own)
         apart = {*own_modules(module), *own_parameters(module), *own_buffers(module)}
-        names = [n for n in reached.names - reached.assigned - apart - _INTERNAL if not _is_code(type(module), n)]
+        names = [
+            n
+            for n in reached.names - reached.assigned - apart - _INTERNAL
+            if not _is_code(inspect.getattr_static(type(module), n, None))
+        ]
         held = Place(fqn or "the model", lambda: module.__dict__, tuple(sorted(names)))
         read = tuple(sorted(own_buffers(module).keys() & (reached.names - reached.assigned)))
         buffers = [Place(held.owner, lambda: own_buffers(module), read)] if read else []
@@ -288,12 +285,13 @@ class Reader:
         return self._places(_Reached(hooks, None)) if hooks else []
 
     def _places(self, reached: _Reached) -> list[Place]:
-        """Return the places that functions name."""
         places: list[Place] = []
         for function in reached.functions:
             if is_followed(function):
                 if names := tuple(sorted(n for n, v in globals_of(function).items() if _is_value(v))):
-                    places.append(Place(function.__module__, functools.partial(_globals, function), names))
+                    places.append(
+                        Place(function.__module__, functools.partial(getattr, function, "__globals__"), names)
+                    )
                 if inside := tuple(sorted(n for n, v in cells_of(function).items() if _is_value(v))):
                     places.append(Place(function.__qualname__, functools.partial(cells_of, function), inside))
         named = [value for value in reached.held.values() if isinstance(value, (type, types.ModuleType))]
@@ -313,17 +311,7 @@ class Reader:
         return list(places.values())
 
 
-def _is_code(kind: type, name: str) -> bool:
-    """Tell whether a class has a method or property of a name."""
-    return next(_functions(inspect.getattr_static(kind, name, None)), None) is not None
-
-
-def _globals(function: types.FunctionType) -> dict[str, Any]:
-    return function.__globals__
-
-
 def _of_type(value: type | types.ModuleType, names: set[str]) -> Place:
-    """Return the place of a class's or a module's values."""
     mine = tuple(sorted(n for n in names & vars(value).keys() if _is_value(vars(value)[n])))
     return Place(value.__name__, functools.partial(vars, value), mine)
 
@@ -331,7 +319,11 @@ def _of_type(value: type | types.ModuleType, names: set[str]) -> Place:
 def _is_value(value: Any) -> bool:
     """Tell whether a value is neither code nor a module of a model, which is called instead of read."""
     is_code = isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType, nn.Module))
-    return not is_code and next(_functions(value), None) is None
+    return not is_code and not _is_code(value)
+
+
+def _is_code(value: Any) -> bool:
+    return next(_functions(value), None) is not None
 
 
 def generators_of(modules: Iterable[nn.Module], reader: Reader | None = None) -> list[Any]:
@@ -346,7 +338,7 @@ def generators_of(modules: Iterable[nn.Module], reader: Reader | None = None) ->
     return list(generators.values())
 
 
-def own_generators(module: nn.Module) -> list[Any]:
+def attribute_generators(module: nn.Module) -> list[Any]:
     """Return the random generators in a module's attributes."""
     return [value for value in vars(module).values() if isinstance(value, _GENERATORS)]
 

@@ -34,7 +34,7 @@ class Unwinding(BaseException):
     """The way out of an interrupted verb, to where the exception of the signal's handler is raised."""
 
 
-class Held:
+class HeldSignals:
     """The exceptions that signals' handlers raised, until they are raised to the caller.
 
     Attributes:
@@ -100,7 +100,7 @@ class Held:
             raise Unwinding
 
 
-_held: Held | None = None  # of the main thread, the only one in which Python runs handlers
+_held: HeldSignals | None = None  # of the main thread, the only one in which Python runs handlers
 
 
 def _forget() -> None:
@@ -112,7 +112,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 @contextlib.contextmanager
-def held_back(*, ends_steps: bool | None = None) -> Iterator[Held]:
+def held_back(*, ends_steps: bool | None = None) -> Iterator[HeldSignals]:
     """Hold back what signals' handlers raise, until a safe point, or until the outermost such context is left.
 
     Signals that the system handles are not touched. Off the main thread there is nothing to hold back.
@@ -122,7 +122,7 @@ def held_back(*, ends_steps: bool | None = None) -> Iterator[Held]:
     """
     global _held
     if threading.current_thread() is not threading.main_thread():
-        yield Held()
+        yield HeldSignals()
         return
     if _held is not None:
         before = _held.ends_steps
@@ -133,7 +133,7 @@ def held_back(*, ends_steps: bool | None = None) -> Iterator[Held]:
             if _held is not None:
                 _held.ends_steps = before
         return
-    held = Held()
+    held = HeldSignals()
     held.ends_steps = bool(ends_steps)
     handlers = {number: _handler_of(number) for number in _NUMBERS}
     _held = held

@@ -70,7 +70,7 @@ def trim(error: BaseException) -> None:
     link, seen = error, {id(error)}
     while (cause := _next(link)) is not None and id(cause) not in seen:
         seen.add(id(cause))
-        if _has_memfits(cause.__traceback__):
+        if any(is_memfits(entry.tb_frame.f_code.co_filename) for entry in _entries(cause.__traceback__)):
             rest = _users(cause.__traceback__, isinstance(cause, MemfitError))
             if rest is None:
                 _link(link, _next(cause))
@@ -98,10 +98,6 @@ def _entries(traceback: TracebackType | None) -> list[TracebackType]:
         found.append(traceback)
         traceback = traceback.tb_next
     return found
-
-
-def _has_memfits(traceback: TracebackType | None) -> bool:
-    return any(is_memfits(entry.tb_frame.f_code.co_filename) for entry in _entries(traceback))
 
 
 def _users(traceback: TracebackType | None, raised_by_memfit: bool) -> TracebackType | None:

@@ -56,11 +56,19 @@ def turn() -> Iterator[None]:
         if _turn is not None:  # this thread's
             yield
             return
-        _turn = _Turn()
+        now = _turn = _Turn()
+        start = threading.Thread.start
+
+        def noted(thread: threading.Thread) -> None:
+            if has_turn():
+                setattr(thread, _ATTRIBUTE, now)
+            start(thread)
+
+        threading.Thread.start = noted  # type: ignore[method-assign, assignment]
         try:
-            with _threads_noted(_turn):
-                yield
+            yield
         finally:
+            threading.Thread.start = start  # type: ignore[method-assign]
             _turn = None
     finally:
         lock.release()
@@ -72,23 +80,6 @@ def has_turn() -> bool:
     if now is None or now.thread == threading.get_ident():
         return True
     return getattr(threading.current_thread(), _ATTRIBUTE, None) is now
-
-
-@contextlib.contextmanager
-def _threads_noted(now: _Turn) -> Iterator[None]:
-    """Note the threads that are started in a turn, until the context is left."""
-    start = threading.Thread.start
-
-    def noted(thread: threading.Thread) -> None:
-        if has_turn():
-            setattr(thread, _ATTRIBUTE, now)
-        start(thread)
-
-    threading.Thread.start = noted  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        threading.Thread.start = start  # type: ignore[method-assign]
 
 
 def here(ours: Callable[_P, _R], others: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -1,13 +1,20 @@
-"""Bytes and seconds as text, and the parsing of budgets."""
+"""Bytes, seconds and progress as people see them, and the parsing of budgets."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from memfit.errors import BudgetError, UsageError
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage's name, how much of it is done, and of how much."""
+
+StageProgress = Callable[[int, int], None]
+"""Called with how much of one stage is done, and of how much."""
 
 _UNIT_BYTES = {
     "": 1,
@@ -72,55 +79,40 @@ def read_budget(
     Raises:
         BudgetError: It can't be parsed, is not above 0, is below 1000 without a unit, or is a share not allowed.
     """
-    hint = _hint(argument, of_device, of_plain)
+    shares = ["the device ('90%')"] * of_device + ["the plain step's peak ('0.5x')"] * of_plain
+    hint = f"give {argument}= as bytes, or as a string with a unit ('24GiB', '24G', '22 GB')"
+    hint += f", or as a share of {' or of '.join(shares)}" if shares else ""
     if isinstance(budget, bool) or not isinstance(budget, int | float | str):
         given = budget if budget is None or isinstance(budget, bool) else f"a {type(budget).__name__}"
         raise BudgetError(f"{argument} is {given}: {hint}")
     if isinstance(budget, float) and 0 < budget <= 1 and of_device:
         raise BudgetError(f"{argument} is {budget}, which is not a number of bytes: write {argument}='{budget:.0%}'")
-    if isinstance(budget, str):
-        return _read_text(budget, argument, hint, of_device, of_plain)
     if isinstance(budget, int) and budget.bit_length() > 63:
         raise BudgetError(f"{argument}= is an integer of {budget.bit_length()} bits: {hint}")
-    return _with_unit(_checked(Budget(float(budget), "", str(budget), argument), hint))
-
-
-def _read_text(text: str, argument: str, hint: str, of_device: bool, of_plain: bool) -> Budget:
-    match = _BUDGET.fullmatch(text)
-    unit = match[2].lower() if match else "?"
-    if match is not None and unit == "%" and of_device:
-        if float(match[1]) > 100:
-            raise BudgetError(f"{argument}={text!r} is more than the device has: a share is at most 100%")
-        return _checked(Budget(float(match[1]) / 100, "device", text.strip(), argument), hint)
-    if match is not None and unit == "x" and of_plain:
-        return _checked(Budget(float(match[1]), "plain", text.strip(), argument), hint)
-    if match is None or unit not in _CANONICAL:
-        raise BudgetError(f"{argument}={text!r} can't be read: {hint}")
-    found = _checked(Budget(float(match[1]) * _UNIT_BYTES[_CANONICAL[unit]], "", text.strip(), argument), hint)
-    return found if unit else _with_unit(found)
-
-
-def _with_unit(budget: Budget) -> Budget:
-    """Refuse few bytes that were given without a unit: another one is meant."""
-    if budget.amount < _FEWEST_BARE_BYTES:
-        name, said = budget.argument, budget.said
+    said, unit = str(budget).strip(), ""
+    if isinstance(budget, str):
+        match = _BUDGET.fullmatch(budget)
+        amount, unit = (float(match[1]), match[2].lower()) if match else (0.0, "?")
+        if unit == "%" and of_device:
+            if amount > 100:
+                raise BudgetError(f"{argument}={budget!r} is more than the device has: a share is at most 100%")
+            found = Budget(amount / 100, "device", said, argument)
+        elif unit == "x" and of_plain:
+            found = Budget(amount, "plain", said, argument)
+        elif unit in _CANONICAL:
+            found = Budget(amount * _UNIT_BYTES[_CANONICAL[unit]], "", said, argument)
+        else:
+            raise BudgetError(f"{argument}={budget!r} can't be read: {hint}")
+    else:
+        found = Budget(float(budget), "", said, argument)
+    if not math.isfinite(found.amount) or found.amount < (0 if found.of else 1) or not found.amount:
+        raise BudgetError(f"{argument}={said!r} is {found.amount:g} bytes: {hint}")
+    if not unit and found.amount < _FEWEST_BARE_BYTES:  # another unit is meant
         raise BudgetError(
-            f"{name}={said!r} is {said} bytes: type {name}='{said}GiB' for {said} GiB, or {name}='{said}B' for bytes"
+            f"{argument}={said!r} is {said} bytes: type {argument}='{said}GiB' for {said} GiB, or"
+            f" {argument}='{said}B' for bytes"
         )
-    return budget
-
-
-def _checked(budget: Budget, hint: str) -> Budget:
-    least = 0 if budget.of else 1
-    if not math.isfinite(budget.amount) or budget.amount < least or not budget.amount:
-        raise BudgetError(f"{budget.argument}={budget.said!r} is {budget.amount:g} bytes: {hint}")
-    return budget
-
-
-def _hint(argument: str, of_device: bool, of_plain: bool) -> str:
-    shares = ["the device ('90%')"] * of_device + ["the plain step's peak ('0.5x')"] * of_plain
-    share = f", or as a share of {' or of '.join(shares)}" if shares else ""
-    return f"give {argument}= as bytes, or as a string with a unit ('24GiB', '24G', '22 GB'){share}"
+    return found
 
 
 def parse_budget(budget: int | float | str, device_bytes: int | None, argument: str = "budget") -> int:
@@ -181,3 +173,7 @@ def format_seconds(t: float) -> str:
     if t < 1:
         return f"{t * 1e3:.1f} ms"
     return f"{t:.2f} s" if t < 120 else f"{t / 60:.1f} min"
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    """Report no progress."""

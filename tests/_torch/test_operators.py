@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
+from torch.optim.optimizer import _default_to_fused_or_foreach
+from torch.utils._foreach_utils import _device_has_foreach_support
 
+from memfit._torch import operators
 from memfit._torch.dispatch import DispatchKey
 from memfit._torch.operators import (
     before_backends,
@@ -138,3 +141,22 @@ def test_before_backends_runs_below_autograd_and_keeps_the_result() -> None:
         destroy_library(library)
     torch.manual_seed(3)
     assert seen and torch.equal(found, nn.functional.dropout(x)) and torch.equal(x.grad, found)
+
+
+NAME = "_foreach_supported_types"
+
+
+def test_foreach_copy_and_foreach_mul_write_their_first_list() -> None:
+    """`foreach_copy_` casts, and `foreach_mul_` multiplies by one number."""
+    halves = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(1)]
+    operators.foreach_copy_(halves, [torch.ones(2), torch.full((1,), 3.0)])
+    operators.foreach_mul_(halves, 0.5)
+    assert [tensor.tolist() for tensor in halves] == [[0.5, 0.5], [1.5]]
+
+
+def test_optimizers_look_up_types_in_the_lists_at_each_step() -> None:
+    """The lists of `supported_types`, of which `optimizer_types` is the first, are those that PyTorch itself reads."""
+
+    assert operators.supported_types[0] is operators.optimizer_types is _default_to_fused_or_foreach.__globals__[NAME]
+    assert operators.supported_types[1] is _device_has_foreach_support.__globals__[NAME]
+    assert all(torch.Tensor in types for types in operators.supported_types)

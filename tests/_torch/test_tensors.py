@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from memfit._torch import tensors
 from memfit._torch.dispatch import DisableTorchFunctionSubclass
 from memfit._torch.fake import FakeTensorMode
+from memfit._torch.tensors import tree_flatten, tree_is_leaf, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 
 @pytest.mark.parametrize("mode", [FakeTensorMode, None])
@@ -116,3 +118,26 @@ def test_wrappers_are_known_by_their_class_and_taken_apart_and_put_together() ->
     assert inner["one"] is pair.one and inner["other"] is pair.other and tensors.context_of(pair) == "context"
     again: Any = tensors.rewrapped(pair, {"one": pair.one, "other": pair.one})
     assert type(again) is Pair and again.other is pair.one
+
+
+Named = collections.namedtuple("Named", "one other")
+TREE = {"a": [1, (2, None)], "b": Named(3, collections.OrderedDict(c=4))}
+
+
+def test_tree_flatten_and_tree_unflatten_go_there_and_back() -> None:
+    leaves, spec = tree_flatten(TREE)
+    assert leaves == [1, 2, None, 3, 4] == tree_leaves(TREE)
+    rebuilt = tree_unflatten([str(leaf) for leaf in leaves], spec)
+    assert rebuilt == {"a": ["1", ("2", "None")], "b": Named("3", collections.OrderedDict(c="4"))}
+    assert type(rebuilt["b"]) is Named and type(rebuilt["b"].other) is collections.OrderedDict
+
+
+def test_tree_map_and_tree_map_only_keep_containers_and_map_leaves() -> None:
+    assert tree_map(str, [1, {"a": 2}]) == ["1", {"a": "2"}]
+    assert tree_map_only(int, lambda number: -number, [1, "a", (2,)]) == [-1, "a", (-2,)]
+    assert tree_map_only(torch.Tensor, lambda _: 0, (torch.ones(1), 1.5)) == (0, 1.5)
+
+
+def test_tree_is_leaf_of_what_is_no_registered_container() -> None:
+    assert tree_is_leaf(torch.ones(2)) and tree_is_leaf(object()) and tree_is_leaf({1, 2})
+    assert not tree_is_leaf([]) and not tree_is_leaf(Named(1, 2))

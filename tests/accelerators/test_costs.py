@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +15,10 @@ from msgspec.structs import replace
 
 from memfit.cost import accelerator_costs
 from memfit.cost.accelerator_costs import AcceleratorCosts, cache_path, measured_costs, read_cache
+from memfit.cost.modelled_costs import floor_seconds
 from memfit.cost.operator_call import OperatorCall
-from memfit.cost.roofline import floor_seconds
 from memfit.errors import CaptureError
+from memfit.fake_gpu import process
 from memfit.hardware.host import find_device
 from memfit.ir import codec
 from memfit.ir.device import Device
@@ -25,6 +26,8 @@ from memfit.ir.offload import COPY_IN
 from memfit.ir.plan import Levers
 from memfit.ir.trace import Trace
 from memfit.planner.captures import capture_levers
+from memfit.units import Progress
+from tests.accelerator_device import load
 from tests.accelerators.steps import convnet
 
 SUM = json.dumps({"op": "aten.add.Tensor", "args": [{"t": ["float32", [512, 512], [512, 1]]}] * 2})
@@ -104,13 +107,16 @@ def test_a_call_that_can_not_be_run_is_not_called_measured(device: Device, trace
     assert not measured_costs([other], device).of(IMPOSSIBLE).measured
 
 
+def measured_there(kind: str, place: str, progress: Progress) -> AcceleratorCosts:
+    if kind == "acc":
+        load()
+    return accelerator_costs.measure([SUM, IMPOSSIBLE], torch.device(place), "high", None)
+
+
 def test_a_process_of_its_own_measures_the_same_calls(kind: str, place: torch.device) -> None:
     """As it is done for CUDA."""
-    load = "from tests.accelerator_device import load; load(); " if kind == "acc" else ""
-    code = f"{load}from memfit.cost import accelerator_costs; accelerator_costs._measure_from_stdin()"
-    asked = json.dumps({"signatures": [SUM, IMPOSSIBLE], "device": str(place), "matmul": "high", "ops_only": False})
-    done = subprocess.run([sys.executable, "-c", code], input=asked, capture_output=True, text=True, check=True)
-    found = msgspec.json.decode(done.stdout, type=AcceleratorCosts)
+    there = functools.partial(measured_there, kind, str(place))
+    found = process.run(there, lambda *_: None, fakes_cuda=False)
     assert list(found.ops) == [SUM] and found.ops[SUM][0] > 0
 
 

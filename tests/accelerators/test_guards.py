@@ -22,7 +22,7 @@ import memfit
 from memfit._torch.fake import FakeTensor
 from memfit.errors import MemoryLimitError, OutOfMemoryError
 from memfit.hardware import accelerators
-from memfit.hardware.out_of_memory import out_of_memory
+from memfit.hardware.memory_errors import out_of_memory
 from memfit.ir.plan import Levers, Plan
 from memfit.ir.remat import Region
 from memfit.rng import rng_preserved

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.allocator.caching_allocator import Block, CachingAllocator, Pool
+from memfit.allocator.caching_allocator import CachingAllocator, MemoryBlock, Pool
 from memfit.allocator.settings import AllocatorSettings
 from memfit.errors import SimulatedOutOfMemoryError
 from tests.ir.naive_allocator import MIB, NaiveAllocator, check
@@ -45,11 +45,11 @@ Steps = tuple[AllocatorSettings, int | None, Requests]
 STEPS = st.tuples(SETTINGS, CAPACITIES, REQUESTS)
 
 
-def run(steps: Steps, after: Callable[[CachingAllocator, list[Block]], None]) -> list[tuple[object, ...]]:
+def run(steps: Steps, after: Callable[[CachingAllocator, list[MemoryBlock]], None]) -> list[tuple[object, ...]]:
     """Carry out requests, and return what came of each."""
     options, capacity, requests = steps
     allocator = CachingAllocator(options, capacity)
-    live: list[Block] = []
+    live: list[MemoryBlock] = []
     results: list[tuple[object, ...]] = []
     for kind, number, stream in requests:
         if kind == "empty":
@@ -112,26 +112,28 @@ BUSY: Requests = [
 ]
 
 
-def add_without_merging(pool: Pool, block: Block) -> Block:
+def add_without_merging(pool: Pool, block: MemoryBlock) -> MemoryBlock:
     pool.free.append((block.size, block.address, block))
     pool.free.sort(key=lambda entry: entry[:2])
     return block
 
 
-def split_too_early(self: Block, size: int, split: Callable[[Block, int], Block] = Block.split) -> Block:
+def split_too_early(
+    self: MemoryBlock, size: int, split: Callable[[MemoryBlock, int], MemoryBlock] = MemoryBlock.split
+) -> MemoryBlock:
     return split(self, size - 512)
 
 
-def release_uncounted(self: CachingAllocator, block: Block) -> None:
+def release_uncounted(self: CachingAllocator, block: MemoryBlock) -> None:
     block.pool.remove(block)
     del self.segments[block.address]
 
 
-def take_worst(self: CachingAllocator, pool: Pool, size: int) -> Block | None:
+def take_worst(self: CachingAllocator, pool: Pool, size: int) -> MemoryBlock | None:
     return pool.free.pop()[2] if pool.free and pool.free[-1][0] >= size else None
 
 
-def take_any_size(self: CachingAllocator, pool: Pool, size: int) -> Block | None:
+def take_any_size(self: CachingAllocator, pool: Pool, size: int) -> MemoryBlock | None:
     return pool.free.pop(0)[2] if pool.free else None
 
 
@@ -139,7 +141,7 @@ def take_any_size(self: CachingAllocator, pool: Pool, size: int) -> Block | None
     ("owner", "name", "broken"),
     [
         (Pool, "add", add_without_merging),
-        (Block, "split", split_too_early),
+        (MemoryBlock, "split", split_too_early),
         (CachingAllocator, "_release", release_uncounted),
         (CachingAllocator, "_take_free", take_any_size),
     ],

@@ -59,7 +59,7 @@ from benchmarks.pages import stale
 from benchmarks.tables import results
 from memfit import Workload
 from memfit.capture.fake_workload import real_copy
-from memfit.compiled.planned_backend import PlannedBackend
+from memfit.compiled.compiled_loss import PlannedBackend
 from memfit.training.step import Step
 from tests.scalar_kernels import scalar_kernels
 

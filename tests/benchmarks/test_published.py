@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from benchmarks.published import building, case, detection, figures, page
 from benchmarks.published.rows import Row, every_row, sources
 from benchmarks.tables import results
-from memfit.cost.roofline import roofline
-from memfit.cost.workspaces import KERNELS_BYTES
-from memfit.hardware.catalogue import catalogue
+from memfit.cost.modelled_costs import roofline
+from memfit.cost.operator_call import KERNELS_BYTES
+from memfit.hardware.catalogue import known_devices
 from memfit.planner.prediction import predict
 from tests.gpus import AMPERE
 from tests.models import plain_trace
@@ -25,7 +25,7 @@ def test_rows_have_ids_of_their_own_a_card_of_the_catalogue_and_a_figure() -> No
     rows = [row for source in sources().values() for row in source.rows]
     assert len(rows) == len(every_row()) >= 60
     for row in rows:
-        assert row.device in catalogue()
+        assert row.device in known_devices()
         told = [row.allocated, row.after, row.reserved, row.process, row.step, row.fits]
         assert any(value is not None for value in told), row.id
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from memfit.capture.accumulation import Accumulation
 from memfit.capture.measured_peak import measure_peak_bytes
-from memfit.cost.calibrate import calibrate
+from memfit.cost.cpu_costs import calibrate
 from memfit.ir.simulate import simulate
 from memfit.workload import Workload
 from tests.models import captured, squared_error, step_of

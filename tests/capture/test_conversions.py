@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.cost.calibrate import calibrate
+from memfit.cost.cpu_costs import calibrate
 from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers
 from memfit.ir.simulate import simulate

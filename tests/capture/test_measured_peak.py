@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memfit.capture.measured_peak import measure_peak_bytes, resident_bytes
-from memfit.cost.calibrate import calibrate
+from memfit.cost.cpu_costs import calibrate
 from memfit.hardware.cpu_allocations import allocated
 from memfit.ir.plan import Precision
 from memfit.ir.remat import Regions

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from memfit._torch import foreach
+from memfit._torch import operators
 from memfit._torch.fake import FakeTensor, FakeTensorMode
 from memfit.capture import user_state
 from memfit.capture.fake_workload import nothing_changes
@@ -407,7 +407,7 @@ def test_globals_in_which_compiled_code_finds_its_parts_stay(is_alone: bool, mon
         space.pop("__compiled_fn_0", None)
 
 
-ITS_TYPES, OWN_TYPES = foreach.optimizer_types, [torch.Tensor]
+ITS_TYPES, OWN_TYPES = operators.optimizer_types, [torch.Tensor]
 
 
 def typed() -> tuple[list[Any], list[Any]]:

@@ -9,8 +9,8 @@ import torch
 from torch import fx, nn
 from torch._functorch.partitioners import default_partition
 
-from memfit.compiled.channels_last import lay_out_channels_last, show_in_any_layout
-from memfit.compiled.lowering import lower_to_eager
+from memfit._torch.compilers import aot_autograd_eager
+from memfit.compiled.layouts import lay_out_channels_last, show_in_any_layout
 
 aten = torch.ops.aten
 
@@ -50,14 +50,14 @@ def step_of(model: nn.Module, x: torch.Tensor, laid_out: bool) -> tuple[list[tor
     found: list[fx.Graph] = []
 
     def backend(module: Any, inputs: Any) -> Any:
-        def partition(joint: Any, outputs: int) -> Any:
+        def partition(joint: Any, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
             show_in_any_layout(joint.graph)
             if not laid_out or lay_out_channels_last(joint.graph):
                 found.append(joint.graph)
             joint.recompile()
-            return default_partition(joint, None, num_fwd_outputs=outputs)
+            return default_partition(joint, None, num_fwd_outputs=num_fwd_outputs)
 
-        return lower_to_eager(module, inputs, partition)
+        return aot_autograd_eager(module, inputs, partition)
 
     torch._dynamo.reset()
     model.zero_grad()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import fx
 
+from memfit.compiled.fusion import COMPUTED_FOR_EACH
 from memfit.compiled.rematerialization import GraphRegion, compute_for_each, keep_apart, rematerialize
 
 
@@ -77,8 +78,8 @@ def test_each_user_computes_for_itself() -> None:
     users = [graph.call_function(func, (root,)) for func in (torch.cos, torch.exp, torch.neg)]
     graph.output(tuple(users))
     expected = fx.GraphModule({}, graph)(torch.ones(3))
-    marked: list[fx.Node] = []
-    compute_for_each(root, {doubled, root}, marked.append)
+    compute_for_each(root, {doubled, root})
+    marked = [node for node in graph.nodes if COMPUTED_FOR_EACH in node.meta]
     graph.lint()
     assert [len(user.args[0].users) for user in users] == [1, 1, 1]  # type: ignore[union-attr]
     assert len({user.args[0] for user in users}) == 3 and len(marked) == 4

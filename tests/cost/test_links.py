@@ -8,7 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from memfit.cost import links
-from memfit.cost.communication import Link, Links, with_collectives
+from memfit.cost.cost_source import Link, Links
+from memfit.cost.links import with_collectives
 from memfit.hardware.catalogue import look_up
 from memfit.hardware.host import find_device
 from memfit.ir import collectives

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.cost import calibrate
+from memfit.cost import cpu_costs
 from memfit.cost.pace import Pace, Paced, at_rest, busy_notes, undisturbed, undisturbed_ratios
 
 
 def paced(monkeypatch: pytest.MonkeyPatch, kept: float | None, now: list[float]) -> Pace:
     times = iter(now)
-    monkeypatch.setattr(calibrate, "reference_call", lambda: None if kept is None else ("a call", kept))
-    monkeypatch.setattr(calibrate, "seconds_now", lambda text, about_seconds: next(times))
+    monkeypatch.setattr(cpu_costs, "reference_call", lambda: None if kept is None else ("a call", kept))
+    monkeypatch.setattr(cpu_costs, "seconds_now", lambda text, about_seconds: next(times))
     pace = Pace()
     for _ in now:
         pace.read()
@@ -38,7 +38,7 @@ def test_the_pace_is_a_multiple_of_the_kept_time(
 def test_each_reading_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     pace = paced(monkeypatch, 2e-3, [])
     times = iter([3e-3, 2e-3])
-    monkeypatch.setattr(calibrate, "seconds_now", lambda text, about_seconds: next(times))
+    monkeypatch.setattr(cpu_costs, "seconds_now", lambda text, about_seconds: next(times))
     assert [pace.read(), pace.read()] == [1.5, 1.0] and pace.slowdown == 1.25
     assert paced(monkeypatch, None, []).read() == 1.0
 

@@ -158,17 +158,12 @@ def test_users_own_autocast_and_checkpoints_are_followed(found: Found) -> None:
     assert ops(one(found, "checkpoints_by_itself"), "recompute") >= {"addmm", "relu"}
 
 
-@pytest.mark.parametrize(
-    ("name", "line", "hint"),
-    [
-        ("has_no_fake_kernel", "_transform_bias_rescale_qkv", "PyTorch can't run this operator without data"),
-    ],
-)
-def test_what_can_not_be_captured_names_the_users_line(found: Found, name: str, line: str, hint: str) -> None:
-    result = found[name]
+def test_what_can_not_be_captured_names_the_users_line(found: Found) -> None:
+    result = found["has_no_fake_kernel"]
     assert result["error"] == "CaptureError"
     message = result["message"]
-    assert "scenarios.py:" in message and line in message and hint in message and len(message) < 800
+    assert "scenarios.py:" in message and "_transform_bias_rescale_qkv" in message and len(message) < 800
+    assert "PyTorch can't run this operator without data" in message
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

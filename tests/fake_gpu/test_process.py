@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import pickle
 import sys
 import warnings
 from typing import Any
@@ -43,7 +42,7 @@ def raises(kind: str, progress: Any) -> Any:
 
 def test_prints_and_progress_do_not_mix(capfd: pytest.CaptureFixture[str]) -> None:
     stages: list[tuple[str, int, int]] = []
-    assert process.run(pickle.dumps(prints), lambda *stage: stages.append(stage)) == {"returned": "as it is"}
+    assert process.run(prints, lambda *stage: stages.append(stage)) == {"returned": "as it is"}
     assert stages == [("counting", i, 3) for i in range(3)]
     out, err = capfd.readouterr()
     assert out == "" and err.count("the user prints") == err.count("and complains") == 3
@@ -56,7 +55,7 @@ def warns(progress: Any) -> None:
 
 
 def test_the_warning_of_an_untested_torch_is_left_to_the_process_that_waits(capfd: pytest.CaptureFixture[str]) -> None:
-    process.run(pickle.dumps(warns), silent)
+    process.run(warns, silent)
     told = capfd.readouterr().err
     assert "of something" in told and "not tested" not in told
 
@@ -70,13 +69,13 @@ def test_a_process_without_fake_cuda_is_a_new_interpreter_and_no_rank(monkeypatc
     monkeypatch.setattr(process, "command", COLD)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("KEPT", "1")
-    assert process.run(pickle.dumps(functools.partial(tells, "RANK")), silent, fakes_cuda=False) == (None, False)
-    assert process.run(pickle.dumps(functools.partial(tells, "KEPT")), silent, fakes_cuda=False) == ("1", False)
+    assert process.run(functools.partial(tells, "RANK"), silent, fakes_cuda=False) == (None, False)
+    assert process.run(functools.partial(tells, "KEPT"), silent, fakes_cuda=False) == ("1", False)
 
 
 def test_errors_arrive_with_what_they_say() -> None:
     with pytest.raises(InfeasibleError, match="no plan") as caught:
-        process.run(pickle.dumps(functools.partial(raises, "infeasible")), silent)
+        process.run(functools.partial(raises, "infeasible"), silent)
     assert (caught.value.budget_bytes, caught.value.lowest_peak_bytes, caught.value.proven) == (1, 2, True)
 
 
@@ -85,4 +84,4 @@ def test_errors_arrive_with_what_they_say() -> None:
 )
 def test_other_failures_are_capture_errors(kind: str, message: str) -> None:
     with pytest.raises(CaptureError, match=message):
-        process.run(pickle.dumps(functools.partial(raises, kind)), silent)
+        process.run(functools.partial(raises, kind), silent)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memfit.fake_gpu.recurrent import reserve_bytes
+from memfit.fake_gpu.fake_cuda import reserve_bytes
 from memfit.ir.plan import Levers
 from memfit.workload import Workload
 from tests.measuring import peaks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,25 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from memfit.errors import UsageError
-from memfit.hardware.catalogue import catalogue, cublas_workspace_bytes, look_up, match, parse, read, user_file
+from memfit.hardware.catalogue import (
+    advice,
+    cublas_workspace_bytes,
+    known_devices,
+    look_up,
+    match,
+    parse,
+    precisions,
+    read,
+    read_prices,
+    supports_24_sparsity,
+    supports_bfloat16,
+    supports_float8,
+    supports_tf32,
+    user_file,
+)
 from memfit.ir.device import Device
 
 SHIPPED = tuple(parse((Path(__file__).parents[2] / "src/memfit/hardware/catalogue.toml").read_text(), "it").values())
@@ -35,7 +52,7 @@ each_device = pytest.mark.parametrize("device", SHIPPED, ids=lambda device: devi
 
 
 def test_what_is_wanted_is_there() -> None:
-    assert set(WANTED) <= catalogue().keys()
+    assert set(WANTED) <= known_devices().keys()
 
 
 @each_device
@@ -136,7 +153,7 @@ def test_an_unknown_name_gets_the_closest_and_the_way_to_add_one(own_file: Path)
 @given(st.text(max_size=20))
 def test_any_text_is_found_or_refused(name: str) -> None:
     try:
-        assert look_up(name) in catalogue().values()
+        assert look_up(name) in known_devices().values()
     except UsageError as e:
         assert "device=" in str(e)
 
@@ -147,7 +164,7 @@ def test_the_users_devices_go_first(own_file: Path) -> None:
     assert look_up("mine").vector_flops == {"float32": 15.1e12}
     assert look_up("mine").cublas_workspace_bytes == 8_519_680
     assert look_up("h100").description == "a card"
-    assert set(WANTED) < catalogue().keys()
+    assert set(WANTED) < known_devices().keys()
 
 
 def test_a_name_goes_before_the_product_of_an_own_entry(own_file: Path) -> None:
@@ -232,9 +249,99 @@ def test_gpus_are_matched_by_product_and_memory(product: str, gib: float, expect
 def test_looking_up_needs_no_torch() -> None:
     code = (
         "import sys, types; p = types.ModuleType('memfit'); p.__path__ = [{!r}]; sys.modules['memfit'] = p\n"
-        "import memfit.hardware.host, memfit.hardware.advice\n"
+        "import memfit.hardware.host, memfit.hardware.catalogue\n"
         "assert memfit.hardware.host.find_device('h100').capability == (9, 0)\n"
         "assert 'torch' not in sys.modules"
     ).format(str(Path(__file__).parents[2] / "src" / "memfit"))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+KNOWN = known_devices()
+OLD = {"t4", "rtx-2080-ti", "v100-16gb", "v100-32gb"}
+FLOAT8 = {"rtx-4090", "rtx-5090", "l4", "l40s", "h100", "h100-pcie", "h200", "b200", "mi300x"}
+
+
+@pytest.mark.parametrize("device", KNOWN.values(), ids=KNOWN)
+def test_capability_and_listed_rates_agree(device: Device) -> None:
+    assert supports_bfloat16(device) == ("bfloat16" in device.matrix_flops) == (device.name not in OLD)
+    assert supports_tf32(device) == ("tf32" in device.matrix_flops) == (device.name not in OLD | {"mi250x"})
+    assert supports_24_sparsity(device) == (device.name not in OLD | {"mi250x"})
+    assert supports_float8(device) == ("float8" in device.matrix_flops) == (device.name in FLOAT8)
+
+
+@pytest.mark.parametrize("device", KNOWN.values(), ids=KNOWN)
+def test_precisions_are_those_the_advice_names(device: Device) -> None:
+    half = "16-mixed" if device.name in OLD else "bf16-mixed"
+    assert precisions(device) == ("32-true", half)
+    assert advice(device)[0].startswith(f"Use {half}")
+    assert all(sentence.endswith(".") for sentence in advice(device))
+
+
+def test_turing_is_told_apart_from_what_pytorch_emulates() -> None:
+    first, second = advice(KNOWN["t4"])
+    assert "Turing has no bfloat16 units" in first and "emulates" in first
+    assert "65 TFLOP/s, 8 times plain float32" in first
+    assert "no TF32" in second
+
+
+def test_what_saves_nothing_is_said() -> None:
+    assert any("35.6 TFLOP/s, no more than plain float32" in sentence for sentence in advice(KNOWN["rtx-3090"]))
+    assert any("156 TFLOP/s, 8 times plain float32" in sentence for sentence in advice(KNOWN["a100-80gb"]))
+
+
+def test_amd() -> None:
+    assert any("as they are (47.85 TFLOP/s" in sentence for sentence in advice(KNOWN["mi250x"]))
+    assert any("HIPBLASLT_ALLOW_TF32=1" in sentence for sentence in advice(KNOWN["mi300x"]))
+    assert not any("HIPBLASLT" in sentence for sentence in advice(KNOWN["h100"]))
+
+
+def test_a_cpu_is_judged_by_what_was_measured() -> None:
+    cpu = Device(
+        name="cpu", kind="cpu", vendor="cpu", description="a CPU", memory_bytes=2**34, usable_bytes=2**33, cores=2
+    )
+    assert "probe-devices" in advice(cpu)[0]
+    fast = replace(cpu, matrix_flops={"float32": 1e11, "bfloat16": 4e11})
+    slow = replace(cpu, matrix_flops={"float32": 1e11, "bfloat16": 2e10})
+    assert "saves memory and time" in advice(fast)[0] and "4.0 times" in advice(fast)[0]
+    assert "no time" in advice(slow)[0] and "0.2" in advice(slow)[0]
+    assert precisions(slow) == ("32-true", "bf16-mixed")
+    assert not supports_tf32(fast) and not supports_24_sparsity(fast) and not supports_float8(fast)
+
+
+GOOD = '[prices]\na100-80gb = {per_hour = 1.5, currency = "USD", date = 2026-11-01}\n'
+
+
+def test_prices_are_read_by_the_cards_name(tmp_path: Path) -> None:
+    path = tmp_path / "prices.toml"
+    path.write_text(GOOD + '"RTX 3090" = {per_hour = 1, currency = "EUR", date = 2026-01-02}\n')
+    found = read_prices(path)
+    assert list(found) == ["a100-80gb", "rtx-3090"]
+    assert found["a100-80gb"].per_hour == 1.5 and found["a100-80gb"].date == datetime.date(2026, 11, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[prices]\nh100 = {per_hour = 2, currency = "USD"}', "missing required field `date`"),
+        ('[prices]\nh100 = {per_hour = 2, currency = "USD", date = "today"}', "date"),
+        ('[prices]\nh100 = {per_hour = 0, currency = "USD", date = 2026-01-01}', "above 0"),
+        ('[prices]\nh100 = {per_hour = nan, currency = "USD", date = 2026-01-01}', "above 0"),
+        ('[prices]\nh100 = {per_hour = 2, currency = " ", date = 2026-01-01}', "currency"),
+        ('[prices]\nh100 = {per_hour = 2, currency = "USD", date = 2026-01-01, spot = true}', "spot"),
+        ("[prices]\nh100 = 2", "price of h100"),
+        ('[prices]\nh1000 = {per_hour = 2, currency = "USD", date = 2026-01-01}', "not in the catalogue"),
+        ("h100 = 2", r"one table, \[prices\]"),
+        ("[prices", "can't read"),
+    ],
+)
+def test_what_is_no_dated_price_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "prices.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=said):
+        read_prices(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"nowhere\.toml"):
+        read_prices(tmp_path / "nowhere.toml")

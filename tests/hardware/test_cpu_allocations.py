@@ -32,18 +32,13 @@ def test_a_known_pattern_has_its_known_peak() -> None:
     del four
 
 
-def test_the_peak_is_not_the_sum() -> None:
-    with allocated() as meter:
-        for _ in range(5):
-            block(64)
-    assert (meter.peak_bytes, meter.net_bytes) == (64 * KIB, 0)
-
-
-def test_nothing_allocated_is_nothing() -> None:
+def test_the_peak_is_not_the_sum_and_nothing_allocated_is_nothing() -> None:
     held = block(10)
-    with allocated() as meter:
-        pass
-    assert (meter.peak_bytes, meter.net_bytes) == (0, 0)
+    for count in (0, 5):
+        with allocated() as meter:
+            for _ in range(count):
+                block(64)
+        assert (meter.peak_bytes, meter.net_bytes) == (64 * KIB * bool(count), 0)
     del held
 
 

@@ -13,7 +13,7 @@ import torch
 
 from memfit.errors import UsageError
 from memfit.hardware import accelerators, host
-from memfit.hardware.measurement import _entry, keep
+from memfit.hardware.measurement import _entry, keep_devices
 
 
 @pytest.fixture
@@ -98,39 +98,41 @@ def test_a_gpu_of_an_unknown_product_needs_no_rates(monkeypatch: pytest.MonkeyPa
 def test_a_gpu_that_was_probed_is_known(monkeypatch: pytest.MonkeyPatch, own_file: Path) -> None:
     present(monkeypatch, SimpleNamespace(**{**vars(RTX_3090), "name": "NVIDIA Mystery"}))
     rates = {"vector_flops": {"float32": 1e13}, "bandwidth_bytes_per_second": 5e11, "launch_seconds": 4e-6}
-    keep([_entry(host.devices()[1], rates)])
+    keep_devices([_entry(host.devices()[1], rates)])
     gpu = host.find_device("cuda")
     assert (gpu.name, gpu.bandwidth_bytes_per_second, gpu.usable_bytes) == ("cuda:0", 5e11, 21 * GIB)
 
 
 def test_amds_have_no_compute_capability() -> None:
     properties = SimpleNamespace(name="AMD Instinct MI250X", multi_processor_count=110, major=9, minor=0)
-    gpu = host.present_gpu(3, properties, "amd", 60 * GIB, int(63.98 * GIB), host.catalogue().values())
+    gpu = host.present_accelerator(
+        "cuda:3", properties, "amd", 60 * GIB, int(63.98 * GIB), host.known_devices().values()
+    )
     assert (gpu.name, gpu.capability, gpu.matrix_flops["bfloat16"]) == ("cuda:3", None, 191.5e12)
 
 
-def test_a_group_of_version_two_leaves_the_difference(cgroup: Path) -> None:
-    write(cgroup, memory__max="1000000\n", memory__current="250000\n")
-    assert host.cgroup_limit_bytes() == 750000
-
-
-def test_a_group_of_version_one_leaves_the_difference(cgroup: Path) -> None:
-    write(cgroup / "memory", memory__limit_in_bytes="5000", memory__usage_in_bytes="1000")
-    assert host.cgroup_limit_bytes() == 4000
+V1 = {"memory__limit_in_bytes": "5000", "memory__usage_in_bytes": "1000"}
+CACHED = "anon 300\nfile 500\ninactive_file 400\nactive_file 100\n"
 
 
 @pytest.mark.parametrize(
-    "files",
+    ("folder", "files", "left"),
     [
-        {},
-        {"memory__max": "max\n", "memory__current": "250000\n"},
-        {"memory__max": "garbage", "memory__current": "1"},
-        {"memory__max": "1000"},
+        ("", {"memory__max": "1000000\n", "memory__current": "250000\n"}, 750000),
+        ("memory", V1, 4000),  # version 1
+        ("", {"memory__max": "1000", "memory__current": "2000"}, 0),  # above its limit
+        ("", {"memory__max": "1000", "memory__current": "900", "memory__stat": CACHED}, 500),  # can be given back
+        ("", {}, None),
+        ("", {"memory__max": "max\n", "memory__current": "250000\n"}, None),
+        ("", {"memory__max": "garbage", "memory__current": "1"}, None),
+        ("", {"memory__max": "1000"}, None),
     ],
 )
-def test_no_limit_is_none(cgroup: Path, files: dict[str, str]) -> None:
-    write(cgroup, **files)
-    assert host.cgroup_limit_bytes() is None
+def test_a_control_group_leaves_the_difference(
+    cgroup: Path, folder: str, files: dict[str, str], left: int | None
+) -> None:
+    write(cgroup / folder, **files)
+    assert host.cgroup_limit_bytes() == left
 
 
 def test_the_groups_around_a_job_count_too(cgroup: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,21 +171,6 @@ def test_a_process_knows_its_group(text: str, groups: Any, monkeypatch: pytest.M
     (tmp_path / "cgroup").write_text(text)
     monkeypatch.setattr(host, "Path", lambda path: tmp_path / "cgroup")
     assert host._own_groups() == groups
-
-
-def test_a_group_above_its_limit_leaves_nothing(cgroup: Path) -> None:
-    write(cgroup, memory__max="1000", memory__current="2000")
-    assert host.cgroup_limit_bytes() == 0
-
-
-def test_what_can_be_given_back_is_not_taken(cgroup: Path) -> None:
-    write(
-        cgroup,
-        memory__max="1000",
-        memory__current="900",
-        memory__stat="anon 300\nfile 500\ninactive_file 400\nactive_file 100\n",
-    )
-    assert host.cgroup_limit_bytes() == 500
 
 
 def test_the_group_bounds_what_is_usable(cgroup: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from memfit.allocator.settings import AllocatorSettings
 from memfit.errors import OutputError, UsageError
 from memfit.hardware import host, measurement
-from memfit.hardware.catalogue import catalogue, missing_figures, read
+from memfit.hardware.catalogue import known_devices, missing_figures, read
 from memfit.ir.device import Device
 from tests.hardware.test_catalogue import MINE, SHIPPED
 
@@ -42,27 +42,27 @@ def test_the_figures_are_such_as_a_cpu_has(found: Device) -> None:
 
 def test_what_was_measured_is_what_the_cpu_has_from_then_on(found: Device, own_file: Path) -> None:
     assert host.find_device("cpu").bandwidth_bytes_per_second == 0
-    assert measurement.keep([found]) == own_file
-    assert catalogue()[found.name] == found
+    assert measurement.keep_devices([found]) == own_file
+    assert known_devices()[found.name] == found
     cpu = host.find_device("cpu")
     assert cpu.name == "cpu"
     assert (cpu.matrix_flops, cpu.launch_seconds) == (found.matrix_flops, found.launch_seconds)
 
 
 def test_figures_of_other_thread_counts_are_not_taken(found: Device, own_file: Path) -> None:
-    measurement.keep([msgspec.structs.replace(found, cores=found.cores + 1)])
+    measurement.keep_devices([msgspec.structs.replace(found, cores=found.cores + 1)])
     assert host.find_device("cpu").matrix_flops == {}
 
 
 def test_nothing_else_in_the_file_changes(found: Device, own_file: Path) -> None:
     own_file.parent.mkdir()
     own_file.write_text(f"# my devices\n{MINE}# a remark\n")
-    measurement.keep([found])
+    measurement.keep_devices([found])
     once = own_file.read_text()
     assert once.startswith(f"# my devices\n{MINE}# a remark\n")
-    measurement.keep([msgspec.structs.replace(found, launch_seconds=1e-6)])
+    measurement.keep_devices([msgspec.structs.replace(found, launch_seconds=1e-6)])
     own_file.write_text(own_file.read_text() + "\n# at the end\n" + MINE.replace("[mine]", "[second]"))
-    measurement.keep([found])
+    measurement.keep_devices([found])
     text = own_file.read_text()
     assert set(read(own_file)) == {"mine", found.name, "second"}
     assert read(own_file)[found.name] == found
@@ -70,28 +70,23 @@ def test_nothing_else_in_the_file_changes(found: Device, own_file: Path) -> None
     assert text.count(f"[{found.name}]\n") == 3  # its table and its marks
 
 
-def test_an_entry_that_no_probe_wrote_is_left_alone(found: Device, own_file: Path) -> None:
+@pytest.mark.parametrize(("text", "message"), [(MINE, "memfit did not write.*--output"), ("[mine", "not valid TOML")])
+def test_an_entry_that_no_probe_wrote_and_a_damaged_file_are_left_alone(
+    text: str, message: str, found: Device, own_file: Path
+) -> None:
     own_file.parent.mkdir()
-    mine = MINE.replace("[mine]", f"[{found.name}]")
-    own_file.write_text(mine)
-    with pytest.raises(UsageError, match="memfit did not write.*--output"):
-        measurement.keep([found])
-    assert own_file.read_text() == mine
-
-
-def test_a_damaged_file_is_left_alone(found: Device, own_file: Path) -> None:
-    own_file.parent.mkdir()
-    own_file.write_text("[mine")
-    with pytest.raises(UsageError, match="not valid TOML"):
-        measurement.keep([found])
-    assert own_file.read_text() == "[mine"
+    text = text.replace("[mine]", f"[{found.name}]")
+    own_file.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        measurement.keep_devices([found])
+    assert own_file.read_text() == text
 
 
 def test_other_files_can_be_written_and_not_every_one(found: Device, own_file: Path, tmp_path: Path) -> None:
-    assert measurement.keep([found], tmp_path / "other.toml") == tmp_path / "other.toml"
+    assert measurement.keep_devices([found], tmp_path / "other.toml") == tmp_path / "other.toml"
     assert not own_file.exists()
     with pytest.raises((OutputError, UsageError), match="/dev/null"):
-        measurement.keep([found], Path("/dev/null/devices.toml"))
+        measurement.keep_devices([found], Path("/dev/null/devices.toml"))
 
 
 def test_every_device_of_the_catalogue_survives_the_file(tmp_path: Path) -> None:
@@ -101,9 +96,9 @@ def test_every_device_of_the_catalogue_survives_the_file(tmp_path: Path) -> None
         description='quotes " and \\ and ü\n',
         allocator=AllocatorSettings(expandable_segments=True, roundup_power2_divisions=4),
     )
-    measurement.keep([*SHIPPED, odd], tmp_path / "all.toml")
+    measurement.keep_devices([*SHIPPED, odd], tmp_path / "all.toml")
     assert list(read(tmp_path / "all.toml").values()) == [*SHIPPED, odd]
-    measurement.keep([odd], tmp_path / "all.toml")
+    measurement.keep_devices([odd], tmp_path / "all.toml")
     assert len(read(tmp_path / "all.toml")) == len(SHIPPED) + 1
 
 
@@ -136,54 +131,41 @@ def _not_pinned(tensor: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("cannot pin")
 
 
+ARC = Device(
+    name="xpu:0",
+    kind="xpu",
+    vendor="intel",
+    description="Intel Arc B580",
+    memory_bytes=12_000,
+    usable_bytes=11_000,
+    cores=20,
+    products=("Intel Arc B580",),
+)
+
+
 def test_an_accelerator_of_another_kind_is_kept_for_where_it_is(own_file: Path) -> None:
-    here = Device(
-        name="xpu:0",
-        kind="xpu",
-        vendor="intel",
-        description="Intel Arc B580",
-        memory_bytes=12_000,
-        usable_bytes=11_000,
-        cores=20,
-        products=("Intel Arc B580",),
-    )
     rates = {"float32": 1e13}
     figures = {"matrix_flops": rates, "vector_flops": rates, "bandwidth_bytes_per_second": 4e11}
-    entry = measurement._entry(here, {**figures, "launch_seconds": 1e-5})
-    measurement.keep([entry])
+    entry = measurement._entry(ARC, {**figures, "launch_seconds": 1e-5})
+    measurement.keep_devices([entry])
     properties = SimpleNamespace(name="Intel Arc B580", multi_processor_count=20)
-    found = host._other_accelerator("xpu:0", properties, 10_000, 12_000, catalogue().values())
+    found = host.present_accelerator("xpu:0", properties, "intel", 10_000, 12_000, known_devices().values())
     assert (found.name, found.usable_bytes, found.matrix_flops) == ("xpu:0", 10_000, rates)
     with pytest.raises(UsageError, match="'intel-arc-b580' is of kind 'xpu'.*device='xpu'"):
         host.find_device("intel-arc-b580")
 
 
 def test_what_could_not_be_measured_is_named() -> None:
-    bare = Device(
-        name="x", kind="xpu", vendor="intel", description="x", memory_bytes=2, usable_bytes=1, cores=1, launch_seconds=1
-    )
+    bare = msgspec.structs.replace(ARC, launch_seconds=1)
     assert missing_figures(bare) == ["bandwidth_bytes_per_second", "vector_flops.float32"]
 
 
 def test_a_gpu_is_an_entry_of_its_product() -> None:
-    gpu = Device(
-        name="cuda:0",
-        kind="cuda",
-        vendor="nvidia",
-        description="NVIDIA GeForce RTX 4070",
-        memory_bytes=12_000,
-        usable_bytes=11_000,
-        cores=46,
-        capability=(8, 9),
-    )
+    identity = {"name": "cuda:0", "kind": "cuda", "vendor": "nvidia", "description": "NVIDIA GeForce RTX 4070"}
+    gpu = msgspec.structs.replace(ARC, **identity, capability=(8, 9))
     rates = {"float32": 2e13, "tf32": 4e13}
-    measured = {
-        "matrix_flops": rates,
-        "vector_flops": {"float32": 2e13},
-        "bandwidth_bytes_per_second": 4e11,
-        "launch_seconds": 4e-6,
-    }
-    entry = measurement._entry(gpu, measured)
+    figures = {"matrix_flops": rates, "vector_flops": {"float32": 2e13}, "bandwidth_bytes_per_second": 4e11}
+    entry = measurement._entry(gpu, {**figures, "launch_seconds": 4e-6})
     assert (entry.name, entry.products) == ("nvidia-geforce-rtx-4070", ("NVIDIA GeForce RTX 4070",))
     assert (entry.context_bytes, entry.matrix_flops) == (1000, rates)
     assert {"context_bytes", "matrix_flops", "usable_bytes"} <= entry.sources.keys()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from memfit.allocator.caching_allocator import Block, CachingAllocator
+from memfit.allocator.caching_allocator import CachingAllocator, MemoryBlock
 from memfit.allocator.settings import AllocatorSettings
 
 MIB = 2**20
@@ -286,12 +286,12 @@ class NaiveAllocator:
         self.note_free()
 
 
-def check(allocator: CachingAllocator, live: list[Block]) -> None:
+def check(allocator: CachingAllocator, live: list[MemoryBlock]) -> None:
     """Hold an allocator to what is true of it after every call."""
     settings = allocator.settings
     pools = list(allocator._pools.values())
     listed = {id(pool): [b for _, _, b in pool.free] + [b for _, b in pool.unmapped] for pool in pools}
-    seen: list[Block] = []
+    seen: list[MemoryBlock] = []
     end = 0
     for address, head in sorted(allocator.segments.items()):
         assert head.prev is None and head.address == address >= end, "segments overlap"

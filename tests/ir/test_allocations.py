@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from memfit.allocator.replay import AllocationEvent, replay
+from memfit.allocator.caching_allocator import AllocationEvent, replay
 from memfit.allocator.settings import AllocatorSettings
 from memfit.batch import batch_size_of
 from memfit.hardware.host import find_device

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memfit.cost.roofline import roofline
+from memfit.cost.modelled_costs import roofline
 from memfit.ir.operator_classes import _CLASS, _NAMES, OTHER, operator_class
 from memfit.ir.throughput import throughput
 from memfit.ir.trace import Trace

@@ -19,9 +19,8 @@ import memfit
 from memfit._torch import compilers
 from memfit.capture.measured_peak import measure_peak_bytes
 from memfit.capture.recorder import Recorder
-from memfit.compiled.compiled_loss import MOST_SHAPES, CompiledLoss, unwatched
+from memfit.compiled.compiled_loss import MOST_SHAPES, CompiledLoss, PlannedBackend, unwatched
 from memfit.compiled.joint_rewriter import FUSED_ERROR
-from memfit.compiled.planned_backend import PlannedBackend
 from memfit.errors import InfeasibleError, MemfitError, PlanError, UsageError
 from memfit.hardware.host import find_device
 from memfit.ir.kernels import is_kernel

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from torch import nn
 from torch.nn import functional as F
 
-from memfit.allocator.replay import replay
+from memfit.allocator.caching_allocator import replay
 from memfit.errors import BudgetError
 from memfit.hardware.host import find_device
 from memfit.ir.allocations import allocations
@@ -20,12 +20,11 @@ from memfit.ir.simulate import simulate
 from memfit.planner import fleet_search
 from memfit.planner.captures import capture_each
 from memfit.planner.prediction import costs_of
-from memfit.progress import Progress
 from memfit.ranks.mesh import with_samples
 from memfit.sharding.groups import repeated_blocks
 from memfit.sharding.one_rank import shard, with_share_of_update
 from memfit.sharding.proposals import SEARCHED, proposals
-from memfit.units import read_budget
+from memfit.units import Progress, read_budget
 from memfit.workload import Workload, samples_of
 
 

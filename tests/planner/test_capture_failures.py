@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import memfit
 from memfit._torch.fake import DataDependentOutputException
-from memfit.cost.calibrate import missing_kernel
+from memfit.cost.cpu_costs import missing_kernel
 from memfit.errors import CaptureError, InfeasibleError
 from memfit.ir.plan import Levers, Plan
 from memfit.ir.remat import Region

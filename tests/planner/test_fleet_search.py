@@ -7,7 +7,7 @@ import pytest
 import memfit
 from memfit.fake_gpu import shim
 from memfit.fake_gpu.fake_cuda import family
-from memfit.hardware.catalogue import catalogue
+from memfit.hardware.catalogue import known_devices
 from memfit.ir.fleet import FleetRow
 from memfit.planner import fleet_search, gpu_process
 from tests.planner import fleet_searches
@@ -111,7 +111,7 @@ def test_ranks_that_can_not_be_faster_are_left_out_unless_asked() -> None:
 
 
 def test_cards_of_one_family_are_searched_together_and_none_is_left_out() -> None:
-    cards = [device for device in catalogue().values() if device.kind == "cuda"]
+    cards = [device for device in known_devices().values() if device.kind == "cuda"]
     options = fleet_searches.options_of([card.name for card in cards], numerics="reduced")
     parts = [part.devices for part in options.in_two()]
     assert len(parts) == 2

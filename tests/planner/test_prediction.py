@@ -9,8 +9,8 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-from memfit.cost.roofline import roofline
-from memfit.cost.workspaces import KERNELS_BYTES
+from memfit.cost.modelled_costs import roofline
+from memfit.cost.operator_call import KERNELS_BYTES
 from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers, OptimizerLever, Precision
 from memfit.ir.remat import Region

@@ -18,7 +18,7 @@ from torch import nn
 from memfit.capture.fake_workload import real_copy
 from memfit.capture.step_capture import capture
 from memfit.capture.step_recording import CaptureJob
-from memfit.cost.calibrate import calibrate
+from memfit.cost.cpu_costs import calibrate
 from memfit.errors import PlanError, PlanMismatchError, RecomputationError
 from memfit.hardware.cpu_allocations import allocated
 from memfit.ir.plan import Levers, Precision

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from memfit.hardware.catalogue import catalogue
+from memfit.hardware.catalogue import known_devices
 from memfit.ir.device import Device
 from memfit.report.listings import device_page, device_table
 from tests.report.test_tables import line_with, shown
@@ -21,11 +21,11 @@ def no_own_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_name_and_figure_is_there() -> None:
-    text = shown(device_table(list(catalogue().values())))
+    text = shown(device_table(list(known_devices().values())))
     line_with(text, "rtx-2080-ti", "11.0", "10.6", "616", "–", "13.4", "7.5")
     line_with(text, "a100-40gb", "40.0", "39.0", "1555", "312", "19.5", "8.0")
     line_with(text, "mi250x", "64.0", "63.5", "1638", "191.5", "47.85", "–")
-    assert all(name in text for name in catalogue()) and "…" not in text
+    assert all(name in text for name in known_devices()) and "…" not in text
 
 
 def test_what_is_not_known_is_a_dash_and_not_zero() -> None:
@@ -35,11 +35,11 @@ def test_what_is_not_known_is_a_dash_and_not_zero() -> None:
 
 def test_long_names_leave_room_for_the_figures() -> None:
     probed = replace(BARE, name="intel-r-xeon-r-platinum-8481c-cpu-2-70ghz-16cores", matrix_flops={"float32": 1.5e12})
-    assert "1.5" in shown(device_table([probed, *catalogue().values()]))
+    assert "1.5" in shown(device_table([probed, *known_devices().values()]))
 
 
 def test_a_page_shows_each_figure_with_its_source_and_the_advice() -> None:
-    text = shown(device_page(catalogue()["t4"], ["Use this.", "Not [that]."]), 200)
+    text = shown(device_page(known_devices()["t4"], ["Use this.", "Not [that]."]), 200)
     line_with(text, "float16, matrix", "65 TFLOP/s", "datasheet")
     line_with(text, "usable", "14.6 GiB", "14.75 GiB")
     line_with(text, "launch", "5.0 µs", "estimate")

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from torch.cuda import _memory_viz as viz
 
-from memfit.allocator.replay import AllocationEvent, replay
+from memfit.allocator.caching_allocator import AllocationEvent, replay
 from memfit.allocator.settings import AllocatorSettings
 from memfit.errors import OutputError
 from memfit.ir.timeline import TIMELINE_CATEGORIES

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from memfit.cost.calibrate import measure as measure_operators
+from memfit.cost.cpu_costs import measure as measure_operators
 from memfit.hardware.cpu_allocations import allocated
 from memfit.ir.plan import Precision
 from memfit.ir.simulate import simulate

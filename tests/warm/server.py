@@ -22,7 +22,7 @@ from pathlib import Path
 IMPORTED = (
     "memfit.cli.app",
     "memfit.cli.demo",
-    "memfit.fake_gpu.worker",
+    "memfit.fake_gpu.process",
     "memfit.recipes",
     "memfit.report.pages",
     "pydantic.type_adapter",  # which Typer's newest asks for as it reads a command line
@@ -42,7 +42,6 @@ def main() -> None:
     import torch
 
     import memfit
-    from memfit.cost import calibrate
     from memfit.fake_gpu import process, shim
     from tests import warm
     from tests.fixed_costs import fixed_costs
@@ -60,7 +59,6 @@ def main() -> None:
         standing.enter_context(remembered_captures(Path(traces)))
     shim.command = lambda module, *line: warm.fake_cuda_command(module, *line, folder=folder)
     process.command = lambda module, *line: warm.command("-m", module, *line, folder=folder)
-    calibrate._interpreter = lambda code: warm.command("-c", code, folder=folder)
     for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
         if not name.startswith("tests.warm"):
             del sys.modules[name]

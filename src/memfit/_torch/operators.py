@@ -1,4 +1,4 @@
-"""Schemas, kernels and libraries of operators."""
+"""Schemas, kernels and libraries of operators, and those on lists of tensors."""
 
 import functools
 import operator
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 
 from memfit._torch.compilers import disable_dynamo
 
@@ -64,3 +66,10 @@ def before_backends(library: torch.library.Library, func: Any, kernel: Callable[
         return kernel(functools.partial(func.redispatch, keys & later), *args, **kwargs)
 
     library.impl(func, run, "BackendSelect", with_keyset=True)
+
+
+foreach_copy_ = torch._foreach_copy_
+foreach_mul_ = torch._foreach_mul_
+optimizer_types = optimizer._foreach_supported_types
+supported_types = (optimizer_types, _foreach_utils._foreach_supported_types)
+"""The tensor types for which optimizers, and the clipping of gradients, use operators on lists."""

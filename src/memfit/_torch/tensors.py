@@ -1,4 +1,4 @@
-"""Storages, versions and parts of tensors."""
+"""Storages, versions and parts of tensors, and trees of lists, tuples, mappings and registered containers."""
 
 import functools
 import operator
@@ -7,6 +7,12 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_is_leaf as tree_is_leaf
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 storage_key: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 """The address of a storage's own record, the same for every tensor that aliases it; fake storages have one too."""

@@ -6,8 +6,11 @@ The rules are those of `DeviceCachingAllocator` in `c10/cuda/CUDACachingAllocato
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
 
 from memfit.allocator.settings import (
     MIN_BLOCK_BYTES,
@@ -27,11 +30,7 @@ Tracer = Callable[[str, int, int, int], None]
 """Called with an action of PyTorch's memory history, an address, a size, and a stream."""
 
 
-def _untraced(action: str, address: int, size: int, stream: int) -> None:
-    pass
-
-
-class Block:
+class MemoryBlock:
     """A part of a segment: in use, free, or (in an expandable segment only) unmapped.
 
     Attributes:
@@ -50,8 +49,8 @@ class Block:
         self.requested = 0
         self.allocated = False
         self.mapped = mapped
-        self.prev: Block | None = None
-        self.next: Block | None = None
+        self.prev: MemoryBlock | None = None
+        self.next: MemoryBlock | None = None
         self.freed_at = 0
 
     @property
@@ -59,9 +58,9 @@ class Block:
         """Whether its segment has other blocks."""
         return self.prev is not None or self.next is not None
 
-    def split(self, size: int) -> Block:
+    def split(self, size: int) -> MemoryBlock:
         """Shrink to the first `size` bytes, and return the remainder as a new block after this one."""
-        remainder = Block(self.pool, self.address + size, self.size - size, mapped=self.mapped)
+        remainder = MemoryBlock(self.pool, self.address + size, self.size - size, mapped=self.mapped)
         remainder.prev, remainder.next = self, self.next
         if self.next is not None:
             self.next.prev = remainder
@@ -77,9 +76,9 @@ class Block:
         if absorbed.next is not None:
             absorbed.next.prev = self
 
-    def through_end(self) -> Iterator[Block]:
+    def through_end(self) -> Iterator[MemoryBlock]:
         """Yield this block and the later ones of its segment."""
-        block: Block | None = self
+        block: MemoryBlock | None = self
         while block is not None:
             yield block
             block = block.next
@@ -102,10 +101,10 @@ class Pool:
         self.small = small
         self.stream = stream
         self.page_bytes = page_bytes
-        self.free: list[tuple[int, int, Block]] = []
-        self.unmapped: list[tuple[int, Block]] = []
+        self.free: list[tuple[int, int, MemoryBlock]] = []
+        self.unmapped: list[tuple[int, MemoryBlock]] = []
 
-    def add(self, block: Block) -> Block:
+    def add(self, block: MemoryBlock) -> MemoryBlock:
         """Merge a free or unmapped block with neighbours of its kind, add it to its list, and return it."""
         before, after = block.prev, block.next
         if after is not None and not after.allocated and after.mapped == block.mapped:
@@ -121,16 +120,12 @@ class Pool:
             insort(self.unmapped, (block.address, block))
         return block
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: MemoryBlock) -> None:
         """Remove a block from its list."""
         if block.mapped:
             del self.free[bisect_left(self.free, (block.size, block.address))]
         else:
             del self.unmapped[bisect_left(self.unmapped, (block.address,))]
-
-    def first_of_size(self, size: int) -> int:
-        """Return the index in `free` of the first block of at least this size."""
-        return bisect_left(self.free, (size,))
 
 
 class CachingAllocator:
@@ -167,17 +162,17 @@ class CachingAllocator:
         self.requested_bytes = self.peak_requested_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self.num_alloc_retries = self.num_ooms = 0
-        self.segments: dict[int, Block] = {}
+        self.segments: dict[int, MemoryBlock] = {}
         total = capacity_bytes if total_bytes is None else total_bytes
         limited = settings.memory_fraction < 1 and total is not None
         self._allowed_bytes = int(settings.memory_fraction * total) if limited and total is not None else None
         self._total_bytes = _UNKNOWN_TOTAL_BYTES if total is None else total
-        self._trace = trace or _untraced
+        self._trace: Tracer = trace or (lambda *_: None)
         self._pools: dict[tuple[bool, int], Pool] = {}
         self._next_address = _FIRST_ADDRESS
         self._lookups = 0
 
-    def malloc(self, nbytes: int, stream: int = 0) -> Block:
+    def malloc(self, nbytes: int, stream: int = 0) -> MemoryBlock:
         """Return a block for a request of at least one byte. (PyTorch does not call its allocator for zero bytes.)
 
         Raises:
@@ -203,7 +198,7 @@ class CachingAllocator:
         self._trace("alloc", block.address, nbytes, stream)
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: MemoryBlock) -> None:
         """Return a block to the cache."""
         if not block.allocated:
             raise ValueError(f"the block at {block.address:#x} is not in use")
@@ -241,11 +236,11 @@ class CachingAllocator:
         most = self.settings.max_split_bytes
         return rest > SMALL_BYTES and (most is None or size < most)
 
-    def _take_free(self, pool: Pool, size: int) -> Block | None:
+    def _take_free(self, pool: Pool, size: int) -> MemoryBlock | None:
         """Take the best fit: the smallest free block that is large enough, at the lowest address."""
         self._lookups += not pool.small
         free = pool.free
-        i = pool.first_of_size(size)
+        i = bisect_left(pool.free, (size,))
         if i == len(free):
             return None
         if self.settings.expandable_segments:
@@ -262,7 +257,7 @@ class CachingAllocator:
         del free[i]
         return block
 
-    def _take_new(self, pool: Pool, size: int) -> Block | None:
+    def _take_new(self, pool: Pool, size: int) -> MemoryBlock | None:
         """Take a block of a new segment, after releasing the cache if necessary."""
         if self._allowed_bytes is not None and self.settings.garbage_collection_threshold:
             self._collect_garbage(self._allowed_bytes)
@@ -275,7 +270,7 @@ class CachingAllocator:
             block = self._grow(pool, size)
         return block
 
-    def _grow(self, pool: Pool, size: int) -> Block | None:
+    def _grow(self, pool: Pool, size: int) -> MemoryBlock | None:
         nbytes = self.settings.segment_bytes(size)
         if self._allowed_bytes is not None and self.reserved_bytes + nbytes > self._allowed_bytes:
             return None
@@ -294,14 +289,13 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return True
 
-    def _new_segment(self, pool: Pool, nbytes: int, alignment: int, *, mapped: bool = True) -> Block:
+    def _new_segment(self, pool: Pool, nbytes: int, alignment: int, *, mapped: bool = True) -> MemoryBlock:
         address = -(-self._next_address // alignment) * alignment
         self._next_address = address + nbytes
-        block = self.segments[address] = Block(pool, address, nbytes, mapped=mapped)
+        block = self.segments[address] = MemoryBlock(pool, address, nbytes, mapped=mapped)
         return block
 
-    def _release(self, block: Block) -> None:
-        """Return an unused segment to the device."""
+    def _release(self, block: MemoryBlock) -> None:
         block.pool.remove(block)
         del self.segments[block.address]
         self.reserved_bytes -= block.size
@@ -313,7 +307,7 @@ class CachingAllocator:
         if most is None or self.settings.expandable_segments:
             return False
         wanted = max(size, most)
-        i = pool.first_of_size(wanted)
+        i = bisect_left(pool.free, (wanted,))
         if i < len(pool.free):
             self._release(pool.free[i][2])
             return True
@@ -336,7 +330,7 @@ class CachingAllocator:
                 excess -= block.size
                 self._release(block)
 
-    def _expand(self, pool: Pool, size: int) -> Block | None:
+    def _expand(self, pool: Pool, size: int) -> MemoryBlock | None:
         """Take a block at the lowest address of an expandable segment with room for it, mapping missing pages."""
         block = self._lowest_room(pool, size)
         if not block.mapped:
@@ -353,7 +347,7 @@ class CachingAllocator:
         pool.remove(block)
         return block
 
-    def _lowest_room(self, pool: Pool, size: int) -> Block:
+    def _lowest_room(self, pool: Pool, size: int) -> MemoryBlock:
         for _, block in pool.unmapped:
             first = block.prev if block.prev is not None and not block.prev.allocated else block
             room = 0
@@ -366,7 +360,7 @@ class CachingAllocator:
         space = -(-(self._total_bytes + self._total_bytes // 8) // pool.page_bytes) * pool.page_bytes
         return pool.add(self._new_segment(pool, space, pool.page_bytes, mapped=False))
 
-    def _map(self, block: Block, nbytes: int) -> Block | None:
+    def _map(self, block: MemoryBlock, nbytes: int) -> MemoryBlock | None:
         """Map the first pages of an unmapped block, and return the free block that contains them."""
         pool = block.pool
         nbytes = -(-nbytes // pool.page_bytes) * pool.page_bytes
@@ -380,7 +374,7 @@ class CachingAllocator:
             pool.add(remainder)
         return pool.add(block)
 
-    def _unmap(self, block: Block) -> None:
+    def _unmap(self, block: MemoryBlock) -> None:
         """Return the whole pages of a free block to the device."""
         pool, page = block.pool, block.pool.page_bytes
         start = -(-block.address // page) * page
@@ -419,6 +413,139 @@ class CachingAllocator:
         )
 
 
-def _room_bytes(block: Block) -> int:
+def _room_bytes(block: MemoryBlock) -> int:
     """Return the size that a free block could grow to within its expandable segment."""
     return block.size + (block.next.size if block.next is not None and not block.next.mapped else 0)
+
+
+class AllocationEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The allocation or free of a storage on the device. Sequences are in execution order.
+
+    Attributes:
+        point: Index of its operator in the step; -1 before the first step.
+        storage: Number of the storage. A number may be reused after its free, as by the next step.
+        nbytes: Requested bytes; events of 0 bytes are ignored.
+        alloc: Whether it is allocated; else it is freed.
+        category: Its category, one of `ir.timeline.TIMELINE_CATEGORIES`.
+        label: The operator: "phase · module FQN · operator", as in `ir.timeline.Timeline.labels`.
+        stream: The CUDA stream of the allocation.
+    """
+
+    point: int
+    storage: int
+    nbytes: int
+    alloc: bool
+    category: str
+    label: str
+    stream: int = 0
+
+
+class AllocatorReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The statistics of the caching allocator over a sequence of events.
+
+    Attributes:
+        peak_allocated_bytes: Equivalent of `torch.cuda.max_memory_allocated`.
+        peak_reserved_bytes: Equivalent of `torch.cuda.max_memory_reserved`.
+        peak_requested_bytes: Equivalent of "requested_bytes.all.peak" of `torch.cuda.memory_stats`.
+        peak_allocated_event: Index of the first event at the peak of allocated bytes; None without events.
+        peak_reserved_event: Index of the first event at the peak of reserved bytes; None without events.
+        end_allocated_bytes: Allocated bytes after the last event.
+        end_reserved_bytes: Reserved bytes after the last event.
+        num_alloc_retries: Number of times that the cache was released and the allocation retried.
+        num_ooms: 1 if a request failed, which ends the replay; else 0.
+        oom: The event that failed.
+        allocated_bytes: Allocated bytes after each event, with `history`.
+        reserved_bytes: Reserved bytes after each event, with `history`.
+    """
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    peak_requested_bytes: int
+    peak_allocated_event: int | None
+    peak_reserved_event: int | None
+    end_allocated_bytes: int
+    end_reserved_bytes: int
+    num_alloc_retries: int
+    num_ooms: int
+    oom: AllocationEvent | None = None
+    allocated_bytes: list[int] = []
+    reserved_bytes: list[int] = []
+
+
+class LiveStorages:
+    """The storages alive in a simulated allocator."""
+
+    def __init__(self, allocator: CachingAllocator) -> None:
+        self.allocator = allocator
+        self.blocks: dict[int, MemoryBlock] = {}
+
+    def apply(self, event: AllocationEvent) -> None:
+        """Apply an event: allocate or free its storage.
+
+        Raises:
+            SimulatedOutOfMemoryError: The device is full.
+            ValueError: A storage is allocated twice, or freed while not allocated.
+        """
+        if event.nbytes == 0:
+            return
+        if not event.alloc:
+            block = self.blocks.pop(event.storage, None)
+            if block is None:
+                raise ValueError(f"storage {event.storage} is freed at point {event.point}, but is not allocated")
+            self.allocator.free(block)
+        elif event.storage in self.blocks:
+            raise ValueError(f"storage {event.storage} is allocated at point {event.point}, but is allocated already")
+        else:
+            self.blocks[event.storage] = self.allocator.malloc(event.nbytes, event.stream)
+
+
+def replay(
+    events: Iterable[AllocationEvent],
+    settings: AllocatorSettings,
+    capacity_bytes: int | None = None,
+    *,
+    total_bytes: int | None = None,
+    history: bool = False,
+    until_reserved_bytes: float = math.inf,
+) -> AllocatorReport:
+    """Return the caching allocator's statistics over events. Running out of memory is reported, not raised.
+
+    Args:
+        capacity_bytes: Most bytes that the device gives; None for no limit.
+        total_bytes: The device's memory, of which `settings.memory_fraction` is a share;
+            `capacity_bytes` by default.
+        history: Whether to report allocated and reserved bytes after each event.
+        until_reserved_bytes: The replay ends where more are reserved, and the report is of what came before.
+
+    Raises:
+        ValueError: A storage is allocated twice, or freed while not allocated.
+    """
+    allocator = CachingAllocator(settings, capacity_bytes, total_bytes=total_bytes)
+    live = LiveStorages(allocator)
+    allocated: list[int] = []
+    reserved: list[int] = []
+    oom = None
+    for event in events:
+        try:
+            live.apply(event)
+        except SimulatedOutOfMemoryError:
+            oom = event
+            break
+        allocated.append(allocator.allocated_bytes)
+        reserved.append(allocator.reserved_bytes)
+        if allocator.reserved_bytes > until_reserved_bytes:
+            break
+    return AllocatorReport(
+        peak_allocated_bytes=allocator.peak_allocated_bytes,
+        peak_reserved_bytes=allocator.peak_reserved_bytes,
+        peak_requested_bytes=allocator.peak_requested_bytes,
+        peak_allocated_event=allocated.index(max(allocated)) if allocated else None,
+        peak_reserved_event=reserved.index(max(reserved)) if reserved else None,
+        end_allocated_bytes=allocator.allocated_bytes,
+        end_reserved_bytes=allocator.reserved_bytes,
+        num_alloc_retries=allocator.num_alloc_retries,
+        num_ooms=allocator.num_ooms,
+        oom=oom,
+        allocated_bytes=allocated if history else [],
+        reserved_bytes=reserved if history else [],
+    )

@@ -75,7 +75,17 @@ class AllocatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     large_segment_bytes: int = DEFAULT_LARGE_SEGMENT_BYTES
 
     def __post_init__(self) -> None:
-        self._check_sizes()
+        large = self.large_segment_bytes
+        sizes = {
+            "large_segment_bytes": (large, MIN_LARGE_BYTES + MIB),
+            "max_split_bytes": (self.max_split_bytes, large),
+            "max_non_split_rounding_bytes": (self.max_non_split_rounding_bytes, large),
+        }
+        for name, (size, least) in sizes.items():
+            if size is not None and (size % MIB or size < least):
+                raise AllocatorSettingsError(
+                    f"{name}={size} must be a whole number of MiB, and at least {format_bytes(least)}"
+                )
         if not 0 <= self.garbage_collection_threshold < 1:
             raise AllocatorSettingsError(
                 f"garbage_collection_threshold={self.garbage_collection_threshold} must be at least 0 and below 1"
@@ -89,19 +99,6 @@ class AllocatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 "each a power of two, or 0 for none"
             )
 
-    def _check_sizes(self) -> None:
-        large = self.large_segment_bytes
-        sizes = {
-            "large_segment_bytes": (large, MIN_LARGE_BYTES + MIB),
-            "max_split_bytes": (self.max_split_bytes, large),
-            "max_non_split_rounding_bytes": (self.max_non_split_rounding_bytes, large),
-        }
-        for name, (size, least) in sizes.items():
-            if size is not None and (size % MIB or size < least):
-                raise AllocatorSettingsError(
-                    f"{name}={size} must be a whole number of MiB, and at least {format_bytes(least)}"
-                )
-
     @classmethod
     def parse(cls, text: str) -> AllocatorSettings:
         """Parse a value of `PYTORCH_ALLOC_CONF`.
@@ -111,7 +108,18 @@ class AllocatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         Raises:
             AllocatorSettingsError: PyTorch would refuse or ignore a setting, or it is not simulated.
         """
-        return cls(**_parsed(text))
+        fields: dict[str, Any] = {}
+        text, position = re.sub(r"\s", "", text), 0
+        while position < len(text):
+            match = _PAIR.match(text, position)
+            if match is None:
+                raise AllocatorSettingsError(
+                    f"{text[position:]!r} in the allocator settings {text!r} is not key:value; "
+                    "write them as 'expandable_segments:True,max_split_size_mb:128'"
+                )
+            fields |= _field(match[1], match[2])
+            position = match.end()
+        return cls(**fields)
 
     def conf(self) -> str:
         """Return the value of `PYTORCH_ALLOC_CONF` for these settings."""
@@ -121,17 +129,14 @@ class AllocatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if self.expandable_segments:
             parts.append("expandable_segments:True")
         if any(self.divisions()):
-            parts.append(f"roundup_power2_divisions:{self._divisions_text()}")
+            steps = self.roundup_power2_divisions
+            each = "" if isinstance(steps, int) else ",".join(f"{2**i}:{n}" for i, n in enumerate(steps))
+            parts.append(f"roundup_power2_divisions:{steps if isinstance(steps, int) else f'[{each}]'}")
         if self.garbage_collection_threshold:
             parts.append(f"garbage_collection_threshold:{self.garbage_collection_threshold}")
         if self.memory_fraction < 1:
             parts.append(f"per_process_memory_fraction:{self.memory_fraction}")
         return ",".join(parts)
-
-    def _divisions_text(self) -> str:
-        if isinstance(self.roundup_power2_divisions, int):
-            return str(self.roundup_power2_divisions)
-        return "[" + ",".join(f"{2**i}:{n}" for i, n in enumerate(self.roundup_power2_divisions)) + "]"
 
     def divisions(self) -> tuple[int, ...]:
         """Return `roundup_power2_divisions` for each interval of sizes."""
@@ -158,29 +163,20 @@ class AllocatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return -(-size // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
 
 
-def _parsed(text: str) -> dict[str, Any]:
-    """Return the fields of `AllocatorSettings` in a value of `PYTORCH_ALLOC_CONF`; refuse those not simulated."""
-    fields: dict[str, Any] = {}
-    text, position = re.sub(r"\s", "", text), 0
-    while position < len(text):
-        match = _PAIR.match(text, position)
-        if match is None:
-            raise AllocatorSettingsError(
-                f"{text[position:]!r} in the allocator settings {text!r} is not key:value; "
-                "write them as 'expandable_segments:True,max_split_size_mb:128'"
-            )
-        fields |= _field(match[1], match[2])
-        position = match.end()
-    return fields
-
-
 def _field(key: str, value: str) -> dict[str, Any]:
+    """Return the field of `AllocatorSettings` that a setting gives, if any; refuse what is not simulated."""
     if key in _BYTES:
         return {_BYTES[key]: _number(key, value) * MIB}
     if key in _SHARES:
-        return {_SHARES[key]: _share(key, value)}
+        if not re.fullmatch(r"[0-9]*\.?[0-9]+", value):
+            raise AllocatorSettingsError(f"{key}:{value} is not a number")
+        if float(value) == 0:
+            raise AllocatorSettingsError(f"{key}:{value} is not above 0; leave the key out instead")
+        return {_SHARES[key]: float(value)}
     if key == "expandable_segments":
-        return {key: _flag(key, value)}
+        if value not in ("True", "False"):
+            raise AllocatorSettingsError(f"{key}:{value} is neither True nor False")
+        return {key: value == "True"}
     if key == "roundup_power2_divisions":
         return {key: _divisions(key, value)}
     simulated = {"backend": "native", "throw_on_cudamalloc_oom": "False"}
@@ -196,20 +192,6 @@ def _number(key: str, value: str) -> int:
     if not re.fullmatch(r"[0-9]{1,12}", value):
         raise AllocatorSettingsError(f"{key}:{value} is not a whole number")
     return int(value)
-
-
-def _share(key: str, value: str) -> float:
-    if not re.fullmatch(r"[0-9]*\.?[0-9]+", value):
-        raise AllocatorSettingsError(f"{key}:{value} is not a number")
-    if float(value) == 0:
-        raise AllocatorSettingsError(f"{key}:{value} is not above 0; leave the key out instead")
-    return float(value)
-
-
-def _flag(key: str, value: str) -> bool:
-    if value not in ("True", "False"):
-        raise AllocatorSettingsError(f"{key}:{value} is neither True nor False")
-    return value == "True"
 
 
 def _divisions(key: str, value: str) -> int | tuple[int, ...]:

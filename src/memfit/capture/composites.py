@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -60,8 +60,11 @@ def _library() -> torch.library.Library:
     for key in _KEYS:
         for func, kernel in _COMPOSITES.items():
             library.impl(func, here(kernel, functools.partial(_as_composite, func)), key)
-        _register(library, key, _OWN_BACKWARD)
-    _register(library, "AutogradCPU", dict.fromkeys(("max", "min", "median", "nanmedian"), _OrderStatistic.apply))
+    own = [(key, name, function) for key in _KEYS for name, function in _OWN_BACKWARD.items()]
+    own += [("AutogradCPU", name, _OrderStatistic.apply) for name in ("max", "min", "median", "nanmedian")]
+    for key, name, function in own:
+        pytorchs = torch.library.get_kernel(f"aten::{name}", key)
+        library.impl(name, _with_own_backward(pytorchs, function), key, with_keyset=True)
     plain = functools.partial(_as_composite, _aten.max_pool1d.default)
     library.impl("max_pool1d", here(_max_pool1d, plain), "AutogradCPU")
     return library
@@ -137,13 +140,6 @@ _Run = Callable[[Tensor], Tensor]
 """A function that runs PyTorch's own kernel, with its own backward formula."""
 
 
-def _register(library: torch.library.Library, key: str, functions: Mapping[str, Callable[..., Any]]) -> None:
-    """Register operators with a backward pass of their own, by name, as `_with_own_backward` takes them."""
-    for name, function in functions.items():
-        kernel = torch.library.get_kernel(f"aten::{name}", key)
-        library.impl(name, _with_own_backward(kernel, function), key, with_keyset=True)
-
-
 def _is_transformed() -> bool:
     """Tell whether `torch.func` or forward-mode differentiation is under way."""
     return peek_interpreter_stack() is not None or forward_ad_level() >= 0
@@ -164,10 +160,9 @@ def _with_own_backward(kernel: Any, function: Callable[..., Any]) -> Callable[..
             result: Tensor = kernel.call_boxed(keys, given, *args, **kwargs)
             return result
 
-        if not has_turn():
-            return as_pytorch(given)
         if (
-            _is_transformed()
+            not has_turn()
+            or _is_transformed()
             or not torch.is_grad_enabled()
             or not given.requires_grad
             or given.layout is not torch.strided
@@ -207,10 +202,6 @@ class _OrderStatistic(_OwnBackward):
 # The backward passes of `prod` and `cumprod` read whether an element is 0, and take a leaner formula where none is;
 # under a mode they always take the formula for zeros (`prod_backward` and `cumprod_backward` in
 # torch/csrc/autograd/FunctionsManual.cpp).
-
-
-def _along(run: _Run, given: Tensor, dim: int, keepdim: bool = False) -> Any:
-    return _Prod.apply(run, given, dim, keepdim)  # type: ignore[no-untyped-call]
 
 
 class _Prod(_OwnBackward):
@@ -430,7 +421,9 @@ def _gradients(inner: Tensor, vectors: Tensor, tau: Tensor, k: int) -> tuple[Ten
 
 _OWN_BACKWARD: dict[str, Callable[..., Any]] = {
     "prod": _Prod.apply,
-    "prod.dim_int": _along,
+    "prod.dim_int": lambda run, given, dim, keepdim=False: _Prod.apply(  # type: ignore[no-untyped-call]
+        run, given, dim, keepdim
+    ),
     "cumprod": _Cumprod.apply,
     "linalg_householder_product": _HouseholderProduct.apply,
 }

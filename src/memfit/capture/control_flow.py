@@ -23,7 +23,7 @@ from memfit.capture.recorder import Recording
 from memfit.capture.value_reads import Policy, ReadLog, ReadNumber, ReadReplay
 from memfit.errors import MemfitError
 from memfit.ir.trace import Phase, Trace
-from memfit.own_generators import default_generator
+from memfit.rng import default_generator
 
 _MOST_FLIPS = 24  # checks that would raise, one after the other
 _MOST_SITES = 6  # guesses, up to which each one's other answer is tried by itself

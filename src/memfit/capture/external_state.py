@@ -28,8 +28,7 @@ from torch.autograd import graph as autograd_graph
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memfit._torch.autograd import add_tensor_hooks, tensor_hooks
-from memfit._torch.modules import hooks_of_all_modules
-from memfit._torch.optim import hooks_of_all
+from memfit._torch.modules import hooks_of_all, hooks_of_all_modules
 from memfit.batch import parts_of, set_slot
 from memfit.capture.object_graph import (
     ITEMS,

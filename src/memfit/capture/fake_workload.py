@@ -16,8 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from memfit._torch.dispatch import DisableTorchFunction
-from memfit._torch.fake import FakeTensor, FakeTensorMode
-from memfit._torch.fake_cache import CachedFakeTensorMode
+from memfit._torch.fake import CachedFakeTensorMode, FakeTensor, FakeTensorMode
 from memfit._torch.modules import Apply, apply_as_its_class, converted_by, own_buffers, own_parameters
 from memfit._torch.replacement import replaced_here
 from memfit._torch.tensors import dispatches, inner_tensors, is_wrapper, rewrapped, storage_key_of
@@ -29,8 +28,7 @@ from memfit.capture.subclasses import as_class_of, parameter_of
 from memfit.capture.user_state import UserState
 from memfit.errors import MemfitError, WorkloadError
 from memfit.interrupts import held_back
-from memfit.own_generators import generators_of_turn
-from memfit.rng import rng_preserved
+from memfit.rng import generators_of_turn, rng_preserved
 from memfit.sparse import assembled, parts
 from memfit.turns import turn
 from memfit.workload import Workload, tensors_of
@@ -182,7 +180,12 @@ class _Faker:
             with self.mode:
                 return _of_parts(tensor, self)
         if id(tensor) in self.scalars and tensor.device.type == "cpu":
-            return self._scalar(tensor)
+            real = self.values.value_of(tensor)  # of a step counter or tensor learning rate, which optimizers read
+            if real is None:
+                return tensor
+            value = real.item()
+            with self.mode:
+                return torch.tensor(value, dtype=tensor.dtype)
         storage, key = tensor.untyped_storage(), storage_key_of(tensor)
         if key not in self.storages:
             self.storages[key] = torch.UntypedStorage(storage.nbytes(), device="meta")
@@ -193,15 +196,6 @@ class _Faker:
         fake = FakeTensor(self.mode, shape, self.device or own)
         self.values.know(fake, tensor)
         return fake.requires_grad_(tensor.requires_grad)
-
-    def _scalar(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a constant with the value of a step counter or tensor learning rate, which optimizers read."""
-        real = self.values.value_of(tensor)
-        if real is None:
-            return tensor
-        value = real.item()
-        with self.mode:
-            return torch.tensor(value, dtype=tensor.dtype)
 
 
 def mode_of(workload: Workload) -> FakeTensorMode:

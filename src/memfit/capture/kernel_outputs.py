@@ -13,12 +13,11 @@ from memfit._torch.autograd import current_autograd_node
 from memfit._torch.dispatch import disable_current_modes, select_conv_backend, suggest_memory_format
 from memfit._torch.fake import unset_fake_temporarily
 from memfit._torch.operators import packet_of, schema_of
-from memfit._torch.pytree import tree_map
-from memfit._torch.tensors import sparse_indices, sparse_values, storage_key, storage_key_of
+from memfit._torch.tensors import sparse_indices, sparse_values, storage_key, storage_key_of, tree_map
 from memfit.argument_values import TO_SPARSE, sparse_dims_of
 from memfit.capture.known_values import KnownValues
 from memfit.capture.operator_calls import device_of, tensors_in, written_by
-from memfit.fake_gpu.recurrent import with_reserve
+from memfit.fake_gpu.fake_cuda import with_reserve
 from memfit.signature import rebuild, signature
 from memfit.sparse import assembled, parts, spread_indices
 

@@ -25,11 +25,9 @@ from memfit._torch.fake import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from memfit._torch.foreach import supported_types
-from memfit._torch.operators import packet_of, schema_of
-from memfit._torch.pytree import tree_map
+from memfit._torch.operators import packet_of, schema_of, supported_types
 from memfit._torch.replacement import replaced_here
-from memfit._torch.tensors import is_wrapper, storage_key_of
+from memfit._torch.tensors import is_wrapper, storage_key_of, tree_map
 from memfit.capture.operator_calls import (
     device_of,
     tensors_in,

@@ -23,9 +23,8 @@ from memfit._torch.dispatch import (
     push_function_mode,
 )
 from memfit._torch.modules import own_modules, own_parameters
-from memfit._torch.pytree import tree_map
 from memfit._torch.replacement import replaced
-from memfit._torch.tensors import version_of
+from memfit._torch.tensors import tree_map, version_of
 from memfit.batch import leaves_of, map_tensors
 from memfit.errors import MemfitError
 from memfit.extent import Extent, joined

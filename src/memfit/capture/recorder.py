@@ -36,9 +36,8 @@ from memfit._torch.modules import (
     set_forward_hooks,
     undone_by_exceptions,
 )
-from memfit._torch.pytree import tree_leaves
 from memfit._torch.replacement import replaced, replaced_here
-from memfit._torch.tensors import is_wrapper, is_zerotensor, storage_key, storage_key_of
+from memfit._torch.tensors import is_wrapper, is_zerotensor, storage_key, storage_key_of, tree_leaves
 from memfit.argument_values import selected_by
 from memfit.capture.accumulation import Accumulation
 from memfit.capture.kernel_outputs import SparseOperators, grouped_product, kernel_outputs, per_tensor_calls

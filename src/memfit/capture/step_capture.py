@@ -39,7 +39,7 @@ from memfit.capture.step_recording import (
 from memfit.capture.user_state import UserState
 from memfit.capture.value_reads import ReadRecorder, ReadReplay
 from memfit.errors import CaptureError, MemfitError
-from memfit.fake_gpu.attention import Attention
+from memfit.fake_gpu.attention import AttentionKernels
 from memfit.fake_gpu.fake_cuda import fake_gpu
 from memfit.frames import users_place
 from memfit.interrupts import safe_point
@@ -141,7 +141,7 @@ def reads_unknown(workload: Workload, build: BuildStep) -> bool:
 @contextlib.contextmanager
 def _fake_copied(
     workload: Workload, device: Device | None, microbatch_size: int | None
-) -> Iterator[tuple[Workload, KnownValues, Attention | None, UserState]]:
+) -> Iterator[tuple[Workload, KnownValues, AttentionKernels | None, UserState]]:
     """Yield a copy of a workload under fake tensors, for a step to run there, and the state that its code can write."""
     warn_if_untested()
     values = KnownValues.of(mode_of(workload))

@@ -20,7 +20,7 @@ from memfit.capture.operator_calls import device_of
 from memfit.capture.recorder import LiveStorage, Recorder, Recording
 from memfit.capture.subclasses import aliasing
 from memfit.errors import CaptureError
-from memfit.fake_gpu.attention import Attention
+from memfit.fake_gpu.attention import AttentionKernels
 from memfit.ir.device import Device
 from memfit.ir.kernels import is_kernel
 from memfit.ir.trace import Category, Parameter, Phase, Storage, Trace
@@ -98,7 +98,7 @@ def record(
     job: CaptureJob,
     copied: Workload,
     values: KnownValues | None,
-    attention: Attention | None = None,
+    attention: AttentionKernels | None = None,
     path: ControlFlowPath | None = None,
 ) -> Trace:
     """Return the trace of a job's step, which runs on a copy of the workload: with data where `values` is None."""

@@ -15,7 +15,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import cloudpickle
 import torch
@@ -31,16 +31,18 @@ from memfit.capture.notes import warn_if_untested
 from memfit.capture.subclasses import attributes_of, parameter_of
 from memfit.errors import WorkloadError
 from memfit.sparse import assembled, parts
+from memfit.units import Progress
 from memfit.workload import Workload
 
+T = TypeVar("T")
 Setter = tuple[Callable[[Any], Any], Any]
 """A function that sets something in a process, and its value."""
 
 
 def packed(
-    function: Callable[..., Any], workload: Workload, options: dict[str, Any], setters: Iterable[Setter] = ()
-) -> bytes:
-    """Return `function(workload, **options, progress=...)` as a pickled function of `progress`.
+    function: Callable[..., T], workload: Workload, options: dict[str, Any], setters: Iterable[Setter] = ()
+) -> Callable[[Progress], T]:
+    """Return `function(workload, **options, progress=...)` as a function of `progress` that can be pickled.
 
     Args:
         function: A function of a module, which the other process finds by its name.
@@ -67,13 +69,13 @@ def packed(
     finally:
         for module in loaded:
             cloudpickle.unregister_pickle_by_value(module)
-    return pickle.dumps(functools.partial(_unpack_and_call, pickle.dumps([*_settings(), *setters]), body.getvalue()))
+    return functools.partial(_unpack_and_call, [*_settings(), *setters], body.getvalue())
 
 
-def _unpack_and_call(setters: bytes, body: bytes, progress: Callable[..., None]) -> Any:
+def _unpack_and_call(setters: list[Setter], body: bytes, progress: Progress) -> Any:
     """Call the packed function, in the process that received it."""
     global _receiving
-    for apply, value in pickle.loads(setters):
+    for apply, value in setters:
         apply(value)
     _receiving = KnownValues.of(FakeTensorMode(allow_non_fake_inputs=True))
     function, workload, options = pickle.loads(body)

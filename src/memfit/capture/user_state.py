@@ -37,7 +37,7 @@ import numpy as np
 import torch
 
 from memfit._torch.fake import FakeTensor
-from memfit._torch.foreach import supported_types
+from memfit._torch.operators import supported_types
 from memfit.batch import set_slot
 from memfit.capture.object_graph import contents_of
 from memfit.held_state import ATOMS
@@ -79,10 +79,6 @@ def _write_dict(held: Any, contents: dict[Any, Any]) -> None:
     kind = collections.OrderedDict if isinstance(held, collections.OrderedDict) else dict
     kind.clear(held)
     kind.update(held, contents)
-
-
-def _write_list(held: Any, contents: list[Any]) -> None:
-    list.__setitem__(held, slice(None), contents)
 
 
 def _write_set(held: Any, contents: list[Any]) -> None:
@@ -147,7 +143,7 @@ def _dict_contents(held: dict[Any, Any]) -> dict[Any, Any]:
 
 
 _DICT = _ContainerKind(_dict_contents, _write_dict)
-_LIST = _ContainerKind(list.copy, _write_list)
+_LIST = _ContainerKind(list.copy, lambda held, contents: list.__setitem__(held, slice(None), contents))
 _SET = _ContainerKind(lambda held: list(set.__iter__(held)), _write_set)
 _DEQUE = _ContainerKind(lambda held: list(collections.deque.__iter__(held)), _write_deque)
 _CLASS = _ContainerKind(_class_contents, _write_class)

@@ -22,9 +22,8 @@ from memfit import turns
 from memfit._torch.autograd import current_graph_task_id
 from memfit._torch.dispatch import EagerMode, TensorBase, disable_current_modes
 from memfit._torch.fake import FakeTensor
-from memfit._torch.pytree import tree_leaves
 from memfit._torch.replacement import replaced, replaced_here
-from memfit._torch.tensors import sparse_indices
+from memfit._torch.tensors import sparse_indices, tree_leaves
 from memfit.argument_values import TO_SPARSE
 
 _aten = torch.ops.aten

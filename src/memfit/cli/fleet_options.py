@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from memfit.errors import UsageError
-from memfit.hardware.catalogue import catalogue, read_prices
+from memfit.hardware.catalogue import known_devices, read_prices
 from memfit.hardware.host import find_device
 from memfit.units import parse_hours
 
@@ -40,4 +40,4 @@ def check_cards(names: Sequence[str] | None, prices: Path | None, within: str | 
         parse_hours(within, "--within")
     if names:
         return [find_device(name).name for name in names]
-    return [device.name for device in catalogue().values() if device.kind == "cuda"]
+    return [device.name for device in known_devices().values() if device.kind == "cuda"]

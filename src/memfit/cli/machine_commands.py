@@ -84,8 +84,7 @@ def devices(
     as_json: AsJson = False,
 ) -> None:
     """Show this machine's devices and the catalogue of others."""
-    from memfit.hardware.advice import advice
-    from memfit.hardware.catalogue import catalogue
+    from memfit.hardware.catalogue import advice, known_devices
     from memfit.report.listings import device_page, device_table
 
     if name is not None:
@@ -95,7 +94,7 @@ def devices(
         else:
             out.print(device_page(found, advice(found)))
         return
-    here, others = hosts_devices(), list(catalogue().values())
+    here, others = hosts_devices(), list(known_devices().values())
     if as_json:
         print_json({"machine": here, "catalogue": others})
         return
@@ -110,9 +109,8 @@ def probe_devices(
     """Measure this machine's devices, and keep the figures for predictions."""
     import psutil
 
-    from memfit.hardware.advice import advice
-    from memfit.hardware.catalogue import missing_figures, read, user_file
-    from memfit.hardware.measurement import keep, probe_all
+    from memfit.hardware.catalogue import advice, missing_figures, read, user_file
+    from memfit.hardware.measurement import keep_devices, probe_all
     from memfit.report.listings import device_page
 
     read(output or user_file())  # an invalid file is refused before the measurements
@@ -128,7 +126,7 @@ def probe_devices(
         if missing := missing_figures(device):
             err.print(f"{device.name} is not saved: {', '.join(missing)} could not be measured", highlight=False)
     probed = [device for device in probed if not missing_figures(device)]
-    written = keep(probed, output)
+    written = keep_devices(probed, output)
     if as_json:
         print_json({"written": str(written), "devices": [_with_advice(device) for device in probed]})
         return
@@ -138,7 +136,7 @@ def probe_devices(
 
 
 def _with_advice(device: Device) -> dict[str, Any]:
-    from memfit.hardware.advice import advice, precisions
+    from memfit.hardware.catalogue import advice, precisions
 
     return {**msgspec.structs.asdict(device), "precisions": precisions(device), "advice": advice(device)}
 

@@ -94,7 +94,7 @@ def estimate(
     if sharding is not None and world_size == 1:
         raise UsageError(f"--sharding {sharding.value} needs several ranks: give --world-size above 1")
     from memfit import pipeline
-    from memfit.hardware.advice import precisions
+    from memfit.hardware.catalogue import precisions
     from memfit.report.estimates import as_written_line, estimate_page
     from memfit.report.verdict import prediction_verdict
     from memfit.workload import is_in_fp32, precision_label

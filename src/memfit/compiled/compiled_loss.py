@@ -1,28 +1,120 @@
-"""A loss function, compiled together with the model that it calls."""
+"""A loss function, compiled together with the model that it calls, by a back end that recomputes a plan's regions."""
 
 from __future__ import annotations
 
 import contextlib
 import types
 import warnings
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from memfit._torch.compilers import SeenCode, compiler_errors, recompilations_limited
+from memfit._torch.compilers import (
+    SeenCode,
+    boxed,
+    compiler_errors,
+    current_compile_id,
+    default_partition,
+    recompilations_limited,
+)
 from memfit._torch.modules import all_forward_hooks, untold_calls
 from memfit.batch import leaves_of
+from memfit.capture.composites import composites_lifted
 from memfit.capture.known_values import KnownValues
 from memfit.capture.recorder import Recorder
-from memfit.compiled.planned_backend import PlannedBackend
-from memfit.errors import CaptureError, PlanError
+from memfit.compiled.joint_graph import CallNames, has_symbols, users_of_sparse
+from memfit.compiled.joint_rewriter import recompute_regions
+from memfit.compiled.kernel_recording import RecordedGraph
+from memfit.compiled.layouts import hold_masks_as_bytes, lay_out_channels_last, show_in_any_layout
+from memfit.errors import CaptureError, MemfitError, PlanError
+from memfit.ir.remat import Region
 
 LossFn = Callable[[nn.Module, Any], Any]
 
 MOST_SHAPES = 8
 """Shapes of a batch that one step compiles code for; a microbatch of fewer samples is a shape of its own."""
+
+
+class PlannedBackend:
+    """Compiles graphs with Inductor, so that their backward passes recompute regions.
+
+    Args:
+        regions: Modules' calls, as `CallNames` names them.
+        channels_last: Whether convolutions run with their channels last, where a graph has few others.
+        is_on_paper: Whether the graphs run under fake tensors, to be recorded, and no code is made.
+
+    Attributes:
+        called: The names of the modules' calls in the graphs so far.
+    """
+
+    def __init__(self, regions: Sequence[Region], *, channels_last: bool = False, is_on_paper: bool = False) -> None:
+        self.regions, self.channels_last, self.is_on_paper = tuple(regions), channels_last, is_on_paper
+        self.called: set[str] = set()
+        self.graphs = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Name calls from the first on: the next graphs are those of another run of the function."""
+        self._names = CallNames()
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile a graph."""
+        self._recorded: RecordedGraph | None = None
+        from memfit.compiled.inductor_partition import lower  # takes seconds; `import memfit` must not
+
+        compile_pass = self._recording if self.is_on_paper else None
+        try:
+            with composites_lifted():
+                return lower(module, inputs, self._partition, compile_pass)
+        except Exception as e:
+            error: BaseException | None = e
+            while error is not None and not isinstance(error, MemfitError):
+                error = error.__cause__ or error.__context__
+            if error is None:
+                raise
+            return _raising(error)  # raised while it compiles, the compiler would wrap it
+
+    def _partition(self, module: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+        if has_symbols(module.graph):
+            raise PlanError(
+                "levers.compiler is for fixed shapes, and the compiled graph has dynamic ones: mark no dimension as"
+                " dynamic, or set levers.compiler to 'none'"
+            )
+        if users := users_of_sparse(module.graph):
+            raise PlanError(
+                f"the compiled graph computes with sparse gradients ({users[0]}), and Inductor treats them as dense"
+                " ones: call a table with sparse=True once in a step, or set levers.compiler to 'none'"
+            )
+        show_in_any_layout(module.graph)
+        hold_masks_as_bytes(module.graph)
+        if self.channels_last:
+            lay_out_channels_last(module.graph)
+        joint, called = recompute_regions(
+            module.graph, forward_outputs, str(current_compile_id()), self.regions, self._names
+        )
+        self.called.update(called)
+        for name in called:
+            self._names.next(name.partition("@")[0])
+        self.graphs += 1
+        if self.is_on_paper:
+            self._recorded = RecordedGraph(joint)
+        module.graph.eliminate_dead_code()
+        module.recompile()
+        return default_partition(module, forward_outputs)
+
+    def _recording(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        if self._recorded is None:  # no backward pass: its operators are recorded one by one
+            return boxed(module.forward)
+        return self._recorded.code(module, is_backward=bool(options.get("is_backward")))
+
+
+def _raising(error: MemfitError) -> Callable[..., Any]:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    return fail
 
 
 class CompiledLoss:
@@ -51,8 +143,11 @@ class CompiledLoss:
         """
         shape = _shape_of(batch)
         is_new = shape not in self._shapes
-        if is_new:
-            self._check_count(shape)
+        if is_new and len(self._shapes) == MOST_SHAPES:
+            raise PlanError(
+                f"the batch has a new shape, {shape[0]}, and this step has compiled code for {MOST_SHAPES} shapes"
+                " already: pad batches to fewer shapes, or set levers.compiler to 'none'"
+            )
         recorder, graphs = Recorder.active(), self._backend.graphs
         self._backend.begin()
         # Not at every step: to change the filters has Python show each warning of the user's anew.
@@ -68,13 +163,6 @@ class CompiledLoss:
     def close(self) -> None:
         """Have Dynamo forget the code of this copy, so that other copies of the model are compiled as it was."""
         self._seen_code.forget()
-
-    def _check_count(self, shape: Any) -> None:
-        if len(self._shapes) == MOST_SHAPES:
-            raise PlanError(
-                f"the batch has a new shape, {shape[0]}, and this step has compiled code for {MOST_SHAPES} shapes"
-                " already: pad batches to fewer shapes, or set levers.compiler to 'none'"
-            )
 
     def _recorded(self, recorder: Recorder, model: nn.Module, batch: Any) -> Any:
         """Return the loss of a step that is captured."""

@@ -27,8 +27,8 @@ _SETTINGS: dict[str, Any] = {
     # Inductor inlines values that read up to 4 tensors into each reader, which keeps all of these alive instead of one
     # result: 0.5 MiB of 5 in a residual network.
     "realize_reads_threshold": 1,
-    "reorder_for_peak_memory": False,  # the graph itself has the order (`compiled.early_releases`)
-    "layout_optimization": False,  # the graph itself has the layouts (`compiled.channels_last`)
+    "reorder_for_peak_memory": False,  # the graph itself has the order (`compiled.joint_rewriter`)
+    "layout_optimization": False,  # the graph itself has the layouts (`compiled.layouts`)
     # Nothing outside of CUDA graphs has the memory of their pool, so that a step would reserve its activations and the
     # optimizer's temporaries side by side; and the next microbatch writes over the gradients of the one before.
     "triton.cudagraphs": False,

@@ -6,9 +6,11 @@ as where a graph module runs with a boxed list of inputs. Inputs are alive from 
 
 from __future__ import annotations
 
+import itertools
 import operator
+import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +20,95 @@ from torch import fx
 
 from memfit._torch.dispatch import OpOverload
 from memfit._torch.operators import schema_of
-from memfit._torch.pytree import tree_leaves, tree_map_only
-from memfit._torch.tensors import storage_key_of
+from memfit._torch.tensors import storage_key_of, tree_leaves, tree_map_only
 from memfit.capture.kernel_outputs import kernel_outputs
 from memfit.capture.operator_calls import draws_random_numbers, work_of
 from memfit.compiled.fusion import COMPUTED_FOR_EACH, INLINED, is_fusible, is_written_between, kernels, puts_into
-from memfit.compiled.graph_module_calls import CallNames, ModuleCalls, module_stack
 from memfit.ir.kernels import text as kernel_text
-from memfit.ir.trace import Call, Category, Op, Phase, Save, Storage, Trace, Work
+from memfit.ir.trace import Call, Category, Module, Op, Phase, Save, Storage, Trace, Work
 from memfit.signature import signature
 
 _RECOMPUTED, _KEPT = "memfit_recomputed", "memfit_kept"
 _CPU = torch.device("cpu")
+_INDEX = re.compile(r"\[['\"]?([^'\"\]]*)['\"]?\]")
+
+
+class CallNames:
+    """Counts the calls of each module, in all graphs of a function: further ones have "@1", "@2" after their FQN."""
+
+    def __init__(self, counts: Mapping[str, int] | None = None) -> None:
+        self._counts = Counter(counts)
+
+    def copy(self) -> CallNames:
+        """Return the same counts, to go on with by themselves."""
+        return CallNames(self._counts)
+
+    def next(self, fqn: str) -> str:
+        """Return the name of one more call of a module."""
+        times = self._counts[fqn]
+        self._counts[fqn] += 1
+        return f"{fqn}@{times}" if times else fqn
+
+
+class ModuleCalls:
+    """The module calls of a forward pass.
+
+    Each call of a module, and each part that other operators interrupt, has its own name, and can be recomputed by
+    itself.
+
+    Args:
+        ops: The nodes of each operator, in order; a kernel's nodes are all of one module.
+        names: The names of the calls before, which is changed.
+
+    Attributes:
+        modules: A module for each call.
+        calls: The calls, without their input storages.
+        of_op: For each operator, the innermost call, or -1.
+    """
+
+    def __init__(self, ops: Iterable[Sequence[fx.Node]], names: CallNames) -> None:
+        self.modules: list[Module] = []
+        self.calls: list[Call] = []
+        self.of_op: list[int] = []
+        self._names = names
+        self._of_sequence: dict[int, int] = {}
+        open_calls: list[tuple[str, int]] = []
+        for index, nodes in enumerate(ops):
+            stack = module_stack(nodes[0])
+            same = sum(1 for _ in itertools.takewhile(lambda p: p[0][0] == p[1], zip(open_calls, stack, strict=False)))
+            del open_calls[same:]
+            for key in stack[same:]:
+                open_calls.append((key, self._enter(key, open_calls[-1][1] if open_calls else -1, index)))
+            for _, call in open_calls:
+                self.calls[call] = replace(self.calls[call], end=index + 1)
+            current = open_calls[-1][1] if open_calls else -1
+            self.of_op.append(current)
+            for node in nodes:
+                if (number := node.meta.get("seq_nr")) is not None:
+                    self._of_sequence.setdefault(number, current)
+
+    def _enter(self, key: str, parent: int, index: int) -> int:
+        fqn = key.split("\0")[0]
+        self.modules.append(Module(self._names.next(fqn), key.split("\0")[1], False, False))
+        self.calls.append(Call(len(self.modules) - 1, parent, 0, index, index, (), "forward"))
+        return len(self.calls) - 1
+
+    def of_gradient(self, node: fx.Node) -> int:
+        """Return the call whose forward operator a backward node differentiates, or -1."""
+        return self._of_sequence.get(node.meta.get("seq_nr", -1), -1)
+
+
+def module_stack(node: fx.Node) -> list[str]:
+    """Return the modules that a node was traced in, outermost first, without the model: FQN, class and key."""
+    stack: dict[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
+    entries = []
+    for key, (path, kind) in stack.items():
+        # A path is such as "L['self'].blocks.0".
+        fqn = _INDEX.sub(r".\1", path.removeprefix("L").replace("_modules", "")).strip(".").partition(".")[2]
+        if fqn:
+            name = kind if isinstance(kind, str) else kind.__name__
+            entries.append("\0".join((fqn, name.rsplit(".", 1)[-1], key)))
+    return entries
 
 
 @dataclass
@@ -37,7 +116,7 @@ class JointGraph:
     """A joint graph and its trace.
 
     Attributes:
-        ops: For each operator of the trace, its nodes: the operator with the `getitem`s of its outputs, or a kernel.
+        ops: For each operator of the trace, its nodes: those of a kernel.
         storages: For each node, the storages of its outputs: indices into `Trace.storages`.
         makers: For each storage, the node that makes it.
         nbytes: For each storage, its size; a storage that is never written has size 0 in the trace.
@@ -111,19 +190,16 @@ def users_of_sparse(graph: fx.Graph) -> list[str]:
     ]
 
 
-def read(
-    graph: fx.Graph, forward_outputs: int, name: str, fused: bool = False, names: CallNames | None = None
-) -> JointGraph:
-    """Return a joint graph as a trace.
+def read(graph: fx.Graph, forward_outputs: int, name: str, names: CallNames | None = None) -> JointGraph:
+    """Return a joint graph, which Inductor runs, as a trace: an operator of it is a kernel (`compiled.fusion`).
 
     Args:
         graph: The graph; its nodes hold their fake tensors in `meta["val"]`.
         forward_outputs: The number of outputs that the forward pass returns; the others are gradients.
         name: The trace's name.
-        fused: Whether Inductor runs it, so that an operator of the trace is a kernel (`compiled.fusion`).
         names: The names of module calls in graphs before, which is changed; None where there are none.
     """
-    return _Reader(graph, forward_outputs, name, fused, names or CallNames()).read()
+    return _Reader(graph, forward_outputs, name, names or CallNames()).read()
 
 
 def _phases(graph: fx.Graph, forward_outputs: int) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -149,8 +225,8 @@ def _phases(graph: fx.Graph, forward_outputs: int) -> tuple[list[fx.Node], list[
 
 
 class _Reader:
-    def __init__(self, graph: fx.Graph, forward_outputs: int, name: str, fused: bool, names: CallNames) -> None:
-        self.graph, self.name, self.fused = graph, name, fused
+    def __init__(self, graph: fx.Graph, forward_outputs: int, name: str, names: CallNames) -> None:
+        self.graph, self.name = graph, name
         self.outputs = tree_leaves(graph.output_node().args[0])
         self.forward_outputs = self.outputs[:forward_outputs]
         self.inputs = list(graph.find_nodes(op="placeholder"))
@@ -163,8 +239,8 @@ class _Reader:
         self.keys: list[int] = []
         for node in (*self.inputs, *graph.find_nodes(op="get_attr"), *self.forward, *self.backward):
             self._observe(node)
-        forward = self._ops(self.forward, lambda node: tuple(module_stack(node)))
-        self.ops = [*forward, *self._ops(self.backward, lambda node: node.meta.get(_RECOMPUTED))]
+        forward = self._kernels(self.forward, lambda node: tuple(module_stack(node)))
+        self.ops = [*forward, *self._kernels(self.backward, lambda node: node.meta.get(_RECOMPUTED))]
         self.turn = len(forward)
         self.position = {node: index for index, nodes in enumerate(self.ops) for node in nodes}
         self.birth = [self.position.get(node, -1) for node in self.makers]
@@ -252,15 +328,8 @@ class _Reader:
             value = kernel_outputs(value, node.target, args, kwargs, self.device.type)
         return [tensor.untyped_storage().nbytes() for tensor in tensors_of(value)]
 
-    def _ops(self, nodes: list[fx.Node], place: Callable[[fx.Node], Any]) -> list[tuple[fx.Node, ...]]:
-        """Return the nodes of a pass by operator: kernels, or single nodes with the `getitem`s of their outputs."""
-        if self.fused:
-            return kernels(nodes, self.sources, place, lambda node: INLINED in node.meta)
-        return [
-            (node, *(user for user in node.users if user.target is operator.getitem))
-            for node in nodes
-            if node.target is not operator.getitem
-        ]
+    def _kernels(self, nodes: list[fx.Node], place: Callable[[fx.Node], Any]) -> list[tuple[fx.Node, ...]]:
+        return kernels(nodes, self.sources, place, lambda node: INLINED in node.meta)
 
     def _uses(self) -> list[list[tuple[int, int]]]:
         """Return, for each storage, its readers, with the calls that backward readers differentiate."""
@@ -296,7 +365,7 @@ class _Reader:
                 category = "gradients"
             elif birth < self.turn <= death:
                 category = "activations"
-            nbytes = 0 if self.fused and birth == death else self.nbytes[index]
+            nbytes = 0 if birth == death else self.nbytes[index]
             storages.append(Storage(nbytes, birth, death, release, category, -1))
         return storages
 
@@ -327,8 +396,6 @@ class _Reader:
         It writes over dying inputs. On a CPU, Inductor puts consecutive kernels of its own into one function, before
         which it allocates the outputs of all, and after which it frees (`CppScheduling.flush`, torch 2.13).
         """
-        if not self.fused:
-            return [0] * len(self.ops)
         reused = [
             self._reused_bytes(nodes, index, storages) if is_fusible(self._working(nodes)[0]) else 0
             for index, nodes in enumerate(self.ops)
@@ -384,15 +451,14 @@ class _Reader:
         """Return the index of a kernel's signature, made of its operators', without fused views."""
         members = []
         for node in working:
-            if isinstance(node.target, OpOverload) and not (self.fused and node in self.sources):
+            if isinstance(node.target, OpOverload) and node not in self.sources:
                 args, kwargs = _values(node)
                 member = signature(node.target, args, kwargs)
                 members.append(member)
                 if member not in self.operators:
                     out = node.meta.get("val")
                     self.operators[member] = work_of(node.target, args, kwargs, out, self.device.type)
-        alone = members[0] if members else str(working[0].target)
-        text = kernel_text(tuple(members), reused_bytes) if self.fused else alone
+        text = kernel_text(tuple(members), reused_bytes)
         if text not in self.index:
             self.index[text] = len(self.index)
             flops = sum(self.operators[member].flops for member in members)

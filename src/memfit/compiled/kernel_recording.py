@@ -13,7 +13,7 @@ from torch import fx
 from memfit._torch.compilers import mark_boxed
 from memfit._torch.dispatch import OpOverload
 from memfit._torch.fake import FakeTensor, FakeTensorMode
-from memfit._torch.pytree import tree_leaves
+from memfit._torch.tensors import tree_leaves
 from memfit.capture.recorder import Recorder
 from memfit.compiled.joint_graph import JointGraph, tensors_of
 from memfit.ir.trace import Op, Phase, Save

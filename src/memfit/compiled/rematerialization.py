@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memfit._torch.compilers import default_partition
+from memfit.compiled.fusion import COMPUTED_FOR_EACH
 
 KERNEL = "memfit_kernel"
 """Metadata key of the number of a node's kernel in the plan."""
@@ -55,14 +55,7 @@ def rematerialize(
     _Rewriter(graph, regions, storages, backward, mark).rewrite()
 
 
-def split(module: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Return the forward and the backward graph module of a joint one, by its nodes' tags."""
-    module.graph.eliminate_dead_code()
-    module.recompile()
-    return default_partition(module, forward_outputs)
-
-
-def compute_for_each(node: fx.Node, computed: Set[fx.Node], mark: Callable[[fx.Node], None]) -> None:
+def compute_for_each(node: fx.Node, computed: Set[fx.Node]) -> None:
     """Give each user of a node but the first its own copy of the node and of the nodes that it is computed from."""
     graph = node.graph
     ordered = [original for original in graph.nodes if original in computed]
@@ -71,9 +64,8 @@ def compute_for_each(node: fx.Node, computed: Set[fx.Node], mark: Callable[[fx.N
         with graph.inserting_before(user):
             for original in ordered:
                 copy = graph.node_copy(original, lambda given, copies=copies: copies.get(given, given))  # type: ignore[misc]
-                copy.meta = dict(original.meta)
+                copy.meta = {**original.meta, COMPUTED_FOR_EACH: True}
                 copies[original] = copy
-                mark(copy)
         user.replace_input_with(node, copies[node])
 
 

@@ -2,33 +2,31 @@
 
 Times are by the device's own events, over calls in a row; workspaces by the allocator's own peak around one call, once
 libraries have made their handles. CUDA is measured in a process of its own, so that neither the user's statistics nor
-a process with fake CUDA are touched. A call that can't be run there is modelled (`memfit.cost.roofline`) where the
-device's rates are known.
+a process with fake CUDA are touched. A call that can't be run there is modelled (`memfit.cost.modelled_costs`) where
+the device's rates are known.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
 from msgspec.structs import replace
 from torch.utils.checkpoint import checkpoint
 
-from memfit.cost.calibrate import OperatorCount, storages_of
+from memfit.cost.cpu_costs import OperatorCount, storages_of
 from memfit.cost.error_bars import measured_like
-from memfit.cost.operator_call import OperatorCall
-from memfit.cost.roofline import PEAK_ERROR, PEAK_ERROR_CONVOLUTIONS, check_figures, floor_seconds, roofline
-from memfit.cost.workspaces import resident_bytes
-from memfit.errors import CaptureError, OutputError, PlanError, UsageError
+from memfit.cost.modelled_costs import PEAK_ERROR, PEAK_ERROR_CONVOLUTIONS, check_figures, floor_seconds, roofline
+from memfit.cost.operator_call import OperatorCall, resident_bytes
+from memfit.errors import OutputError, PlanError, UsageError
+from memfit.fake_gpu import process
 from memfit.hardware.accelerators import allocated_bytes, peaks, reset_peaks, stopwatch, synchronize
 from memfit.hardware.host import cache_folder
 from memfit.hardware.measurement import float32_precision, link_rate
@@ -39,8 +37,8 @@ from memfit.ir.offload import COPY_IN, COPY_OUT
 from memfit.ir.operator_classes import CONVOLUTIONS, operator_class
 from memfit.ir.operator_costs import CostTable, OpCost
 from memfit.ir.trace import Trace
-from memfit.progress import StageProgress
 from memfit.signature import rebuild
+from memfit.units import Progress, StageProgress, silent
 
 STEP_ERROR = 0.2
 _MEASURING = 3  # version of the measurement, in the cache's name
@@ -100,23 +98,34 @@ def measured_costs(
 
 def _table(traces: list[Trace], device: Device, known: AcceleratorCosts, matmul: Matmul) -> CostTable:
     """Return measured costs, with modelled ones for calls that could not be run."""
-    modelled = _modelled(traces, device, matmul)
+    modelled: dict[str, OpCost] = {}
+    with contextlib.suppress(UsageError):  # a card that the catalogue does not know
+        check_figures(device)
+        modelled = roofline(traces, device, matmul=matmul).ops
     ops: dict[str, OpCost] = {}
     for trace in traces:
         for op in trace.ops:
-            text = trace.signatures[op.signature]
+            text, rate = trace.signatures[op.signature], known.link_bytes_per_second
             if text in ops:
                 continue
+            call = OperatorCall(op.name, text, trace.works[op.signature], device)
             if op.name in (COPY_IN, COPY_OUT):
-                ops[text] = OpCost(_copy_seconds(text, known.link_bytes_per_second), 0, True)
+                if not rate:
+                    raise UsageError(
+                        "the device had no room to measure copies to the host: free memory there, and try again"
+                    )
+                ops[text] = OpCost(max((t.nbytes for t in call.given.tensors), default=0) / rate, 0, True)
             elif text in known.ops:
                 seconds, nbytes = known.ops[text]
-                floor = floor_seconds(OperatorCall(op.name, text, trace.works[op.signature], device))
-                ops[text] = OpCost(max(seconds, floor), nbytes, True)
+                ops[text] = OpCost(max(seconds, floor_seconds(call)), nbytes, True)
             else:
                 ops[text] = modelled.get(text, OpCost(known.launch_seconds, 0, False))
     convolves = any(operator_class(op.name) == CONVOLUTIONS for trace in traces for op in trace.ops)
-    bars = _error_bars(device, convolves)
+    peak_error, step_error, notes = PEAK_ERROR_CONVOLUTIONS if convolves else PEAK_ERROR, STEP_ERROR, []
+    like = measured_like(device)
+    if like is not None and like.peak_error is not None and like.step_error is not None:
+        peak_error, step_error = like.peak_error, like.step_error
+        notes = [f"error bars are those of {like.cases} steps on {like.device} ({like.date})"]
     return CostTable(
         device=device.name,
         torch_version=str(torch.__version__),
@@ -125,55 +134,16 @@ def _table(traces: list[Trace], device: Device, known: AcceleratorCosts, matmul:
         dispatch_seconds=0.0,  # within each operator's time, as the accelerator works on while the host dispatches
         checkpoint_seconds=known.checkpoint_seconds,
         selective_op_seconds=0.0,
-        peak_error=bars.peak,
-        step_error=bars.step,
-        notes=bars.notes,
+        peak_error=peak_error,
+        step_error=step_error,
+        notes=notes,
         resident_workspace_bytes=max((resident_bytes(trace, device) for trace in traces), default=0),
         link_bytes_per_second=known.link_bytes_per_second,
     )
 
 
-class _ErrorBars(NamedTuple):
-    """Relative distances of the upper ends of peaks, and of both ends of times, and what is to be said of them."""
-
-    peak: float
-    step: float
-    notes: list[str]
-
-
-def _error_bars(device: Device, convolves: bool) -> _ErrorBars:
-    """Return the error bars of steps measured on a device like this one; else those of modelled GPUs."""
-    peak, step = PEAK_ERROR_CONVOLUTIONS if convolves else PEAK_ERROR, STEP_ERROR
-    like = measured_like(device)
-    if like is None or like.peak_error is None or like.step_error is None:
-        return _ErrorBars(peak, step, [])
-    note = f"error bars are those of {like.cases} steps on {like.device} ({like.date})"
-    return _ErrorBars(like.peak_error, like.step_error, [note])
-
-
-def _modelled(traces: list[Trace], device: Device, matmul: Matmul) -> dict[str, OpCost]:
-    try:
-        check_figures(device)
-    except UsageError:  # a card that the catalogue does not know
-        return {}
-    return roofline(traces, device, matmul=matmul).ops
-
-
 def _name(signature: str) -> str:
     return str(json.loads(signature)["op"])
-
-
-def _copy_seconds(signature: str, rate: float) -> float:
-    """Return the time of a copy between host and device.
-
-    Raises:
-        UsageError: Its rate could not be measured.
-    """
-    if not rate:
-        raise UsageError("the device had no room to measure copies to the host: free memory there, and try again")
-    _, args, kwargs = rebuild(signature, "meta")
-    nbytes = max((storage.nbytes() for storage in storages_of((args, kwargs))), default=0)
-    return nbytes / rate
 
 
 def cache_path(device: Device, matmul: Matmul) -> Path:
@@ -198,27 +168,18 @@ def _measure(
 ) -> AcceleratorCosts:
     if device.kind != "cuda":
         return measure(signatures, torch.device(device.name), matmul, progress, ops_only=ops_only)
-    asked = json.dumps({"signatures": signatures, "device": device.name, "matmul": matmul, "ops_only": ops_only})
-    line = [sys.executable, "-c", "from memfit.cost import accelerator_costs; accelerator_costs._measure_from_stdin()"]
-    path = os.pathsep.join(folder for folder in sys.path if folder)
-    environment = os.environ | {"PYTHONPATH": path}
-    done = subprocess.run(line, input=asked, stdout=subprocess.PIPE, env=environment, text=True, check=False)
-    if done.returncode:
-        raise CaptureError(
-            f"the process that measures operators on {device.name} ended with status {done.returncode}: see its"
-            " output above"
-        )
+    failure = f"the process that measures operators on {device.name} ended with status {{status}}: see its output above"
+    there = functools.partial(_measure_there, signatures, device.name, matmul, ops_only)
+    found = process.run(there, silent, fakes_cuda=False, failure=failure)
     if progress is not None:
         progress(len(signatures), len(signatures))
-    return msgspec.json.decode(done.stdout, type=AcceleratorCosts)
+    return found
 
 
-def _measure_from_stdin() -> None:
-    """Measure the calls that standard input names, and write their figures to standard output."""
-    asked = json.load(sys.stdin)
-    device = torch.device(asked["device"])
-    found = measure(asked["signatures"], device, asked["matmul"], None, ops_only=asked["ops_only"])
-    sys.stdout.write(msgspec.json.encode(found).decode())
+def _measure_there(
+    signatures: list[str], device: str, matmul: Matmul, ops_only: bool, progress: Progress
+) -> AcceleratorCosts:
+    return measure(signatures, torch.device(device), matmul, None, ops_only=ops_only)
 
 
 def measure(
@@ -272,7 +233,6 @@ def _cost(text: str, device: torch.device) -> tuple[float, int] | None:
 
 
 def _least_seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Return the least time of a call, over some batches of calls in a row."""
     timed = stopwatch(device)
     once = timed(call, 1)
     count = max(1, min(_MOST_CALLS, int(_SECONDS / max(once, 1e-7))))

@@ -1,4 +1,4 @@
-"""Links between ranks: measured among processes of this machine, from the catalogue for cards."""
+"""Links between ranks, and costs of collectives: measured among processes of this machine, or from the catalogue."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import torch
 
 from memfit._torch.distributed import leave
-from memfit.cost.communication import Link, Links
-from memfit.cost.cost_source import fixed_source
-from memfit.cost.roofline import figures
+from memfit.cost.cost_source import Link, Links, fixed_source
+from memfit.cost.modelled_costs import figures
 from memfit.errors import CaptureError, OutputError
 from memfit.hardware.host import cache_folder
 from memfit.ir import codec
+from memfit.ir.collectives import collective, copy_on_paper, share_on_paper, waited
 from memfit.ir.device import Device
 from memfit.ir.operator_classes import COPIES
+from memfit.ir.operator_costs import CostTable, OpCost
 from memfit.ir.sharding import Sharding
+from memfit.ir.trace import Trace
 
 _GPU_LATENCY_SECONDS = 5e-6  # estimate: of one hop of a ring, which NCCL's tests show at 3 to 10 µs within a node
 _NODE_LATENCY_SECONDS = 1e-5  # estimate: of one hop between nodes
@@ -48,6 +50,26 @@ def links_of(device: Device, sharding: Sharding) -> Links:
         between=between,
         ranks_per_node=device.cards_per_node,
     )
+
+
+def with_collectives(costs: CostTable, traces: Iterable[Trace], links: Links) -> CostTable:
+    """Return costs with those of collectives, and of copies and shares that were put in on paper."""
+    ops = dict(costs.ops)
+    for trace in traces:
+        replicas = trace.sharding.replicas if trace.sharding else 1
+        for text in trace.signatures:
+            if (sent := collective(text)) is not None:
+                spread = replicas > 1 and sent.ranks == replicas
+                ops[text] = OpCost(links.of(sent.ranks, spread=spread).seconds(sent), 0, False)
+            elif (copied := copy_on_paper(text)) is not None:
+                padded_bytes = copied.padded_bytes if links.pads else 0
+                ops[text] = OpCost(2 * copied.nbytes / links.copy_bytes_per_second, padded_bytes, False)
+            elif (waiting := waited(text)) is not None:
+                ops[text] = OpCost(links.of(waiting.ranks).seconds(waiting), 0, False)
+            elif text not in ops and (share := share_on_paper(text)) is not None:
+                whole = ops.get(share.whole) or costs.of(share.whole)
+                ops[text] = OpCost(whole.seconds / share.ranks, whole.workspace_bytes // share.ranks, whole.measured)
+    return msgspec.structs.replace(costs, ops=ops)
 
 
 def _measured(ranks: int) -> Links:

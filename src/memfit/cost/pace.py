@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
-from memfit.cost import calibrate
+from memfit.cost import cpu_costs
 
 T = TypeVar("T")
 
@@ -28,14 +28,14 @@ class Pace:
     """Times a large operator between steps, one that this process timed or checked before; none where there is none."""
 
     def __init__(self) -> None:
-        self._call = calibrate.reference_call()
+        self._call = cpu_costs.reference_call()
         self._seconds: list[float] = []
 
     def read(self) -> float:
         """Time the operator; return the time as a multiple of its earlier one, 1 without an operator."""
         if self._call is None:
             return 1.0
-        self._seconds.append(calibrate.seconds_now(*self._call))
+        self._seconds.append(cpu_costs.seconds_now(*self._call))
         return self._seconds[-1] / self._call[1]
 
     @property

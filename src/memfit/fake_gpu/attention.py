@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.nn import functional as F
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from memfit.ir.device import Device
 
 Kernel = Literal["cudnn", "flash", "efficient", "math"]
+_NAMES: dict[Kernel, str] = {"cudnn": "cuDNN", "flash": "flash", "efficient": "memory-efficient", "math": "math"}
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _HALF = (torch.float16, torch.bfloat16)
 _DIMENSION = 65535  # cuDNN's limit of samples, and of heads
@@ -149,7 +150,10 @@ def _cudnn(call: AttentionCall, device: Device) -> Iterator[str]:
         yield "it is not deterministic"
     if call.dtype not in _HALF or not call.same_dtypes:
         yield f"it accepts float16 or bfloat16, not {str(call.dtype)[6:]}"
-    if not _fits(call):
+    # A mask must have two or four dimensions that broadcast to the scores (`check_attn_mask_shape`).
+    mask, scores = call.mask or (), (*call.query[:3], call.key[2])
+    broadcasts = all(m in (1, n) for m, n in zip(reversed(mask), reversed(scores), strict=False))
+    if call.mask is not None and (len(mask) not in (2, 4) or call.mask_needs_gradient or not broadcasts):
         yield f"it accepts no mask of shape {list(call.mask or ())}, nor one that needs a gradient"
     if _VERSION >= (2, 12) and (call.dropout * 16) % 1:
         yield f"it needs a dropout that is a multiple of 1/16, not {call.dropout:g}"
@@ -167,15 +171,6 @@ def _cudnn(call: AttentionCall, device: Device) -> Iterator[str]:
         yield "it accepts no sequence of length 1"
 
 
-def _fits(call: AttentionCall) -> bool:
-    """Tell whether a mask has two or four dimensions that broadcast to the scores (`check_attn_mask_shape`)."""
-    if call.mask is None:
-        return True
-    scores = (*call.query[:3], call.key[2])
-    places = zip(reversed(call.mask), reversed(scores), strict=False)
-    return len(call.mask) in (2, 4) and not call.mask_needs_gradient and all(m in (1, n) for m, n in places)
-
-
 _Check = Callable[[AttentionCall, Device], Iterator[str]]
 _CHECKS: dict[Kernel, tuple[Callable[[], bool], _Check]] = {
     "cudnn": (torch.backends.cuda.cudnn_sdp_enabled, _cudnn),
@@ -190,7 +185,7 @@ def _is_between(device: Device, low: tuple[int, int], high: tuple[int, int]) -> 
     return device.capability is not None and low <= device.capability <= high
 
 
-class Attention:
+class AttentionKernels:
     """`scaled_dot_product_attention` for fake CUDA tensors, which calls the chosen kernel's own operator.
 
     Without it fake tensors take the math kernel, which allocates the whole matrix of scores.
@@ -232,11 +227,9 @@ class Attention:
         attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        **options: Any,
     ) -> torch.Tensor:
-        tensors = (query, key, value)
+        tensors, scale, enable_gqa = (query, key, value), options.get("scale"), options.get("enable_gqa", False)
         call = AttentionCall(
             query=tuple(query.shape),
             key=tuple(key.shape),
@@ -257,28 +250,30 @@ class Attention:
         if attn_mask is not None and attn_mask.dtype is torch.bool:
             zero = torch.zeros((), dtype=query.dtype, device=query.device)
             attn_mask = torch.where(attn_mask, zero, zero - math.inf)
-        options = (dropout_p, is_causal)
-        if kernel == "flash":
-            return _run_flash(query, key, value, *options, scale)
+        out: torch.Tensor
+        if kernel == "flash":  # with head sizes padded to multiples of 8, as the dispatcher does
+            size = query.shape[-1]
+            if padding := -size % 8:
+                query, key, value = (F.pad(t, (0, padding)) for t in tensors)
+            scale = 1 / math.sqrt(size) if scale is None else scale
+            flash = _aten._scaled_dot_product_flash_attention
+            out = flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+            return out[..., :size] if padding else out
         if kernel == "math":
-            return _aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
-                *tensors, attn_mask, *options, None, scale=scale, enable_gqa=enable_gqa
-            )[0]
+            math_kernel = _aten._scaled_dot_product_attention_math
+            out = math_kernel(*tensors, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)[0]
+            return out
         if attn_mask is not None:
-            attn_mask = _padded(attn_mask) if kernel == "efficient" else attn_mask
+            length = attn_mask.shape[-1]
+            if kernel == "efficient" and length % 16:  # it needs rows padded to multiples of 16 elements
+                attn_mask = F.pad(attn_mask, (0, -length % 16))[..., :length]
             attn_mask = attn_mask.expand(*query.shape[:3], key.shape[-2])
-        given = (*tensors, attn_mask, call.needs_gradient, *options)
+        given = (*tensors, attn_mask, call.needs_gradient, dropout_p, is_causal)
         if kernel == "efficient":
-            return _aten._scaled_dot_product_efficient_attention(*given, scale=scale)[0]  # type: ignore[no-any-return]
-        return _aten._scaled_dot_product_cudnn_attention(*given, False, scale=scale)[0]  # type: ignore[no-any-return]
-
-
-_NAMES: dict[Kernel, str] = {
-    "cudnn": "cuDNN",
-    "flash": "flash",
-    "efficient": "memory-efficient",
-    "math": "math",
-}
+            out = _aten._scaled_dot_product_efficient_attention(*given, scale=scale)[0]
+        else:
+            out = _aten._scaled_dot_product_cudnn_attention(*given, False, scale=scale)[0]
+        return out
 
 
 def _why(kernel: Kernel, reasons: dict[Kernel, str]) -> str:
@@ -287,24 +282,3 @@ def _why(kernel: Kernel, reasons: dict[Kernel, str]) -> str:
         listed = "; ".join(f"not {_NAMES[k]} since {why}" for k, why in reasons.items())
         return f"{listed}; it allocates the whole matrix of scores"
     return f"not flash since {reasons['flash']}" if kernel == "efficient" else ""
-
-
-def _run_flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, is_causal: bool, scale: float | None
-) -> torch.Tensor:
-    """Run the flash kernel, with head sizes padded to multiples of 8, as the dispatcher does."""
-    size = query.shape[-1]
-    padding = -size % 8
-    if padding:
-        query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
-    scale = 1 / math.sqrt(size) if scale is None else scale
-    out: torch.Tensor = _aten._scaled_dot_product_flash_attention(
-        query, key, value, dropout, is_causal, False, scale=scale
-    )[0]
-    return out[..., :size] if padding else out
-
-
-def _padded(mask: torch.Tensor) -> torch.Tensor:
-    """Return a mask with rows padded to multiples of 16 elements, as the memory-efficient kernel needs."""
-    length = mask.shape[-1]
-    return F.pad(mask, (0, -length % 16))[..., :length] if length % 16 else mask

@@ -7,6 +7,7 @@ the same functions by the same names, as far as they have them. What a kind lack
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -182,11 +183,16 @@ def stopwatch(device: torch.device) -> Callable[[Callable[[], Any], int], float]
 
     Kinds without timed events are timed by the host, from one wait for the device to the next.
     """
-    if device.type == "cuda":  # other kinds' events were not tried
-        return _timed_by_events
-    import time
 
     def timed(call: Callable[[], Any], count: int) -> float:
+        if device.type == "cuda":  # other kinds' events were not tried
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            for _ in range(count):
+                call()
+            last.record()
+            last.synchronize()
+            return float(first.elapsed_time(last)) / 1e3 / count
         synchronize(device)
         started = time.perf_counter()
         for _ in range(count):
@@ -195,16 +201,6 @@ def stopwatch(device: torch.device) -> Callable[[Callable[[], Any], int], float]
         return (time.perf_counter() - started) / count
 
     return timed
-
-
-def _timed_by_events(call: Callable[[], Any], count: int) -> float:
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    for _ in range(count):
-        call()
-    last.record()
-    last.synchronize()
-    return float(first.elapsed_time(last)) / 1e3 / count
 
 
 def _module(device: torch.device) -> Any:

@@ -1,4 +1,4 @@
-"""The catalogue of devices by name, memfit's own and the user's, and the user's prices: memfit has none of its own."""
+"""The catalogue of devices by name, memfit's own and the user's, with advice on them; and the user's prices."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import platformdirs
 from memfit.errors import UsageError
 from memfit.ir.device import Device, Vendor
 from memfit.ir.fleet import Price
+from memfit.ir.plan import Precision
 
 DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8")
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
@@ -37,7 +38,7 @@ def user_file() -> Path:
     return Path(named) if named else Path(platformdirs.user_config_dir("memfit")) / "devices.toml"
 
 
-def catalogue() -> dict[str, Device]:
+def known_devices() -> dict[str, Device]:
     """Return all devices by name, the user's before memfit's own.
 
     Raises:
@@ -158,36 +159,28 @@ def look_up(name: str) -> Device:
     Raises:
         UsageError: No device, or more than one, has that name.
     """
-    devices = catalogue()
+    devices = known_devices()
     wanted = _squash(name)
     for is_product in (False, True):  # a name goes before another entry's product
         for device in devices.values():
             names = device.products if is_product else (device.name, device.name.removeprefix("rtx-"))
             if wanted in map(_squash, names):
                 return device
-    family = [entry for entry in devices if wanted in _stems(entry)]
+    # Names begin at their hyphens too: "a100" is of "a100-40gb".
+    family = [n for n in devices if wanted in {n[: at.start()].replace("-", "") for at in re.finditer("-", n)}]
     if len(family) == 1:
         return devices[family[0]]
     if family:
         raise UsageError(f"device={name!r} may be any of {', '.join(family)}: give one of these names")
-    raise UsageError(f"device={name!r} is not in the catalogue{_closest(wanted, devices)}. {how_to_add()}")
+    by_squashed = {_squash(entry): entry for entry in devices}
+    closest = difflib.get_close_matches(wanted, by_squashed, n=_SUGGESTIONS, cutoff=0.5)
+    near = f"; the closest there are {', '.join(by_squashed[each] for each in closest)}" if closest else ""
+    raise UsageError(f"device={name!r} is not in the catalogue{near}. {how_to_add()}")
 
 
 def _squash(name: str) -> str:
     """Return a name without vendor, case and punctuation."""
     return _VENDOR_WORDS.sub("", re.sub(r"[^a-z0-9]", "", name.lower()))
-
-
-def _stems(name: str) -> set[str]:
-    """Return the beginnings of a name at its hyphens: "a100" of "a100-40gb"."""
-    words = name.split("-")
-    return {"".join(words[:count]) for count in range(1, len(words))}
-
-
-def _closest(wanted: str, known: Iterable[str]) -> str:
-    by_squashed = {_squash(name): name for name in known}
-    closest = difflib.get_close_matches(wanted, by_squashed, n=_SUGGESTIONS, cutoff=0.5)
-    return f"; the closest there are {', '.join(by_squashed[name] for name in closest)}" if closest else ""
 
 
 def how_to_add() -> str:
@@ -241,3 +234,89 @@ def _price(name: str, entry: Any, source: str) -> Price:
             f" above 0 in a currency: {_EXAMPLE}"
         )
     return price
+
+
+_ARCHITECTURES = {(7, 0): "Volta", (7, 2): "Volta", (7, 5): "Turing"}
+
+
+def supports_bfloat16(device: Device) -> bool:
+    """Return whether a device multiplies bfloat16 in hardware (NVIDIA from Ampere on, CDNA), or as a CPU at all."""
+    return device.kind == "cpu" or _has(device, (8, 0), "bfloat16")
+
+
+def supports_tf32(device: Device) -> bool:
+    """Return whether a device multiplies float32 in TF32: NVIDIA from Ampere on, and CDNA 3."""
+    return _has(device, (8, 0), "tf32")
+
+
+def supports_24_sparsity(device: Device) -> bool:
+    """Return whether a device skips the zeros of 2:4 sparsity: NVIDIA from Ampere on, and CDNA 3."""
+    return _has(device, (8, 0), "float8")  # CDNA 3 brought both
+
+
+def supports_float8(device: Device) -> bool:
+    """Return whether a device multiplies float8: NVIDIA from Ada and Hopper on, and CDNA 3."""
+    return _has(device, (8, 9), "float8")
+
+
+def _has(device: Device, since: tuple[int, int], dtype: str) -> bool:
+    """Return whether a device has a unit: by compute capability on NVIDIA, by its listed rate on others."""
+    if device.vendor == "nvidia":
+        return device.capability is not None and device.capability >= since
+    return device.vendor == "amd" and dtype in device.matrix_flops
+
+
+def precisions(device: Device) -> tuple[Precision, ...]:
+    """Return the useful precisions of a device: 16-mixed only without bfloat16."""
+    return ("32-true", "bf16-mixed") if supports_bfloat16(device) else ("32-true", "16-mixed")
+
+
+def advice(device: Device) -> list[str]:
+    """Return advice on a device, in sentences."""
+    if device.kind == "cpu":
+        fast, plain = device.matrix_flops.get("bfloat16"), device.matrix_flops.get("float32")
+        if not fast or not plain:
+            return ["The speed of bfloat16 here is unknown: `memfit tools probe-devices` measures it."]
+        ratio = fast / plain
+        if ratio > 1:
+            return [
+                f"bf16-mixed saves memory and time: bfloat16 products ran {ratio:.1f} times as fast as float32 ones."
+            ]
+        return [f"bf16-mixed saves memory but no time: bfloat16 products ran at {ratio:.2g} of float32's rate."]
+    if device.kind != "cuda":  # of whose units nothing is known here
+        return []
+    if supports_bfloat16(device):
+        found = [f"Use bf16-mixed{_speed(device, 'bfloat16')}; it needs no loss scaling, as 16-mixed does."]
+    else:
+        architecture = _ARCHITECTURES.get(device.capability or (0, 0), "It")
+        found = [
+            f"Use 16-mixed, which scales the loss{_speed(device, 'float16')}. {architecture} has no bfloat16 units:"
+            " torch.cuda.is_bf16_supported() says yes because PyTorch emulates them, slowly."
+        ]
+    if supports_tf32(device):
+        needs = ", if HIPBLASLT_ALLOW_TF32=1 is set" if device.vendor == "amd" else ""
+        found.append(
+            f"torch.set_float32_matmul_precision('high') runs float32 products as TF32{_speed(device, 'tf32')},"
+            f" with 10 bits of mantissa{needs}."
+        )
+    elif "float32" in device.matrix_flops:
+        found.append(f"It has no TF32; float32 products run on matrix units as they are{_speed(device, 'float32')}.")
+    else:
+        found.append("It has no TF32: float32 products run without matrix units.")
+    if supports_24_sparsity(device):
+        found.append(
+            "2:4 sparsity (torch.sparse.to_sparse_semi_structured) can double the rate of products; it prunes the"
+            " model."
+        )
+    if supports_float8(device):
+        rate = _speed(device, "float8")
+        found.append(f"It has float8 products (torchao.float8){rate}; they change the numbers the most.")
+    return found
+
+
+def _speed(device: Device, dtype: str) -> str:
+    fast, plain = device.matrix_flops.get(dtype), device.vector_flops.get("float32")
+    if not fast or not plain:
+        return ""
+    times = f"{fast / plain:.2g} times plain float32" if fast > 1.05 * plain else "no more than plain float32"
+    return f" ({fast / 1e12:.4g} TFLOP/s, {times})"

@@ -49,7 +49,7 @@ def allocated_between(mark: str, but_in: str = "") -> Iterator[list[int]]:
     gc.collect()
     with _profile() as profile:
         yield peaks
-    marks = [start for start, _ in _blocks(profile, mark)]
+    marks = [start for name, start, _ in _blocks(profile, mark) if name == mark]
     peaks += [0] * (len(marks) + 1)
     before = 0
     for at, total, is_counted in _totals(profile, but_in):
@@ -68,13 +68,10 @@ def allocated_by_name(prefix: str) -> Iterator[dict[str, PeakMeter]]:
         yield meters
     changes = _changes(profile)
     moments = [at for at, _ in changes]
-    for event in _events(profile):
-        if not event.name().startswith(prefix):
-            continue
-        first = bisect.bisect_left(moments, event.start_ns())
-        last = bisect.bisect_right(moments, event.start_ns() + event.duration_ns())
-        running = list(itertools.accumulate(nbytes for _, nbytes in changes[first:last]))
-        meters[event.name()] = PeakMeter(max([0, *running]), running[-1] if running else 0)
+    for name, start, end in _blocks(profile, prefix):
+        within = changes[bisect.bisect_left(moments, start) : bisect.bisect_right(moments, end)]
+        running = list(itertools.accumulate(nbytes for _, nbytes in within))
+        meters[name] = PeakMeter(max([0, *running]), running[-1] if running else 0)
 
 
 def _profile() -> Any:
@@ -82,19 +79,16 @@ def _profile() -> Any:
     return torch.autograd.profiler.profile(profile_memory=True)
 
 
-def _events(profile: Any) -> Any:
-    return profile.kineto_results.events()
-
-
-def _blocks(profile: Any, name: str) -> list[tuple[int, int]]:
-    """Return the starts and ends, in nanoseconds, of the blocks of a name, in order; none for ""."""
-    found = [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in _events(profile) if name and e.name() == name]
-    return sorted(found)
+def _blocks(profile: Any, prefix: str) -> list[tuple[str, int, int]]:
+    """Return the names, starts and ends, in nanoseconds, of the blocks whose name has a prefix, in order of time."""
+    events = profile.kineto_results.events()
+    found = [(e.name(), e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name().startswith(prefix)]
+    return sorted(found, key=lambda block: block[1:])
 
 
 def _totals(profile: Any, but_in: str) -> Iterator[tuple[int, int, bool]]:
     """Yield (nanoseconds, bytes allocated by then, whether outside of the blocks of a name) for each change."""
-    blocks = _blocks(profile, but_in)
+    blocks = [(first, last) for name, first, last in _blocks(profile, but_in) if name == but_in] if but_in else []
     total = 0
     for at, nbytes in _changes(profile):
         total += nbytes

@@ -120,7 +120,6 @@ def touched(blocks: Sequence[int]) -> Iterator[None]:
 
 @functools.cache
 def _allocation() -> tuple[Callable[[int], int | None], Callable[[int | None], None]]:
-    """Return the C library's `malloc` and `free`."""
     library = ctypes.CDLL(None)
     malloc, free = library.malloc, library.free
     malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -168,7 +167,6 @@ def _counter() -> Callable[[], _Mallinfo] | None:
 
 
 def _set_options(values: Mapping[int, int]) -> bool:
-    """Set options of glibc's malloc; tell whether that succeeded."""
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

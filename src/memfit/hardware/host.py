@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
@@ -15,7 +16,7 @@ import psutil
 from msgspec.structs import replace
 
 from memfit.errors import UsageError
-from memfit.hardware.catalogue import ELSEWHERE, catalogue, cublas_workspace_bytes, look_up, match
+from memfit.hardware.catalogue import ELSEWHERE, cublas_workspace_bytes, known_devices, look_up, match
 from memfit.ir.device import Device, Devices, Vendor
 
 _ACCELERATOR = re.compile(r"([a-z]+)(?::(\d+))?")
@@ -40,8 +41,32 @@ def devices() -> Devices:
     Raises:
         UsageError: The user's file of devices is invalid.
     """
-    known = list(catalogue().values())
-    return Devices([_cpu(known), *_accelerators(known)])
+    import torch
+
+    from memfit.hardware import accelerators
+
+    known = list(known_devices().values())
+    now = {"name": "cpu", "memory_bytes": psutil.virtual_memory().total, "usable_bytes": free_bytes()}
+    threads = torch.get_num_threads()
+    found = [Device(kind="cpu", vendor="cpu", description=cpu_model(), cores=threads, **now)]
+    for device in known:
+        if device.kind == "cpu" and device.cores == threads and cpu_model() in device.products:
+            found = [replace(device, **now)]  # of a probe with as many threads
+            break
+    kind = accelerators.current_kind()  # PyTorch has one at a time
+    if kind is None:
+        return Devices(found)
+    module = torch.get_device_module(kind)
+    for index in range(module.device_count()):
+        place = torch.device(kind, index)
+        free, total = accelerators.memory_info(place)
+        free += accelerators.reserved_bytes(place)  # held by this process's allocator
+        properties = module.get_device_properties(index) if hasattr(module, "get_device_properties") else None
+        vendor: Vendor = _VENDORS.get(kind, "other")
+        if kind == "cuda":
+            vendor = "amd" if torch.version.hip else "nvidia"
+        found.append(present_accelerator(f"{kind}:{index}", properties, vendor, free, total, known))
+    return Devices(found)
 
 
 def check_device(name: str) -> None:
@@ -67,79 +92,36 @@ def find_device(name: str) -> Device:
     kind = accelerator[1] if accelerator else ""
     if wanted != "cpu" and kind not in KINDS:
         try:
-            return _elsewhere(look_up(name))
+            device = look_up(name)
+            if device.kind in ELSEWHERE:
+                return device
+            raise UsageError(
+                f"device={device.name!r} is of kind {device.kind!r}: predict steps on a machine that has it, with"
+                f" device={device.kind!r}"
+            )
         except UsageError:
-            if not kind or kind != _current_kind():  # of another package, which PyTorch must be imported to know
+            if not kind:
+                raise
+            from memfit.hardware import accelerators
+
+            if kind != accelerators.current_kind():  # of another package, which PyTorch must be imported to know
                 raise
     here = {d.name: d for d in devices()}
-    device = here.get("cpu" if wanted == "cpu" else f"{kind}:{(accelerator and accelerator[2]) or 0}")
-    if device is None:
+    present = here.get("cpu" if wanted == "cpu" else f"{kind}:{(accelerator and accelerator[2]) or 0}")
+    if present is None:
         raise UsageError(
             f"device={name!r} is not on this machine, which has {', '.join(here)}:"
             " name one of these, or a device of the catalogue (`memfit devices`)"
         )
-    return device
+    return present
 
 
-def _elsewhere(device: Device) -> Device:
-    """Return a device of the catalogue that steps can be predicted for without having it.
-
-    Raises:
-        UsageError: It is of a kind that they can only be predicted for where it is.
-    """
-    if device.kind not in ELSEWHERE:
-        raise UsageError(
-            f"device={device.name!r} is of kind {device.kind!r}: predict steps on a machine that has it, with"
-            f" device={device.kind!r}"
-        )
-    return device
-
-
-def _current_kind() -> str | None:
-    from memfit.hardware import accelerators
-
-    return accelerators.current_kind()
-
-
-def _cpu(known: Iterable[Device]) -> Device:
-    """Return this machine's CPU, with the figures of a probe with the same number of threads."""
-    import torch
-
-    now = {"name": "cpu", "memory_bytes": psutil.virtual_memory().total, "usable_bytes": free_bytes()}
-    threads = torch.get_num_threads()
-    for device in known:
-        if device.kind == "cpu" and device.cores == threads and cpu_model() in device.products:
-            return replace(device, **now)
-    return Device(kind="cpu", vendor="cpu", description=cpu_model(), cores=threads, **now)
-
-
-def _accelerators(known: Iterable[Device]) -> list[Device]:
-    """Return this machine's accelerators; PyTorch has one kind of them at a time."""
-    import torch
-
-    from memfit.hardware import accelerators
-
-    kind = accelerators.current_kind()
-    if kind is None:
-        return []
-    module, found = torch.get_device_module(kind), []
-    for index in range(module.device_count()):
-        device = torch.device(kind, index)
-        free, total = accelerators.memory_info(device)
-        free += accelerators.reserved_bytes(device)  # held by this process's allocator
-        properties = module.get_device_properties(index) if hasattr(module, "get_device_properties") else None
-        if kind == "cuda":
-            found.append(present_gpu(index, properties, "amd" if torch.version.hip else "nvidia", free, total, known))
-        else:
-            found.append(_other_accelerator(f"{kind}:{index}", properties, free, total, known))
-    return found
-
-
-def _other_accelerator(
-    name: str, properties: Any, free_bytes: int, total_bytes: int, known: Iterable[Device]
+def present_accelerator(
+    name: str, properties: Any, vendor: Vendor, free_bytes: int, total_bytes: int, known: Iterable[Device]
 ) -> Device:
-    """Return an accelerator of this machine that is no CUDA device, with the rates of a probe if there was one."""
-    kind, product = name.partition(":")[0], getattr(properties, "name", name.partition(":")[0])
+    """Return an accelerator of this machine, with the rates of the catalogue or of a probe for its product."""
+    kind = name.partition(":")[0]
+    product = getattr(properties, "name", kind)
     seen: dict[str, Any] = {
         "name": name,
         "description": product,
@@ -147,38 +129,16 @@ def _other_accelerator(
         "usable_bytes": free_bytes,
         "cores": max(1, getattr(properties, "multi_processor_count", 1)),
     }
+    if kind == "cuda":
+        seen["capability"] = (properties.major, properties.minor) if vendor == "nvidia" else None
     sources = dict.fromkeys(seen.keys() - {"name"}, _HERE)
     entry = match(product, total_bytes, known, kind)
     if entry is not None:
         return replace(entry, **seen, sources={**entry.sources, **sources})
-    return Device(kind=kind, vendor=_VENDORS.get(kind, "other"), products=(product,), sources=sources, **seen)
-
-
-def present_gpu(
-    index: int, properties: Any, vendor: Vendor, free_bytes: int, total_bytes: int, known: Iterable[Device]
-) -> Device:
-    """Return a GPU of this machine, with the catalogue's rates for its product."""
-    capability = (properties.major, properties.minor) if vendor == "nvidia" else None
-    seen: dict[str, Any] = {
-        "name": f"cuda:{index}",
-        "description": properties.name,
-        "memory_bytes": total_bytes,
-        "usable_bytes": free_bytes,
-        "cores": properties.multi_processor_count,
-        "capability": capability,
-    }
-    entry = match(properties.name, total_bytes, known)
-    if entry is not None:
-        return replace(entry, **seen, sources={**entry.sources, **dict.fromkeys(seen.keys() - {"name"}, _HERE)})
-    return Device(
-        kind="cuda",
-        vendor=vendor,
-        products=(properties.name,),
-        cache_bytes=getattr(properties, "L2_cache_size", 0),
-        cublas_workspace_bytes=cublas_workspace_bytes(vendor, capability),
-        sources=dict.fromkeys([*seen.keys() - {"name"}, "cache_bytes"], _HERE),
-        **seen,
-    )
+    if kind == "cuda":
+        seen["cache_bytes"], sources["cache_bytes"] = getattr(properties, "L2_cache_size", 0), _HERE
+        seen["cublas_workspace_bytes"] = cublas_workspace_bytes(vendor, seen["capability"])
+    return Device(kind=kind, vendor=vendor, products=(product,), sources=sources, **seen)
 
 
 def free_bytes() -> int:
@@ -198,22 +158,16 @@ def cgroup_limit_bytes() -> int | None:
 
     Its own group and all groups around it count. Cached files that the system can drop count as free.
     """
-    group, old_group = _own_groups()
-    left = [
-        free
-        for root, path, limit, used, cached in (
-            ("/sys/fs/cgroup", group, "memory.max", "memory.current", "inactive_file"),
-            (
-                "/sys/fs/cgroup/memory",
-                old_group,
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_inactive_file",
-            ),
-        )
-        for folder in (Path(root, *path[:n]) for n in range(len(path) + 1))
-        if (free := _left_bytes(folder, limit, used, cached)) is not None
-    ]
+    root, left = "/sys/fs/cgroup", []
+    files = ("memory.max", "memory.current", "inactive_file")
+    old_files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    for folder, path, (limit, used, cached) in zip(
+        (root, f"{root}/memory"), _own_groups(), (files, old_files), strict=True
+    ):
+        for around in (Path(folder, *path[:count]) for count in range(len(path) + 1)):
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                free = int((around / limit).read_text()) - int((around / used).read_text())
+                left.append(max(0, free + _statistic(around / "memory.stat", cached)))
     return min(left, default=None)
 
 
@@ -228,14 +182,6 @@ def _own_groups() -> tuple[tuple[str, ...], tuple[str, ...]]:
     )
     group, old_group = (tuple(part for part in match[1].split("/") if part) if match else () for match in matches)
     return group, old_group
-
-
-def _left_bytes(folder: Path, limit: str, used: str, cached: str) -> int | None:
-    try:
-        free = int((folder / limit).read_text()) - int((folder / used).read_text())
-    except (OSError, ValueError):  # no such file, or "max"
-        return None
-    return max(0, free + _statistic(folder / "memory.stat", cached))
 
 
 def cgroup_oom_kills(root: Path = Path("/sys/fs/cgroup")) -> int:

@@ -27,7 +27,7 @@ from memfit.hardware.catalogue import parse, read_text, user_file
 from memfit.hardware.host import cpu_model, devices, host_name
 from memfit.ir import codec
 from memfit.ir.device import Device
-from memfit.progress import Progress, silent
+from memfit.units import Progress, silent
 
 _SECONDS = 0.3  # duration of one measurement, unless one call takes longer
 _LONGEST_CALL_SECONDS = 0.5
@@ -43,6 +43,7 @@ _MATRIX_SIZES = (512, 1024, 2048, 4096, 8192)
 _VECTOR_KIB = (64, 128, 512, 4096)
 _CHAIN = 8
 _DISPATCHES = 500
+_MARKS = ("# memfit tools probe-devices wrote [{}]", "# end of [{}]")
 
 _Measurement = tuple[str, str, Callable[[], float]]
 
@@ -93,7 +94,6 @@ def _steps(at: torch.device, device: Device, figures: dict[str, Any]) -> list[_M
 
 
 def _entry(device: Device, figures: dict[str, Any]) -> Device:
-    """Return the device as an entry of the catalogue."""
     identity: dict[str, Any]
     if device.kind == "cpu":
         name = host_name() if device.cores == os.cpu_count() else f"{host_name()}-{device.cores}threads"
@@ -108,12 +108,10 @@ def _entry(device: Device, figures: dict[str, Any]) -> Device:
 
 
 def _rounded(figure: float) -> float:
-    """Round a figure to four digits, the precision of measurements."""
     return float(f"{figure:.4g}")
 
 
 def _least_seconds(at: torch.device, call: Callable[[], Any]) -> float:
-    """Return the shortest time of several calls, after one to warm up."""
     least, started = math.inf, time.perf_counter()
     while time.perf_counter() - started < _SECONDS or least == math.inf:
         synchronize(at)
@@ -176,7 +174,6 @@ def _chain(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def _launch_seconds(at: torch.device) -> float:
-    """Return the shortest time from one tiny operator to the next."""
     x = torch.zeros(4, device=at)
 
     def tiny() -> None:
@@ -209,7 +206,7 @@ def _cpu_cache_bytes() -> int:
     return max(sizes, default=0)
 
 
-def keep(devices: list[Device], path: Path | None = None) -> Path:
+def keep_devices(devices: list[Device], path: Path | None = None) -> Path:
     """Write devices to a file of devices, the user's by default; earlier probes' entries are replaced, others stay.
 
     Raises:
@@ -220,7 +217,7 @@ def keep(devices: list[Device], path: Path | None = None) -> Path:
     text = read_text(path)
     parse(text, str(path))
     for device in devices:
-        first, last = map(re.escape, _marks(device.name))
+        first, last = (re.escape(mark.format(device.name)) for mark in _MARKS)
         text = re.sub(rf"^{first}$.*?^{last}$\n*", "", text, flags=re.DOTALL | re.MULTILINE)
     for name in (device.name for device in devices if device.name in parse(text, str(path))):
         raise UsageError(
@@ -231,10 +228,6 @@ def keep(devices: list[Device], path: Path | None = None) -> Path:
     return codec.write_atomic(path, text.encode())
 
 
-def _marks(name: str) -> tuple[str, str]:
-    return f"# memfit tools probe-devices wrote [{name}]", f"# end of [{name}]"
-
-
 def _block(device: Device) -> str:
     """Return a device as TOML, between two marks for the next probe."""
     values = msgspec.to_builtins(device)
@@ -243,13 +236,9 @@ def _block(device: Device) -> str:
         k: v for k, v in values.items() if k != "name" and v is not None and getattr(device, k) not in (defaults[k], {})
     }
     tables = {k: v for k, v in attributes.items() if isinstance(v, dict)}
-    first, last = _marks(device.name)
-    lines = [first, f"[{device.name}]", *(f"{k} = {_toml(v)}" for k, v in attributes.items() if k not in tables)]
+    to_toml = functools.partial(json.dumps, ensure_ascii=False)  # strings, numbers and lists look as in JSON
+    first, last = (mark.format(device.name) for mark in _MARKS)
+    lines = [first, f"[{device.name}]", *(f"{k} = {to_toml(v)}" for k, v in attributes.items() if k not in tables)]
     for key, table in tables.items():
-        lines += ["", f"[{device.name}.{key}]", *(f"{k} = {_toml(v)}" for k, v in table.items() if v is not None)]
+        lines += ["", f"[{device.name}.{key}]", *(f"{k} = {to_toml(v)}" for k, v in table.items() if v is not None)]
     return "\n".join([*lines, last, ""])
-
-
-def _toml(value: Any) -> str:
-    """Return a string, a number, or a list of them as TOML, where they look as in JSON."""
-    return json.dumps(value, ensure_ascii=False)

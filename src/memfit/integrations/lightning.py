@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from memfit._torch.pytree import tree_leaves
+from memfit._torch.tensors import tree_leaves
 from memfit.errors import UsageError, brought_by
 from memfit.integrations.trainer_plan import TrainerPlan, check_budget, data_parallel
 from memfit.ir.plan import Plan

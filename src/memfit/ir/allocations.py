@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from memfit.allocator.replay import AllocationEvent
+from memfit.allocator.caching_allocator import AllocationEvent
 from memfit.ir.operator_costs import CostTable
 from memfit.ir.remat import Region
 from memfit.ir.simulate import Life, Replay

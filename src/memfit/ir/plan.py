@@ -138,7 +138,7 @@ class Prediction(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         context_bytes: GPU memory of the process outside of the allocator: the driver's context, the libraries' handles
             and the launched kernels. None elsewhere.
         context_upper_bytes: The same with every kernel of the libraries, which drivers older than CUDA 12.2 may load
-            (`memfit.cost.workspaces`). None elsewhere.
+            (`memfit.cost.operator_call`). None elsewhere.
         retries: Number of times that the allocator releases its cache on a full GPU and tries again, in a first and a
             steady step; 0 if all reserved memory has room. None if the step runs out of memory, and on other devices.
         largest: The largest groups of tensors at the peak, the largest first. Empty if not recorded.

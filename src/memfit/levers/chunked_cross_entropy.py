@@ -23,8 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memfit._torch.dispatch import DisableTorchFunctionSubclass
-from memfit._torch.pytree import tree_map
-from memfit._torch.tensors import make_wrapper_subclass
+from memfit._torch.tensors import make_wrapper_subclass, tree_map
 from memfit.errors import PlanError, PlanMismatchError, UsageError
 from memfit.ir.plan import ChunkedLoss
 from memfit.levers.casts import Casting

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from memfit._torch.fake import FakeTensor
-from memfit.compiled.compiled_loss import CompiledLoss
-from memfit.compiled.planned_backend import PlannedBackend
+from memfit.compiled.compiled_loss import CompiledLoss, PlannedBackend
 from memfit.ir.device import Device
 from memfit.ir.operator_classes import CONVOLUTIONS, operator_class
 from memfit.ir.operator_costs import CostTable

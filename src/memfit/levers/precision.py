@@ -23,9 +23,9 @@ import msgspec
 import torch
 from torch import nn
 
-from memfit._torch.foreach import foreach_copy_
 from memfit._torch.modules import NormBase, own_parameters
-from memfit.hardware.advice import precisions, supports_tf32
+from memfit._torch.operators import foreach_copy_
+from memfit.hardware.catalogue import precisions, supports_tf32
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers
 from memfit.levers.casts import autocast, casting, is_cast, kept_in_fp32, modules_within, tf32, uncast

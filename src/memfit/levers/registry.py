@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterator
 import torch
 
 from memfit._torch.autograd import tensor_hooks
-from memfit._torch.modules import BatchNormBase
-from memfit._torch.optim import step_hooks
+from memfit._torch.modules import BatchNormBase, step_hooks
 from memfit.capture.step_capture import is_compiled
 from memfit.errors import PlanError
 from memfit.hardware.accelerators import pins_memory

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from memfit._torch.optim import mark_as_stepped
+from memfit._torch.modules import mark_as_stepped
 from memfit.errors import brought_by
 from memfit.ir.device import Device
 from memfit.ir.plan import OptimizerLever

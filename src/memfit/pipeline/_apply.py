@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 
 from memfit.capture.accumulation import Accumulation
-from memfit.cost.calibrate import known_workspace_bytes
+from memfit.cost.cpu_costs import known_workspace_bytes
 from memfit.errors import UsageError
 from memfit.extent import covers, difference_text, extent_of
 from memfit.frames import on_unused

@@ -11,10 +11,9 @@ from typing import Literal
 import torch
 from msgspec.structs import replace
 
-from memfit.cost.communication import with_collectives
-from memfit.cost.links import links_of
+from memfit.cost.links import links_of, with_collectives
 from memfit.errors import UsageError
-from memfit.hardware.advice import precisions
+from memfit.hardware.catalogue import precisions
 from memfit.hardware.host import find_device
 from memfit.ir import codec
 from memfit.ir.allocations import allocations
@@ -29,14 +28,13 @@ from memfit.pipeline.verbs import checked, verb
 from memfit.planner import gpu_process
 from memfit.planner.captures import BENCHMARK_ERROR, capture_plain
 from memfit.planner.prediction import check_precision, costs_of, predict
-from memfit.progress import Progress, silent
 from memfit.report.chrome_trace import write_chrome_trace
 from memfit.report.memory_snapshot import write_snapshot
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.sharding.insertion import Insertion
 from memfit.sharding.model_parallel import Parallel, read_parallel, stages_of
 from memfit.sharding.one_rank import Mode, Sharding, communication, shard, with_share_of_update
-from memfit.units import format_bytes
+from memfit.units import Progress, format_bytes, silent
 from memfit.workload import Workload, precision_label, samples_of, tokens_per_sample
 
 _PASSES = ("forward", "backward", "recompute")

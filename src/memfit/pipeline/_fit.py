@@ -43,13 +43,12 @@ from memfit.pipeline.loop_steps import (
 )
 from memfit.pipeline.verbs import checked, plan_given, uninterrupted
 from memfit.planner.capture_failures import first_line
-from memfit.progress import Progress, silent
 from memfit.recomputation.probe import checking
 from memfit.tape import CallNumber, Geometry, LoopWorkload, RecordedStep
 from memfit.tracebacks import public
 from memfit.training.guards.loop_memory import Growth, beside_text, held_beside
 from memfit.training.runs.log import LogFunction, LoopLog
-from memfit.units import format_bytes, read_budget
+from memfit.units import Progress, format_bytes, read_budget, silent
 from memfit.words import LOOP
 from memfit.workload import tensors_of
 

@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 
 from memfit.capture.step_capture import without_collector
-from memfit.cost.roofline import STEP_ERROR
+from memfit.cost.modelled_costs import STEP_ERROR
 from memfit.errors import InfeasibleError, UsageError
-from memfit.hardware.catalogue import catalogue, read_prices
+from memfit.hardware.catalogue import known_devices, read_prices
 from memfit.hardware.host import find_device
 from memfit.ir.device import Device
 from memfit.ir.fleet import Fleet, FleetRow, Misfit, Price
@@ -23,11 +23,10 @@ from memfit.levers.stack import check_as_given, check_workload
 from memfit.pipeline.verbs import checked, verb
 from memfit.planner import gpu_process
 from memfit.planner.fleet_search import FleetOptions, FleetSearch, joined, search
-from memfit.progress import Progress, silent
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.report.verdict import of_text
 from memfit.sharding.proposals import SEARCHED
-from memfit.units import format_seconds, parse_hours, read_budget
+from memfit.units import Progress, format_seconds, parse_hours, read_budget, silent
 from memfit.version import __version__
 from memfit.workload import Workload, fingerprint, samples_of
 
@@ -170,7 +169,7 @@ def _check(steps: int, world_sizes: Sequence[int], sharding: str, numerics: Nume
 
 def _cards(names: Sequence[str] | None) -> list[Device]:
     if names is None:
-        return [device for device in catalogue().values() if device.kind == "cuda"]
+        return [device for device in known_devices().values() if device.kind == "cuda"]
     if isinstance(names, str) or not names:
         raise UsageError(f"devices={names!r} is no list of names: give some, or None for all of the catalogue")
     cards = {device.name: device for device in map(find_device, names)}

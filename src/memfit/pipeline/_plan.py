@@ -11,7 +11,7 @@ import torch
 
 from memfit.capture.step_capture import without_collector
 from memfit.errors import UsageError
-from memfit.hardware.advice import precisions as precisions_of
+from memfit.hardware.catalogue import precisions as precisions_of
 from memfit.hardware.host import find_device
 from memfit.ir import codec
 from memfit.ir.device import Device
@@ -30,13 +30,12 @@ from memfit.planner.assembly import assemble
 from memfit.planner.captured_steps import Findings, Request
 from memfit.planner.near_ties import Measure
 from memfit.planner.prediction import check_precision
-from memfit.progress import Progress, silent
 from memfit.ranks.environment import launched_size
 from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import check_same, each, once
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.sharding.proposals import SEARCHED
-from memfit.units import parse_budget, read_budget
+from memfit.units import Progress, parse_budget, read_budget, silent
 from memfit.workload import Workload, samples_of
 
 _COMPILERS: tuple[CompilerLever, ...] = ("inductor", "inductor-channels-last")

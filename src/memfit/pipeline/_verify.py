@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from memfit._torch.foreach import foreach_mul_
 from memfit._torch.modules import NormBase
+from memfit._torch.operators import foreach_mul_
 from memfit.capture.external_state import differences
 from memfit.capture.fake_workload import nothing_changes, real_copy
 from memfit.capture.measured_peak import measure_peak_bytes, measure_peaks
@@ -42,14 +42,13 @@ from memfit.pipeline.statements import (
 from memfit.pipeline.verbs import checked, verb
 from memfit.planner import gpu_process
 from memfit.planner.confirmation import probe_regions
-from memfit.progress import Progress, silent
 from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import each, once
 from memfit.recomputation.generators import foreign_generators, preserved
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.rng import rng_preserved
 from memfit.sparse import parts
-from memfit.units import format_bytes
+from memfit.units import Progress, format_bytes, silent
 from memfit.workload import Workload, samples_of, tensors_of
 
 ROUNDING = 1e-6

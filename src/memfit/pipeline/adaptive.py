@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from memfit.batch import map_tensors
-from memfit.cost.calibrate import with_workspaces
+from memfit.cost.cpu_costs import with_workspaces
 from memfit.errors import UsageError
 from memfit.hardware import accelerators
 from memfit.hardware.host import find_device

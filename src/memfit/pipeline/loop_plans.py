@@ -9,7 +9,7 @@ from typing import Any, Literal
 from msgspec.structs import replace
 from torch import nn
 
-from memfit.cost.calibrate import hurried
+from memfit.cost.cpu_costs import hurried
 from memfit.errors import InfeasibleError, MemfitError, PlanMismatchError
 from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers, Plan, Prediction
@@ -24,9 +24,8 @@ from memfit.pipeline.placement import device_kind
 from memfit.planner.captured_steps import Findings
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import costs_of, predict
-from memfit.progress import Progress
 from memfit.tape import LoopWorkload, outside_autocast
-from memfit.units import format_bytes, format_seconds
+from memfit.units import Progress, format_bytes, format_seconds
 from memfit.workload import fingerprint
 
 Mixed = Prediction | Literal["in use"] | None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit._torch.pytree import tree_leaves
+from memfit._torch.tensors import tree_leaves
 from memfit.batch import leaves_of
 from memfit.capture.loop_recorder import Seen, Watcher, parameters_of
 from memfit.errors import UsageError

@@ -15,9 +15,8 @@ from memfit.levers.lever import LeversOn
 from memfit.planner.batch_coupling import coupling
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import costs_of, predict
-from memfit.progress import Progress, silent
 from memfit.training.loss import gradient_values
-from memfit.units import format_bytes
+from memfit.units import Progress, format_bytes, silent
 from memfit.workload import Workload, samples_of
 
 TOLERANCE: dict[Numerics, float] = {"exact": 0.0, "reordered": 1e-3, "reduced": 0.25, "changed": math.inf}

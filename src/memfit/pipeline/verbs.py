@@ -15,7 +15,7 @@ from torch import nn
 from memfit.errors import UsageError
 from memfit.interrupts import held_back
 from memfit.ir.plan import Plan
-from memfit.own_generators import generators_of_turn
+from memfit.rng import generators_of_turn
 from memfit.tracebacks import public
 from memfit.training.step import Step
 from memfit.turns import turn

@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 
 from memfit._torch.replacement import replaced
-from memfit.cost.compile_time import code_seconds, kernels_of
+from memfit.cost.modelled_costs import code_seconds, kernels_of
 from memfit.errors import PlanError, RecomputationError
 from memfit.ir.plan import (
     OTHER_DRAWS,

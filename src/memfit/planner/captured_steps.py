@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from memfit.cost.calibrate import missing_kernel
+from memfit.cost.cpu_costs import missing_kernel
 from memfit.ir.device import Device
 from memfit.ir.operator_costs import CostTable
 from memfit.ir.plan import (
@@ -33,14 +33,13 @@ from memfit.levers.parameter_updates import state_bytes
 from memfit.planner.capture_failures import CaptureFailures
 from memfit.planner.near_ties import Measure
 from memfit.planner.prediction import costs_of, predict
-from memfit.progress import Progress
 from memfit.sharding.groups import around, repeated_blocks
 from memfit.sharding.one_rank import of_engine
 from memfit.sharding.proposals import proposals
 from memfit.solver.candidates import options
 from memfit.solver.frontier import SIMPLER_WITHIN, Combination
 from memfit.solver.problem import build
-from memfit.units import Budget
+from memfit.units import Budget, Progress
 from memfit.workload import Workload, samples_of, tokens_per_sample
 
 

@@ -22,9 +22,9 @@ from memfit.levers.lever import LeversOn
 from memfit.levers.stack import applied, described
 from memfit.planner import gpu_process
 from memfit.planner.readings import DataRuns
-from memfit.progress import Progress
 from memfit.sharding.one_rank import shard
 from memfit.tape import LoopWorkload
+from memfit.units import Progress
 from memfit.workload import Loop, StepProgram, Workload, has_data, samples_of
 
 BENCHMARK_ERROR = 0.15

@@ -21,11 +21,10 @@ from memfit.levers import registry
 from memfit.levers.stack import applied_to_copy
 from memfit.planner.capture_failures import CaptureFailures, failing, fails, first_line
 from memfit.planner.captures import capture_levers
-from memfit.progress import Progress
 from memfit.recomputation.probe import Differences, probing
 from memfit.sharding.one_rank import of_engine
 from memfit.tape import LoopWorkload
-from memfit.units import format_bytes, format_seconds
+from memfit.units import Progress, format_bytes, format_seconds
 from memfit.workload import Workload, has_data
 
 _GROWS = "it takes larger tensors than before"

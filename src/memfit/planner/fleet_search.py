@@ -32,7 +32,7 @@ from msgspec.structs import replace
 
 from memfit.errors import UsageError
 from memfit.fake_gpu.fake_cuda import family, runs_alike
-from memfit.hardware.advice import precisions as precisions_of
+from memfit.hardware.catalogue import precisions as precisions_of
 from memfit.ir.device import Device
 from memfit.ir.fleet import FleetRow, Misfit, Price
 from memfit.ir.plan import Levers, Numerics, Precision, allows, freest
@@ -44,10 +44,9 @@ from memfit.planner.batch_coupling import coupling
 from memfit.planner.prediction import check_precision, costs_of
 from memfit.planner.rank_steps import RankModel, RegionSet, ScaledTrace, checkpoint_menu, menu_of
 from memfit.planner.search import is_faster
-from memfit.progress import Progress
 from memfit.sharding.groups import repeated_blocks
 from memfit.sharding.proposals import proposals
-from memfit.units import Budget
+from memfit.units import Budget, Progress
 from memfit.workload import Workload, samples_of
 
 

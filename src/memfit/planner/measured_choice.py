@@ -28,8 +28,7 @@ from memfit.planner.measured_steps import (
 )
 from memfit.planner.near_ties import Measure, Measured, fastest_measured, weighed
 from memfit.planner.search import Confirmed
-from memfit.progress import Progress
-from memfit.units import format_seconds
+from memfit.units import Progress, format_seconds
 from memfit.workload import Workload
 
 

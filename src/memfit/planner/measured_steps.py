@@ -31,11 +31,10 @@ from memfit.ir.plan import Levers
 from memfit.levers import registry
 from memfit.levers.stack import applied_to_copy
 from memfit.planner.capture_failures import first_line
-from memfit.progress import Progress, silent
 from memfit.rng import rng_preserved
 from memfit.tape import LoopWorkload
 from memfit.training.step import Step
-from memfit.units import format_bytes
+from memfit.units import Progress, format_bytes, silent
 from memfit.workload import Workload, has_data
 
 LIMIT_SECONDS = 30.0

@@ -7,17 +7,16 @@ from typing import get_args
 
 from msgspec.structs import replace
 
-from memfit.allocator.replay import AllocationEvent, replay
+from memfit.allocator.caching_allocator import AllocationEvent, replay
 from memfit.compiled.joint_rewriter import FUSED_ERROR
 from memfit.cost.accelerator_costs import measured_costs
-from memfit.cost.calibrate import calibrate
-from memfit.cost.communication import with_collectives
-from memfit.cost.links import links_of
-from memfit.cost.roofline import roofline
-from memfit.cost.workspaces import kernels_bytes
+from memfit.cost.cpu_costs import calibrate
+from memfit.cost.links import links_of, with_collectives
+from memfit.cost.modelled_costs import roofline
+from memfit.cost.operator_call import kernels_bytes
 from memfit.errors import UsageError
 from memfit.fake_gpu import shim
-from memfit.hardware.advice import supports_bfloat16
+from memfit.hardware.catalogue import supports_bfloat16
 from memfit.ir.allocations import allocations
 from memfit.ir.device import Device
 from memfit.ir.flops import Matmul
@@ -30,7 +29,7 @@ from memfit.ir.throughput import throughput
 from memfit.ir.timeline import Timeline
 from memfit.ir.trace import Trace
 from memfit.levers import registry
-from memfit.progress import StageProgress
+from memfit.units import StageProgress
 from memfit.workload import Workload
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)

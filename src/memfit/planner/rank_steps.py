@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from memfit.allocator.replay import replay as replay_allocations
+from memfit.allocator.caching_allocator import replay as replay_allocations
 from memfit.ir.allocations import allocations_of
 from memfit.ir.device import Device
 from memfit.ir.interpolation import between, is_one_program, of_samples

@@ -27,7 +27,7 @@ from memfit._torch.distributed import (
     rebuild_buckets,
     restart_buckets,
 )
-from memfit._torch.pytree import tree_map
+from memfit._torch.tensors import tree_map
 from memfit.errors import PlanError, UsageError
 from memfit.ir.sharding import Sharding
 from memfit.ranks.agreement import Agreement

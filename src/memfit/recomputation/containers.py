@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memfit._torch.pytree import tree_flatten, tree_is_leaf, tree_unflatten
+from memfit._torch.tensors import tree_flatten, tree_is_leaf, tree_unflatten
 
 _PLAIN = (type(None), bool, int, float, str)
 

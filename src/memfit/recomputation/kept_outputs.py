@@ -17,8 +17,7 @@ import torch
 from memfit._torch.autograd import top_saved_tensors_default_hooks
 from memfit._torch.dispatch import DispatchKey, EagerMode, OpOverload, exclude_dispatch_key
 from memfit._torch.operators import schema_of
-from memfit._torch.pytree import tree_leaves, tree_map_only
-from memfit._torch.tensors import version_of
+from memfit._torch.tensors import tree_leaves, tree_map_only, version_of
 from memfit.ir.remat import Keep
 from memfit.recomputation import probe
 from memfit.recomputation.host_copies import ChangedError, HostCopy, is_worth_moving

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memfit._torch.modules import DropoutBase, NormBase, own_buffers, own_parameters
 from memfit._torch.tensors import storage_key_of, version_of
 from memfit.errors import RecomputationError
-from memfit.held_state import own_generators
+from memfit.held_state import attribute_generators
 from memfit.recomputation import probe
 from memfit.recomputation.containers import Placeholder, mapped
 from memfit.recomputation.frame import autocast_state, graph_task, statistics_untouched
@@ -112,7 +112,7 @@ class Call:
         drops = isinstance(module, DropoutBase) and module.training
         is_foreign = not type(module).__module__.startswith("torch.")  # it may draw from anything
         self._generators = Generators.of(self._tensors) if drops or is_foreign else None
-        self._draws = Draws(foreign_generators(own_generators(module))) if is_foreign else Draws(())
+        self._draws = Draws(foreign_generators(attribute_generators(module))) if is_foreign else Draws(())
         self._is_sure_to_draw = drops
         self._autocast = autocast_state()
 

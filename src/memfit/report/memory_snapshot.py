@@ -13,8 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from memfit.allocator.caching_allocator import Block, CachingAllocator
-from memfit.allocator.replay import AllocationEvent, LiveStorages
+from memfit.allocator.caching_allocator import AllocationEvent, CachingAllocator, LiveStorages, MemoryBlock
 from memfit.allocator.settings import AllocatorSettings
 from memfit.errors import SimulatedOutOfMemoryError
 from memfit.ir.codec import write_atomic
@@ -156,13 +155,13 @@ def stack(label: str) -> Frames:
     return [*frames, {"name": phase, "filename": "step", "line": 0}]
 
 
-def _segments(head: Block, history: _History, expandable: bool) -> list[dict[str, Any]]:
+def _segments(head: MemoryBlock, history: _History, expandable: bool) -> list[dict[str, Any]]:
     """Return the records of a segment: one, or one for each mapped range of an expandable segment."""
     ranges = itertools.groupby(head.through_end(), key=lambda block: block.mapped)
     return [_segment(list(group), history) | {"is_expandable": expandable} for mapped, group in ranges if mapped]
 
 
-def _segment(blocks: list[Block], history: _History) -> dict[str, Any]:
+def _segment(blocks: list[MemoryBlock], history: _History) -> dict[str, Any]:
     first, used = blocks[0], [block for block in blocks if block.allocated]
     return {
         "device": 0,

@@ -19,8 +19,7 @@ from rich.text import Text
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from memfit._torch.modules import BatchNormBase
-from memfit._torch.optim import count_step
+from memfit._torch.modules import BatchNormBase, count_step
 from memfit.capture.fake_workload import fake_copy, mode_of, nothing_changes, real_copy
 from memfit.capture.known_values import KnownValues
 from memfit.capture.measured_peak import measure_peak_bytes

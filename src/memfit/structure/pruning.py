@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from memfit._torch.pytree import tree_leaves
+from memfit._torch.tensors import tree_leaves
 from memfit.capture.fake_workload import nothing_changes
 from memfit.errors import WorkloadError, brought_by
 from memfit.structure.proposal import (

@@ -29,7 +29,7 @@ from memfit.errors import (
     UsageError,
     WorkloadError,
 )
-from memfit.hardware.advice import precisions
+from memfit.hardware.catalogue import precisions
 from memfit.hardware.host import find_device
 from memfit.ir.device import Device
 from memfit.ir.ladder import Ladder, Rung
@@ -46,13 +46,12 @@ from memfit.pipeline.verbs import checked, verb
 from memfit.planner.batch_coupling import coupling
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import costs_of, predict
-from memfit.progress import Progress, silent
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.solver.candidates import options
 from memfit.solver.frontier import Combination
 from memfit.solver.problem import build
 from memfit.training.step import Step
-from memfit.units import Budget, read_budget
+from memfit.units import Budget, Progress, read_budget, silent
 from memfit.version import __version__
 from memfit.workload import Workload, fingerprint, samples_of
 

@@ -17,7 +17,7 @@ from memfit.levers.stack import applied, check_workload
 from memfit.pipeline.comparison import first_batches
 from memfit.pipeline.placement import device_kind
 from memfit.pipeline.verbs import checked
-from memfit.progress import Progress, silent
+from memfit.units import Progress, silent
 from memfit.workload import Loss, Workload, samples_of
 
 

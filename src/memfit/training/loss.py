@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memfit._torch.autograd import current_graph_task_id
-from memfit._torch.foreach import foreach_mul_
+from memfit._torch.operators import foreach_mul_
 from memfit._torch.tensors import sparse_values
 from memfit.errors import WorkloadError
 from memfit.ranks.one_process import SingleProcess

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from memfit._torch.distributed import is_shared, local_part
-from memfit._torch.foreach import foreach_copy_
 from memfit._torch.modules import NormBase, own_buffers, own_modules, own_parameters
-from memfit._torch.pytree import tree_map
+from memfit._torch.operators import foreach_copy_
+from memfit._torch.tensors import tree_map
 from memfit.errors import NonFiniteError, UsageError, WorkloadError
 from memfit.interrupts import held_back, safe_point, undone
 from memfit.ir.plan import Prediction

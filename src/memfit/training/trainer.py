@@ -26,7 +26,7 @@ from memfit.errors import (
     UsageError,
     WorkloadError,
 )
-from memfit.interrupts import Held, held_back
+from memfit.interrupts import HeldSignals, held_back
 from memfit.ir import codec
 from memfit.ir.plan import Plan, uses_text
 from memfit.ir.run_record import RunRecord
@@ -206,7 +206,7 @@ class Trainer:
 
     # During
 
-    def _train(self, interrupt: Held) -> None:
+    def _train(self, interrupt: HeldSignals) -> None:
         if self._is_due(self.options.evaluate_every) and not self._is_evaluated():
             self._evaluate()  # the run was interrupted just before
         if self._saved_step is None and self.options.checkpoint_every is not None:
@@ -228,7 +228,7 @@ class Trainer:
         if self._saved_step != self.step.steps:
             self._save()
 
-    def _next_batch(self, interrupt: Held) -> tuple[Any, float] | None:
+    def _next_batch(self, interrupt: HeldSignals) -> tuple[Any, float] | None:
         """Return the next batch and how long it took to load, once all ranks have theirs; None at the end."""
         error: BaseException | None = None
         batch, samples, started = None, None, time.perf_counter()
@@ -480,8 +480,8 @@ def _precision_text(loaded: checkpoint.Loaded, step: Step, plan: Plan) -> str:
 
 
 @contextlib.contextmanager
-def _deferred_interrupts() -> Iterator[Held]:
-    """Defer what signals' handlers raise until `Held.check`, or until the context is left.
+def _deferred_interrupts() -> Iterator[HeldSignals]:
+    """Defer what signals' handlers raise until `HeldSignals.check`, or until the context is left.
 
     Where SIGTERM has no handler, it raises SystemExit. Ctrl-C after another signal stops at once.
     """

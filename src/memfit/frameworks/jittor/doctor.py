@@ -44,7 +44,7 @@ from types import ModuleType
 import platformdirs
 
 from memfit.errors import MissingExtraError, UsageError
-from memfit.progress import Progress
+from memfit.units import Progress
 
 EXTRA = "jittor"
 VERSION = "1.3.11.0"

@@ -24,11 +24,10 @@ from memfit.levers import registry
 from memfit.levers.conflicts import JITTOR
 from memfit.levers.lever import LeversOn
 from memfit.levers.microbatches import microbatch_sizes
-from memfit.progress import Progress, silent
 from memfit.solver.candidates import Option
 from memfit.solver.frontier import Combination, fastest, frontier
 from memfit.solver.problem import Problem, Row
-from memfit.units import read_budget
+from memfit.units import Progress, read_budget, silent
 
 _ATTEMPTS = 8
 _LEAST_SHARE = 0.005

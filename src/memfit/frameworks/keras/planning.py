@@ -24,11 +24,10 @@ from memfit.frameworks.keras.workload import Workload, fingerprint
 from memfit.frameworks.measured_layers import MEASURED, Planner, infeasible, prediction
 from memfit.ir.plan import Candidate, Levers, Numerics, Plan, Prediction
 from memfit.ir.remat import Region
-from memfit.progress import Progress, silent
 from memfit.solver.candidates import Option
 from memfit.solver.frontier import Combination, frontier
 from memfit.solver.problem import ALWAYS, Activity, Problem, Row, Tightening
-from memfit.units import format_bytes, format_seconds, read_budget
+from memfit.units import Progress, format_bytes, format_seconds, read_budget, silent
 
 _OVERESTIMATE = 0.1  # share by which a predicted peak may be over the budget for its plan to be measured all the same
 _MEASURED_STEPS = 2

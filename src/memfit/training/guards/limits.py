@@ -18,13 +18,12 @@ import torch
 
 from memfit._torch.dispatch import EagerMode
 from memfit._torch.fake import FakeTensorMode
-from memfit._torch.pytree import tree_leaves, tree_map
-from memfit._torch.tensors import storage_key_of
+from memfit._torch.tensors import storage_key_of, tree_leaves, tree_map
 from memfit.batch import tensors_of
 from memfit.errors import MemoryLimitError
 from memfit.hardware import accelerators
 from memfit.hardware.host import free_bytes
-from memfit.hardware.out_of_memory import allocations_can_fail, out_of_memory
+from memfit.hardware.memory_errors import allocations_can_fail, out_of_memory
 from memfit.ir.trace import BETWEEN_STEPS
 from memfit.signature import signature
 from memfit.training.optimizers import parameters_of, state_of

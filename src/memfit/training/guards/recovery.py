@@ -39,7 +39,7 @@ from memfit._torch.tensors import version_of
 from memfit.errors import MemfitError, OutOfMemoryError, OutputError
 from memfit.hardware import accelerators
 from memfit.hardware.host import free_bytes
-from memfit.hardware.out_of_memory import OutOfMemory, out_of_memory
+from memfit.hardware.memory_errors import OutOfMemory, out_of_memory
 from memfit.ir.codec import write_atomic
 from memfit.ir.plan import Plan, uses_text
 from memfit.ranks.aborted import PeerError, UnansweredError

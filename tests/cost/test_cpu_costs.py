@@ -22,8 +22,8 @@ import msgspec
 import pytest
 import torch
 
-from memfit.cost import calibrate as module
-from memfit.cost.calibrate import cache_path, calibrate, measure
+from memfit.cost import cpu_costs as module
+from memfit.cost.cpu_costs import cache_path, calibrate, measure
 from memfit.ir import codec
 from memfit.ir.operator_costs import CostTable, OpCost
 from memfit.signature import signature
@@ -47,6 +47,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def fix_overheads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_dispatch_seconds", lambda: 1e-6)
+    monkeypatch.setattr(module, "_checkpoint_overheads", lambda: (1e-5, 1e-6))
+
+
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that grows by how many calls are measured at a time."""
@@ -57,8 +62,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return measure(signatures, *args)
 
     monkeypatch.setattr(module, "measure", counted)
-    monkeypatch.setattr(module, "_dispatch_seconds", lambda: 1e-6)
-    monkeypatch.setattr(module, "_checkpoint_overheads", lambda: (1e-5, 1e-6))
+    fix_overheads(monkeypatch)
     return counts
 
 
@@ -132,18 +136,18 @@ def test_what_is_timed_was_not_touched_since_the_caches_were_emptied_but_its_cod
 FAULTS = """
 import json, resource, sys
 import torch
-from memfit.cost import calibrate
+from memfit.cost import cpu_costs
 
-def seconds(call, clock, plain=calibrate._seconds):
+def seconds(call, clock, plain=cpu_costs._seconds):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     found = plain(call, clock)
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     return found
 
-calibrate._seconds, faults = seconds, []
+cpu_costs._seconds, faults = seconds, []
 tensor = {"t": ["float32", [int(sys.argv[1])], [1]]}
 text = json.dumps({"op": "aten.mul.Tensor", "args": [tensor, tensor]})
-calibrate._timed(text, 1e-3, torch.zeros(calibrate._CACHE_BYTES, dtype=torch.uint8))
+cpu_costs._timed(text, 1e-3, torch.zeros(cpu_costs._CACHE_BYTES, dtype=torch.uint8))
 print(json.dumps(faults))
 """
 
@@ -288,15 +292,9 @@ def test_calls_are_timed_by_their_share_of_what_the_others_were_found_to_take(
     """A first call that took a hundred times too long must not leave the others coarse, to be timed the next time."""
     slow, *others = TRACE.signatures
     timed: list[str] = []
-
-    def least(text: str, _: torch.Tensor) -> float:
-        timed.append(text)
-        return 5e-4
-
     monkeypatch.setattr(module, "_coarse_seconds", lambda text, _: 0.09 if text == slow else 4e-4)
-    monkeypatch.setattr(module, "_least_seconds", least)
-    monkeypatch.setattr(module, "_dispatch_seconds", lambda: 1e-6)
-    monkeypatch.setattr(module, "_checkpoint_overheads", lambda: (1e-5, 1e-6))
+    monkeypatch.setattr(module, "_least_seconds", lambda text, _: timed.append(text) or 5e-4)
+    fix_overheads(monkeypatch)
     first = calibrate([TRACE])
     assert timed[0] == slow and set(timed) == {slow, *others}
     timed.clear()
@@ -329,8 +327,8 @@ class Machine:
         monkeypatch.setattr(module, "_others_seconds", lambda: next(self.others_seconds))
         monkeypatch.setattr(module, "_coarse_seconds", lambda text, _: self.seconds[text][0])
         monkeypatch.setattr(module, "_least_seconds", lambda text, _: self.time(text))
+        fix_overheads(monkeypatch)
         monkeypatch.setattr(module, "_dispatch_seconds", lambda: self.dispatch_seconds)
-        monkeypatch.setattr(module, "_checkpoint_overheads", lambda: (1e-5, 1e-6))
 
     def time(self, text: str) -> float:
         self.timed.append(text)
@@ -538,8 +536,7 @@ def test_calls_that_are_timed_later_are_told_at_the_pace_of_those_that_are_known
     seconds = {text: 1e-4 * (1 + index) for index, text in enumerate(texts)}
     monkeypatch.setattr(module, "_coarse_seconds", lambda text, _: now * seconds[text])
     monkeypatch.setattr(module, "_least_seconds", lambda text, _: now * seconds[text])
-    monkeypatch.setattr(module, "_dispatch_seconds", lambda: 1e-6)
-    monkeypatch.setattr(module, "_checkpoint_overheads", lambda: (1e-5, 1e-6))
+    fix_overheads(monkeypatch)
     calibrate([TRACE])
     now = pace
     found = calibrate([TRACE, other]).ops
@@ -552,12 +549,7 @@ def test_known_calls_are_timed_no_longer_than_the_others(
     limit_seconds: float, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed: list[str] = []
-
-    def least(text: str, _: torch.Tensor) -> float:
-        timed.append(text)
-        return 1e-3
-
-    monkeypatch.setattr(module, "_least_seconds", least)
+    monkeypatch.setattr(module, "_least_seconds", lambda text, _: timed.append(text) or 1e-3)
     monkeypatch.setattr(module, "_LIMIT_SECONDS", limit_seconds)
     monkeypatch.setattr(module, "time", types.SimpleNamespace(perf_counter=lambda: float(len(timed))))  # one a second
     known = {str(index): 1e-3 for index in range(20)}

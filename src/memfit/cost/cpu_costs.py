@@ -14,9 +14,6 @@ import contextlib
 import functools
 import json
 import math
-import os
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -30,11 +27,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from memfit._torch.autograd import profiler_enabled
 from memfit._torch.dispatch import EagerMode
-from memfit._torch.pytree import tree_leaves
-from memfit._torch.tensors import storage_key
+from memfit._torch.tensors import storage_key, tree_leaves
 from memfit.cost.cost_source import fixed_source
 from memfit.cost.error_bars import calibration
 from memfit.errors import OutputError, PlanError
+from memfit.fake_gpu import process
 from memfit.hardware import heap
 from memfit.hardware.cpu_allocations import allocated_by_name
 from memfit.hardware.host import cache_folder, host_name
@@ -44,9 +41,9 @@ from memfit.ir.collectives import is_unmeasurable, share_on_paper
 from memfit.ir.operator_costs import CostTable, OpCost
 from memfit.ir.simulate import simulate
 from memfit.ir.trace import Trace
-from memfit.progress import StageProgress
 from memfit.signature import rebuild
 from memfit.sparse import parts
+from memfit.units import Progress, StageProgress, silent
 
 _MARK = "memfit-op-"
 _ENOUGH_SECONDS = 0.02
@@ -95,7 +92,18 @@ def calibrate(traces: Iterable[Trace], progress: StageProgress | None = None) ->
     The error bar is wider where an operator could not be run, so that its workspace is unknown.
     """
     path = cache_path()
-    table = _cached(path)
+    table = _read(path) or _with_overheads(
+        CostTable(
+            device=host_name(),
+            torch_version=str(torch.__version__),
+            threads=torch.get_num_threads(),
+            ops={},
+            dispatch_seconds=0.0,
+            checkpoint_seconds=0.0,
+            selective_op_seconds=0.0,
+            peak_error=calibration().peak_error,
+        )
+    )
     seen = _seen.setdefault(path, set())
     traces = list(traces)
     shares = [share.whole for trace in traces for s in trace.signatures if (share := share_on_paper(s)) is not None]
@@ -248,43 +256,18 @@ def _others_seconds() -> float:
     return float(sum(used) - used.idle - getattr(used, "iowait", 0.0) - getattr(used, "guest", 0.0) - own)
 
 
-def _cached(path: Path) -> CostTable:
-    if (table := _read(path)) is not None:
-        return table
-    return _with_overheads(
-        CostTable(
-            device=host_name(),
-            torch_version=str(torch.__version__),
-            threads=torch.get_num_threads(),
-            ops={},
-            dispatch_seconds=0.0,
-            checkpoint_seconds=0.0,
-            selective_op_seconds=0.0,
-            peak_error=calibration().peak_error,
-        )
-    )
-
-
 def _with_overheads(table: CostTable, again: bool = False) -> CostTable:
     """Return a table with the overheads of operators and checkpoints as they are measured now.
 
     Args:
         again: Whether those that the table has are kept where they are less.
     """
+    names = ("dispatch_seconds", "checkpoint_seconds", "selective_op_seconds")
     if (source := fixed_source()) is not None:
-        return msgspec.structs.replace(
-            table,
-            dispatch_seconds=source.dispatch_seconds,
-            checkpoint_seconds=source.checkpoint_seconds,
-            selective_op_seconds=source.selective_op_seconds,
-        )
+        return msgspec.structs.replace(table, **{name: getattr(source, name) for name in names})
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        checkpoint_seconds, selective_op_seconds = _checkpoint_overheads()
-        found = {
-            "dispatch_seconds": _dispatch_seconds(),
-            "checkpoint_seconds": checkpoint_seconds,
-            "selective_op_seconds": selective_op_seconds,
-        }
+        checkpoints = _checkpoint_overheads()
+        found = dict(zip(names, (_dispatch_seconds(), *checkpoints), strict=True))
     if again:
         found = {name: min(seconds, getattr(table, name)) for name, seconds in found.items()}
     return msgspec.structs.replace(table, **found)
@@ -324,8 +307,6 @@ def measure(
 
 
 class _FirstRun(NamedTuple):
-    """The time and workspace of a call's first run."""
-
     seconds: float
     workspace_bytes: int
 
@@ -438,15 +419,23 @@ def with_workspaces(table: CostTable, traces: Iterable[Trace]) -> CostTable:
 
 def _first_runs(signatures: list[str], progress: StageProgress | None = None) -> dict[str, _FirstRun]:
     """Run calls once; return the time and workspace of each. Calls that can't be run are left out."""
-    if profiler_enabled():  # the user's: PyTorch has one profiler at a time
-        return _first_runs_in_process(signatures)
+    if profiler_enabled():  # the user's: PyTorch has one at a time. That process has PyTorch's operators only
+        there = functools.partial(_first_runs_there, torch.get_num_threads(), signatures)
+        return process.run(there, silent, fakes_cuda=False)
     runs: dict[int, tuple[float, int]] = {}
     with torch.enable_grad(), allocated_by_name(_MARK) as meters:
         for index, text in enumerate(signatures):
             safe_point()
-            run = _run_marked(text, f"{_MARK}{index}")
-            if run is not None:
-                runs[index] = run
+            with contextlib.suppress(Exception):  # an operator may be anyone's code, which may raise anything
+                func, args, kwargs = rebuild(text, "cpu")
+                known, clock = _blocks((args, kwargs)), _clock()
+                with torch.profiler.record_function(f"{_MARK}{index}"):
+                    started = clock()
+                    out = func(*args, **kwargs)
+                    seconds = clock() - started
+                held = _blocks((out, args, kwargs))  # a sparse argument that is written gets new memory
+                runs[index] = seconds, sum(nbytes for key, nbytes in held.items() if key not in known)
+                del func, args, kwargs, out
             if progress is not None:
                 progress(index + 1, 2 * len(signatures))
     return {
@@ -455,42 +444,9 @@ def _first_runs(signatures: list[str], progress: StageProgress | None = None) ->
     }
 
 
-def _first_runs_in_process(signatures: list[str]) -> dict[str, _FirstRun]:
-    """Run calls once in a process of their own, which has PyTorch's operators only."""
-    asked = json.dumps({"threads": torch.get_num_threads(), "signatures": signatures})
-    line = _interpreter("from memfit.cost import calibrate; calibrate._run_from_stdin()")
-    path = os.pathsep.join(folder for folder in sys.path if folder)
-    done = subprocess.run(
-        line, input=asked, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}, text=True, check=True
-    )
-    return {text: _FirstRun(*run) for text, run in json.loads(done.stdout).items()}
-
-
-def _interpreter(code: str) -> list[str]:
-    return [sys.executable, "-c", code]
-
-
-def _run_from_stdin() -> None:
-    """Run the calls that standard input names, and write their times and workspaces to standard output."""
-    asked = json.load(sys.stdin)
-    torch.set_num_threads(asked["threads"])
-    json.dump(_first_runs(asked["signatures"]), sys.stdout)
-
-
-def _run_marked(text: str, mark: str) -> tuple[float, int] | None:
-    """Run a call under the profiler; return its time and the bytes of its new outputs, or None where it can't run."""
-    try:
-        func, args, kwargs = rebuild(text, "cpu")
-        known = _blocks((args, kwargs)).keys()
-        clock = _clock()
-        with torch.profiler.record_function(mark):
-            started = clock()
-            out = func(*args, **kwargs)
-            seconds = clock() - started
-    except Exception:  # an operator may be anyone's code, which may raise anything
-        return None
-    held = _blocks((out, args, kwargs))  # a sparse argument that is written gets new memory
-    return seconds, sum(nbytes for key, nbytes in held.items() if key not in known)
+def _first_runs_there(threads: int, signatures: list[str], progress: Progress) -> dict[str, _FirstRun]:
+    torch.set_num_threads(threads)
+    return _first_runs(signatures)
 
 
 def storages_of(values: Any) -> list[torch.UntypedStorage]:
@@ -502,47 +458,48 @@ def storages_of(values: Any) -> list[torch.UntypedStorage]:
 def _timed(text: str, about_seconds: float, evicting: torch.Tensor, known: Iterable[float] = ()) -> float:
     """Return the least time of a call that takes about some seconds.
 
+    On a virtual machine, memory that no program has touched yet is ten times slower than what one has freed: a first
+    run of a copy took eight times as long as later ones.
+
     Args:
         known: Times of the call's first runs, which count where it is long.
     """
     safe_point()
-    is_long = about_seconds >= _LONG_SECONDS  # then its data are in no cache anyway, and few runs are enough
-    return _confirmed_seconds(text, known) if is_long else _least_seconds(text, evicting)
+    if about_seconds < _LONG_SECONDS:
+        return _least_seconds(text, evicting)
+    func, args, kwargs = rebuild(text, "cpu")  # whose data are in no cache anyway, and few runs are enough
+    return _least(functools.partial(_seconds, functools.partial(func, *args, **kwargs), _clock()), _LEAST_RUNS, known)
 
 
 def _least_seconds(text: str, evicting: torch.Tensor) -> float:
     """Return the least time of several runs of a call: other programs only add to it.
 
-    Before each, the arguments are evicted from the caches where that matters.
+    Before each, the arguments are evicted from the caches where that matters. The code is in them, from a call alike,
+    as in a step.
     """
     func, args, kwargs = rebuild(text, "cpu")
-    given = _blocks((args, kwargs))
-    call = functools.partial(func, *args, **kwargs)
-    clock = _clock()
+    given, call, clock = _blocks((args, kwargs)), functools.partial(func, *args, **kwargs), _clock()
     made = [nbytes for key, nbytes in _blocks(call()).items() if key not in given]
     if not _NOTICED_BYTES <= sum(given.values()) < evicting.nbytes:
         with heap.touched(made * _OUTPUTS):
             return _least(lambda: _seconds(call, clock), _WARM_RUNS)
     _, args, kwargs = rebuild(text, "cpu")
     alike = functools.partial(func, *args, **kwargs)
+
+    def cold() -> float:
+        evicting.fill_(1)
+        held = alike()  # held, since the call would reuse its memory, which is in the caches
+        clock()  # brings the clock's code into the caches
+        seconds = _seconds(call, clock)
+        del held
+        return seconds
+
     with heap.touched(made * _OUTPUTS):
-        return _least(lambda: _cold_seconds(call, alike, evicting, clock), _COLD_RUNS)
+        return _least(cold, _COLD_RUNS)
 
 
 def _blocks(values: Any) -> dict[int, int]:
-    """Return the bytes of each block that tensors among arguments or outputs have."""
     return {storage_key(storage): storage.nbytes() for storage in storages_of(values)}
-
-
-def _confirmed_seconds(text: str, known: Iterable[float]) -> float:
-    """Return the least time of a long call, whose first runs took the `known` times.
-
-    On a virtual machine, memory that no program has touched yet is ten times slower than what one has freed: a first
-    run of a copy took eight times as long as later ones.
-    """
-    func, args, kwargs = rebuild(text, "cpu")
-    call = functools.partial(func, *args, **kwargs)
-    return _least(functools.partial(_seconds, call, _clock()), _LEAST_RUNS, known)
 
 
 def _least(run: Callable[[], float], runs: int, known: Iterable[float] = ()) -> float:
@@ -554,16 +511,6 @@ def _least(run: Callable[[], float], runs: int, known: Iterable[float] = ()) -> 
         if enough and sorted(times)[1] <= _ALIKE * min(times):
             break
     return min(times)
-
-
-def _cold_seconds(call: Callable[[], Any], alike: Callable[[], Any], evicting: torch.Tensor, clock: Clock) -> float:
-    """Return the time of a call whose arguments are in no cache, but whose code is, from a call alike, as in a step."""
-    evicting.fill_(1)
-    held = alike()  # held, since the call would reuse its memory, which is in the caches
-    clock()  # brings the clock's code into the caches
-    seconds = _seconds(call, clock)
-    del held
-    return seconds
 
 
 def _seconds(call: Callable[[], Any], clock: Clock) -> float:

@@ -14,7 +14,7 @@ import torch
 
 from memfit.errors import CaptureError, MemoryLimitError, NonFiniteError
 from memfit.hardware.host import cgroup_oom_kills
-from memfit.hardware.out_of_memory import out_of_memory
+from memfit.hardware.memory_errors import out_of_memory
 
 RAISED_HERE: dict[str, tuple[Callable[[], object], str, int | None]] = {
     "PyTorch's CPU allocator": (lambda: torch.empty(1 << 50, dtype=torch.uint8), "allocator", 1 << 50),
@@ -37,7 +37,7 @@ def test_real_errors(name: str) -> None:
 
 UNDER_A_LIMIT = """
 import resource, torch
-from memfit.hardware.out_of_memory import out_of_memory
+from memfit.hardware.memory_errors import out_of_memory
 convolution, images = torch.nn.Conv2d(64, 64, 3, padding=1), torch.randn(8, 64, 128, 128)
 convolution(images[:1])
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

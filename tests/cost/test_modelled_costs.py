@@ -13,21 +13,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from memfit.cost.operator_call import OperatorCall
-from memfit.cost.roofline import (
+from memfit.cost.modelled_costs import (
     STEP_ERROR,
     attained_rates,
+    code_seconds,
     figures,
     kernel_seconds,
+    kernels_of,
     narrowest_dimension,
     roofline,
 )
+from memfit.cost.operator_call import OperatorCall
 from memfit.errors import UsageError
-from memfit.hardware.catalogue import catalogue
+from memfit.hardware.catalogue import known_devices
+from memfit.ir import kernels
 from memfit.ir.operator_classes import _NAMES
 from memfit.ir.simulate import simulate
 from memfit.ir.throughput import throughput
-from memfit.ir.trace import Work
+from memfit.ir.trace import Trace, Work
 from tests.gpus import AMPERE
 from tests.ir.test_flops import call, tensor
 from tests.models import plain_trace
@@ -277,7 +280,7 @@ def test_a_device_without_figures_is_refused_by_name(missing: dict[str, Any]) ->
         roofline([plain_trace("twice")], replace(AMPERE, **missing))
 
 
-GPUS = {name: device for name, device in catalogue().items() if device.kind == "cuda"}
+GPUS = {name: device for name, device in known_devices().items() if device.kind == "cuda"}
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -308,7 +311,7 @@ def test_it_needs_no_torch() -> None:
         "import sys, types; p = types.ModuleType('memfit')\n"
         f"p.__path__ = [{str(source)!r}]; sys.modules['memfit'] = p\n"
         "import memfit.ir.throughput\n"
-        "from memfit.cost.roofline import figures\n"
+        "from memfit.cost.modelled_costs import figures\n"
         "assert figures() and 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -345,3 +348,20 @@ def test_products_of_rows_that_begin_anywhere_are_slower() -> None:
         return given_seconds(MM, args, Work(2 * 8192 * 768 * n, 2**24, 2**20, "bfloat16", True))
 
     assert 1.5 < seconds(50257) / seconds(50304) < 2.5
+
+
+def with_kernels(count: int) -> Trace:
+    trace = plain_trace("transformer")
+    fused = [kernels.text((text,), number) for number, text in enumerate(trace.signatures[:count])]
+    return replace(trace, signatures=[*trace.signatures, *fused])
+
+
+def test_a_step_that_is_not_compiled_has_no_kernels() -> None:
+    assert kernels_of(plain_trace("transformer")) == 0
+    assert kernels_of(with_kernels(7)) == 7
+
+
+def test_more_kernels_and_operators_take_longer_and_more_processes_less() -> None:
+    few, many = with_kernels(2), with_kernels(12)
+    assert code_seconds(few, 1) < code_seconds(many, 1) < code_seconds(replace(many, ops=many.ops * 2), 1)
+    assert code_seconds(many, 1) - code_seconds(many, 2) > code_seconds(few, 1) - code_seconds(few, 2) > 0

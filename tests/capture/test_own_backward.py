@@ -1,4 +1,4 @@
-"""Products: their backward passes are predicted as they run, with zeros and without, and give what they gave."""
+"""Own backward passes: those of products and reflectors are predicted as they run, and give what they gave."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from memfit.capture.composites import composites_without_mode
@@ -102,6 +103,15 @@ def test_without_data_the_larger_formula_is_predicted_and_said_to_be_a_guess(use
     assert any("a guess" in note for note in trace.notes)
 
 
+def derivatives(run: Callable[[], Tensor], inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """Return a result, its gradients once without and once with a graph, and the gradients of the latter."""
+    first = torch.autograd.grad(run().abs().sum(), inputs)
+    second = torch.autograd.grad(run().abs().sum(), inputs, create_graph=True)
+    loss = sum(part.abs().sum() for part in second)
+    third = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+    return [run(), *first, *second, *third]
+
+
 FACTORS: dict[str, Use] = {
     "all": lambda x: x.prod(),
     "along": lambda x: x.prod(1),
@@ -120,13 +130,71 @@ def test_gradients_are_what_they_were(shape: tuple[int, ...], zeros: float, dtyp
 
     def results(use: Use) -> list[Tensor]:
         x = given.clone().requires_grad_()
-        first = torch.autograd.grad(use(x).abs().sum(), x)
-        second = torch.autograd.grad(use(x).abs().sum(), x, create_graph=True)
-        third = torch.autograd.grad(second[0].abs().sum(), x, allow_unused=True, materialize_grads=True)
-        return [use(x), *first, *second, *third]
+        return derivatives(lambda: use(x), (x,))
 
     for use in FACTORS.values() if shape else [FACTORS["all"]]:
         expected = results(use)
         with composites_without_mode():
             found = results(use)
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+REFLECTORS = [((6, 4), 4), ((3, 7, 5), 3), ((2, 2, 4, 4), 4), ((5, 1), 1)]
+
+
+def orthogonal(columns: int, rows: int) -> nn.Module:
+    return parametrizations.orthogonal(nn.Linear(columns, rows), orthogonal_map="householder")
+
+
+class Products(nn.Module):
+    """Reflectors of several matrices, fewer than their columns."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.vectors, self.factors = (
+            nn.Parameter(0.1 * torch.randn(3, 200, 90)),
+            nn.Parameter(0.1 * torch.rand(3, count)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.linalg.householder_product(self.vectors, self.factors).square().mean()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(lambda: orthogonal(400, 50), id="more columns"),
+        pytest.param(lambda: orthogonal(50, 400), id="more rows"),
+        pytest.param(lambda: Products(60), id="as many factors", marks=pytest.mark.ci),
+        pytest.param(lambda: Products(30), id="fewer factors"),
+    ],
+)
+def test_the_peak_of_reflectors_is_that_of_the_formula_that_runs(model: type[nn.Module]) -> None:
+    torch.manual_seed(3)
+    made = model()
+    columns = made.in_features if isinstance(made, nn.Linear) else 8
+    optimizer = torch.optim.SGD(made.parameters(), lr=1e-3)
+    workload = Workload(made, torch.randn(16, columns), lambda m, x: m(x).square().mean(), optimizer)
+    predicted, measured = peaks(workload, Levers(microbatch_size=16))
+    assert predicted == pytest.approx(measured, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("with_factors", [True, False])
+@pytest.mark.parametrize(("shape", "count"), REFLECTORS)
+def test_gradients_of_reflectors_are_what_they_were(
+    shape: tuple[int, ...], count: int, with_factors: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(1)
+    vectors = torch.randn(shape, dtype=dtype)
+    factors = 0.1 * torch.rand((*shape[:-2], count), dtype=torch.float64).to(dtype)
+
+    def results() -> list[Tensor]:
+        given, tau = vectors.clone().requires_grad_(), factors.clone().requires_grad_(with_factors)
+        inputs = (given, tau) if with_factors else (given,)
+        return derivatives(lambda: torch.linalg.householder_product(given, tau), inputs)
+
+    expected = results()
+    with composites_without_mode():
+        found = results()
+    torch.testing.assert_close(found, expected)
