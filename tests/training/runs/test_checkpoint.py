@@ -94,7 +94,9 @@ values = st.recursive(
 def test_packed_values_come_back_bitwise(value: Any, cases: SimpleNamespace) -> None:
     packed_tensors: dict[str, torch.Tensor] = {}
     node = json.loads(json.dumps(pack(value, packed_tensors, "value"), allow_nan=False))
-    assert without_strides(cases.describe(unpack(node, packed_tensors))) == without_strides(cases.describe(value))
+    assert without_strides(cases.describe(unpack(node, packed_tensors.__getitem__))) == without_strides(
+        cases.describe(value)
+    )
 
 
 def without_strides(described: Any) -> Any:
@@ -110,13 +112,15 @@ def test_strides_come_back(cases: SimpleNamespace) -> None:
     images = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     packed_tensors: dict[str, torch.Tensor] = {}
     node = pack([images, images.mT, images[:, :, ::2]], packed_tensors, "images")
-    channels_last, transposed, part = unpack(node, packed_tensors)
+    channels_last, transposed, part = unpack(node, packed_tensors.__getitem__)
     assert cases.describe([channels_last, transposed]) == cases.describe([images, images.mT])
     assert torch.equal(part, images[:, :, ::2]) and part.is_contiguous()
 
 
 def test_special_values_come_back() -> None:
-    counter, nan, inf = unpack(json.loads(json.dumps(pack([Counter("aab"), float("nan"), -float("inf")], {}, "x"))), {})
+    counter, nan, inf = unpack(
+        json.loads(json.dumps(pack([Counter("aab"), float("nan"), -float("inf")], {}, "x"))), {}.__getitem__
+    )
     assert type(counter) is Counter and counter == {"a": 2, "b": 1}
     assert nan != nan and inf == -float("inf")
 
@@ -151,7 +155,7 @@ def test_what_only_a_pickle_could_hold_is_refused_by_name(value: Any, message: s
 @pytest.mark.parametrize("node", [{}, {"strange": 1}, {"tensor": "gone", "order": []}, {"dict": [1]}, {"float": "x"}])
 def test_json_of_another_kind_is_refused(node: Any) -> None:
     with pytest.raises(CheckpointError):
-        unpack(node, {})
+        unpack(node, {}.__getitem__)
 
 
 def test_tensors_that_share_a_storage_are_written_each(tmp_path: Path) -> None:

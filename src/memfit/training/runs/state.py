@@ -88,7 +88,7 @@ class TrainingState:
     @property
     def position(self) -> dict[str, Any]:
         """The position in the data."""
-        position: dict[str, Any] = unpack(self.training["position"], self.training_tensors)
+        position: dict[str, Any] = unpack(self.training["position"], self.training_tensors.__getitem__)
         return position
 
 
@@ -128,7 +128,7 @@ def prepare_restore(step: Step, state: TrainingState, *, converts: bool = False)
         CheckpointError: The state has another model, optimizer, scheduler or loss scaler.
     """
     workload, scaler = step.workload, step.scaler
-    saved_training = {k: unpack(v, state.training_tensors) for k, v in state.training.items() if k != "rng"}
+    saved_training = {k: unpack(v, state.training_tensors.__getitem__) for k, v in state.training.items() if k != "rng"}
     model_state = _checked_model_state(workload.model, state, saved_training["model_extras"], converts)
     optimizer_state = _checked_optimizer_state(step, state)
     scheduler_state, scaler_state = saved_training["scheduler"], saved_training["scaler"]
@@ -191,15 +191,10 @@ def _checked_model_state(
         )
     found = {}
     for name, tensor in tensors.items():
-        saved = found[name] = _read(state.model, name, tensor)
+        saved = found[name] = state.model.like(name, tensor) if isinstance(state.model, Stored) else state.model[name]
         is_converted = converts and {tensor.dtype, saved.dtype} == {torch.float32, torch.bfloat16}
         _check_like(f"the model's {name}", tensor, saved.to(tensor.dtype) if is_converted else saved)
     return {**found, **{name: found[target] for name, target in state.aliases.items()}, **extras}
-
-
-def _read(tensors: Tensors | Stored, key: str, own: torch.Tensor) -> torch.Tensor:
-    """Return a saved tensor; of one that ranks share, this rank's part, as its own is."""
-    return tensors.like(key, own) if isinstance(tensors, Stored) else tensors[key]
 
 
 def _check_names(what: str, own: set[str], saved: set[str]) -> None:
@@ -244,33 +239,22 @@ def _checked_optimizer_state(step: Step, state: TrainingState) -> dict[str, Any]
             f" {str(differing[0])[:200]}, and {str(differing[1])[:200]} in the checkpoint. Create the optimizer as for"
             " the checkpoint"
         )
-    saved: dict[str, Any] = unpack(state.optimizer["state"], _OptimizerTensors(state, step))
+    tensors, parameters = state.optimizer_tensors, parameters_of(step.workload.optimizer)
+
+    def tensor_of(key: str) -> torch.Tensor:
+        """Return a saved tensor as this rank has it: as its parameter is shared, so is it."""
+        index = _OF_PARAMETER.match(key)
+        if index is None or int(index[1]) >= len(parameters) or not isinstance(tensors, Stored):
+            return tensors[key]
+        return tensors.like(key, parameters[int(index[1])])
+
+    saved: dict[str, Any] = unpack(state.optimizer["state"], tensor_of)
     for index, values in step.workload.optimizer.state_dict()["state"].items():
         for key, value in values.items():
             saved_value = saved["state"].get(index, {}).get(key)
             if isinstance(value, torch.Tensor) and isinstance(saved_value, torch.Tensor):
                 _check_like(f"the optimizer's {key} of parameter {index}", value, saved_value)
     return saved
-
-
-class _OptimizerTensors(Mapping[str, torch.Tensor]):
-    """The saved tensors of an optimizer, as this rank has them: as their parameters are shared, so are they."""
-
-    def __init__(self, state: TrainingState, step: Step) -> None:
-        self._saved = state.optimizer_tensors
-        self._parameters = parameters_of(step.workload.optimizer)
-
-    def __getitem__(self, key: str) -> torch.Tensor:
-        index = _OF_PARAMETER.match(key)
-        if index is None or int(index[1]) >= len(self._parameters):
-            return self._saved[key]
-        return _read(self._saved, key, self._parameters[int(index[1])])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._saved)
-
-    def __len__(self) -> int:
-        return len(self._saved)
 
 
 def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -316,7 +300,13 @@ def pack(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
     if isinstance(value, torch.Tensor):
         return _pack_tensor(value, tensors, where)
     if isinstance(value, Mapping) and (type(value) in _DICTS or type(value).__name__ == "defaultdict"):
-        pairs = [[_key(k, where), pack(v, tensors, f"{where}.{k}")] for k, v in value.items()]
+        for key in value:
+            if not (isinstance(key, str) or type(key) is int):
+                raise CheckpointError(
+                    f"{where} has the key {key!r}, a {type(key).__qualname__}: a checkpoint can store strings and ints"
+                    " as keys"
+                )
+        pairs = [[k, pack(v, tensors, f"{where}.{k}")] for k, v in value.items()]
         return {"counter" if isinstance(value, Counter) else "dict": pairs}
     if type(value) in (list, tuple):
         items = [pack(v, tensors, f"{where}.{i}") for i, v in enumerate(value)]
@@ -327,7 +317,7 @@ def pack(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
     )
 
 
-def unpack(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def unpack(node: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
     """Return the value that `pack` packed, with new tensors.
 
     Raises:
@@ -336,27 +326,23 @@ def unpack(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if node is None or isinstance(node, bool | int | float | str):
         return node
     if isinstance(node, list):
-        return [unpack(item, tensors) for item in node]
+        return [unpack(item, tensor_of) for item in node]
     try:
         tag, content = next(iter(node.items()))
         if tag == "tensor":
-            return _unpack_tensor(tensors[content], node["order"])
+            tensor, order = tensor_of(content), node["order"]
+            if is_shared(type(tensor)):
+                return tensor  # as ranks have it
+            inverse = sorted(range(len(order)), key=lambda d: order[d])
+            return tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse)
         if tag == "float":
             return float(content)
         if tag == "tuple":
-            return tuple(unpack(item, tensors) for item in content)
+            return tuple(unpack(item, tensor_of) for item in content)
         kind = {"dict": dict, "counter": Counter}[tag]
-        return kind({key: unpack(item, tensors) for key, item in content})
+        return kind({key: unpack(item, tensor_of) for key, item in content})
     except (AttributeError, KeyError, RuntimeError, StopIteration, TypeError, ValueError) as e:
         raise CheckpointError(f"a checkpoint's state can't have the form {str(node)[:80]!r}") from e
-
-
-def _key(key: Any, where: str) -> str | int:
-    if isinstance(key, str) or type(key) is int:
-        return key
-    raise CheckpointError(
-        f"{where} has the key {key!r}, a {type(key).__qualname__}: a checkpoint can store strings and ints as keys"
-    )
 
 
 def _pack_tensor(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], where: str) -> Any:
@@ -380,14 +366,6 @@ def _pack_tensor(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], where: 
         order = list(range(tensor.dim()))
     tensors[key] = tensor.contiguous()
     return {"tensor": key, "order": order}
-
-
-def _unpack_tensor(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """Return a copy of a tensor, with its dimensions laid out in the order given; those of ranks as they are."""
-    if is_shared(type(tensor)):
-        return tensor
-    inverse = sorted(range(len(order)), key=lambda d: order[d])
-    return tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse)
 
 
 # Files of tensors
