@@ -19,7 +19,7 @@ from memfit.levers.microbatches import microbatch_size_of
 from memfit.recomputation.generators import foreign_generators, preserved
 from memfit.tape import LoopWorkload
 from memfit.training.refusals import check_supported
-from memfit.training.step import Step, StepOptions
+from memfit.training.step import Step, StepOptions, in_order_of
 from memfit.workload import Loop, Workload, fingerprint, samples_of
 
 if TYPE_CHECKING:  # distributed packages take a second to import
@@ -68,7 +68,7 @@ def applied_to_copy(levers: Levers, workload: Workload, place: torch.device | No
 @contextlib.contextmanager
 def described(levers: Levers, workload: Workload) -> Iterator[Step]:
     """Run the user's own loop, as `Workload.loop` says, until the context is left."""
-    with applied(levers, workload) as step, step.in_order_of(workload.loop or Loop()):
+    with applied(levers, workload) as step, in_order_of(workload.loop or Loop(), step):
         yield step
 
 

@@ -243,7 +243,10 @@ class Step:
         return ledger_of(self)
 
     def split(self, batch: Any) -> list[Any]:
-        """Return the microbatches of a batch, as views; the last may be smaller. Of a tape: what each forward needs."""
+        """Return the microbatches of a batch, as views; the last may be smaller.
+
+        Of a tape, they are the tensors that each forward pass begins with.
+        """
         if self._player is not None:
             return self._player.split(batch)
         return [microbatch for microbatch, _ in self._microbatches(batch, samples_of(self.workload, batch))]
@@ -517,20 +520,6 @@ class Step:
 
     # The order of the user's own loop
 
-    @contextmanager
-    def in_order_of(self, loop: Loop) -> Iterator[None]:
-        """Run steps in the order of the user's loop while the context is entered, and hold what its variables do."""
-        self.change(loop=loop)
-
-        def keep(module: nn.Module, args: Any, output: Any) -> None:
-            self._outputs = output
-
-        with self.workload.model.register_forward_hook(keep) if loop.holds_outputs else nullcontext():
-            try:
-                yield
-            finally:
-                self._outputs = self._loss = None
-
     def _run_in_order(self, loop: Loop, batch: Any) -> None:
         scaler = self.scaler if loop.scales_loss else None
         self._phase("optimizer", 0)
@@ -627,6 +616,21 @@ class Step:
             if parameter.grad is not None and not torch.isfinite(gradient_values(parameter.grad)).all():
                 return name
         return "none of the parameters"
+
+
+@contextmanager
+def in_order_of(loop: Loop, step: Step) -> Iterator[None]:
+    """Run steps in the order of the user's loop while the context is entered, and hold its variables' values."""
+    step.change(loop=loop)
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        step._outputs = output
+
+    with step.workload.model.register_forward_hook(keep) if loop.holds_outputs else nullcontext():
+        try:
+            yield
+        finally:
+            step._outputs = step._loss = None
 
 
 def _clear(parameters: list[nn.Parameter]) -> None:

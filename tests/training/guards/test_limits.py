@@ -1,4 +1,4 @@
-"""A limit counts the bytes that the allocator reports, and fails before it is exceeded; a ledger tells it by category."""
+"""A limit counts what the allocator reports, and fails before it is exceeded; a ledger tells it by category."""
 
 from __future__ import annotations
 
