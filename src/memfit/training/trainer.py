@@ -258,7 +258,12 @@ class Trainer:
         """Run one step."""
         learning_rate = float(self.step.workload.optimizer.param_groups[0]["lr"])
         epoch, number = self._stream.epoch, self.step.steps + 1
-        result, peak_bytes = self._measured(batch) if self._is_measured(number) else (self.step(batch), None)
+        # DistributedDataParallel makes its buckets anew in the second step. That takes no more memory, since it drops
+        # the old ones first; but frees of what was there before a measurement are not seen in it.
+        first, every = 3 if self.step.held_bytes else 2, self.options.measure_every
+        is_due = number == first if every is None else number >= first and (number - first) % every == 0
+        is_measured = self.measure is not None and is_due
+        result, peak_bytes = self._measured(batch) if is_measured else (self.step(batch), None)
         predicted, retries = result.predicted_peak_bytes, allocation_retries(self.step)
         return StepRecord(
             step=number,
@@ -276,15 +281,6 @@ class Trainer:
             skips=result.skips,
             allocation_retries=None if retries is None else retries - self._retries_before,
         )
-
-    def _is_measured(self, number: int) -> bool:
-        # DistributedDataParallel makes its buckets anew in the second step. That takes no more memory, since it drops
-        # the old ones first; but frees of what was there before a measurement are not seen in it.
-        first = 3 if self.step.held_bytes else 2
-        if self.measure is None or number < first:
-            return False
-        every = self.options.measure_every
-        return number == first if every is None else (number - first) % every == 0
 
     def _measured(self, batch: Any) -> tuple[StepResult, int]:
         before, self.step.last = self.step.steps, None
@@ -453,27 +449,23 @@ def _events_of_resuming(
         )
         for damage, place in zip(damages, aside, strict=True)
     ]
-    if loaded.plan.levers.precision != plan.levers.precision:
-        events.append(("another precision", _precision_text(loaded, step, plan)))
-    if replace(loaded.plan.levers, precision=plan.levers.precision) != plan.levers:
-        was, is_now = uses_text(loaded.plan.uses), uses_text(plan.uses)
-        events.append(("another plan", f"{loaded.path} was written with {was}; training continues with {is_now}"))
-    return events
-
-
-def _precision_text(loaded: checkpoint.Loaded, step: Step, plan: Plan) -> str:
-    """Return a text on how the state was converted for another precision."""
     was, is_now = loaded.plan.levers.precision, plan.levers.precision
-    had_scaler = loaded.state.training["scaler"] is not None
-    done = []
-    if step.scaler is not None and not had_scaler:
-        done.append(f"a new loss scaler starts at {step.scaler.scale:g}")
-    if step.scaler is None and had_scaler:
-        done.append("the loss scaler's state is dropped")
-    if step.workload.bf16_updates == "stochastic-rounding" and "bf16-true" in (was, is_now):
-        done.append(f"weights are {'widened from' if was == 'bf16-true' else 'rounded to'} bf16")
-    text = f"{loaded.path} was written with precision={was!r}; training continues with {is_now!r}"
-    return "; ".join([text, *(done or ["weights and optimizer state are unchanged"])])
+    if was != is_now:
+        had_scaler = loaded.state.training["scaler"] is not None
+        done = []
+        if step.scaler is not None and not had_scaler:
+            done.append(f"a new loss scaler starts at {step.scaler.scale:g}")
+        if step.scaler is None and had_scaler:
+            done.append("the loss scaler's state is dropped")
+        if step.workload.bf16_updates == "stochastic-rounding" and "bf16-true" in (was, is_now):
+            done.append(f"weights are {'widened from' if was == 'bf16-true' else 'rounded to'} bf16")
+        text = f"{loaded.path} was written with precision={was!r}; training continues with {is_now!r}"
+        done = done or ["weights and optimizer state are unchanged"]
+        events.append(("another precision", "; ".join([text, *done])))
+    if replace(loaded.plan.levers, precision=is_now) != plan.levers:
+        text = f"{loaded.path} was written with {uses_text(loaded.plan.uses)}"
+        events.append(("another plan", f"{text}; training continues with {uses_text(plan.uses)}"))
+    return events
 
 
 # Where a run stops: at signals, deferred until a step is complete, and where ranks meet before each step
@@ -527,7 +519,8 @@ def _meet(
         written = _GOING_ON if writing.is_going_on else _CANNOT
     if ranks.size == 1:
         return error, written != _GOING_ON
-    code = _code(error)
+    kinds = (SystemExit, _TERMINATED), (KeyboardInterrupt, _INTERRUPTED), (MemoryLimitError, _LIMIT)
+    code = next((code for kind, code in kinds if isinstance(error, kind)), _FINE if error is None else _FAILED)
     count = _AT_THE_END if samples is None else samples
     counts = [count, -count] if code == _FINE else [-float("inf")] * 2
     worst, who, most, least, written = ranks.most([code, ranks.rank + 1 if code else 0, *counts, written])
@@ -541,16 +534,6 @@ def _meet(
             " same global batches; memfit takes the rank's part. Shuffle with the same seed on every rank"
         )
     return stop, written != _GOING_ON
-
-
-def _code(error: BaseException | None) -> int:
-    if error is None:
-        return _FINE
-    if isinstance(error, SystemExit):
-        return _TERMINATED
-    if isinstance(error, KeyboardInterrupt):
-        return _INTERRUPTED
-    return _LIMIT if isinstance(error, MemoryLimitError) else _FAILED
 
 
 def _like_others(code: int, rank: int) -> BaseException:

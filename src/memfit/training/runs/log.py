@@ -10,7 +10,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -147,30 +147,30 @@ class RunLog:
     def __init__(self, metrics: Path, tensorboard: Path | None, step_count: int) -> None:
         self._path = metrics
         self._writer = None if tensorboard is None else _summary_writer()(str(tensorboard), purge_step=step_count + 1)
-        try:
+        with self._as_output_error():
             self._file = metrics.open("a", encoding="utf-8")
+
+    @contextlib.contextmanager
+    def _as_output_error(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as e:
-            raise OutputError(f"can't write {metrics}: {e.strerror or e}") from e
+            raise OutputError(f"can't write {self._path}: {e.strerror or e}") from e
 
     def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        try:
+        with self._as_output_error() if error is None else contextlib.suppress(OSError):
             self._file.close()
-        except OSError as e:
-            if error is None:
-                raise OutputError(f"can't write {self._path}: {e.strerror or e}") from e
         if self._writer is not None:
             self._writer.close()
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append the line of a step, an evaluation or an event."""
-        try:
+        with self._as_output_error():
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
-        except OSError as e:
-            raise OutputError(f"can't write {self._path}: {e.strerror or e}") from e
         if self._writer is not None:
             for tag, value in _scalars(line).items():
                 self._writer.add_scalar(tag, value, line["step"])
@@ -181,10 +181,8 @@ class RunLog:
         Raises:
             OutputError: The file could not be written.
         """
-        try:
+        with self._as_output_error():
             os.fsync(self._file.fileno())
-        except OSError as e:
-            raise OutputError(f"can't write {self._path}: {e.strerror or e}") from e
         if self._writer is not None:
             self._writer.flush()
 
