@@ -28,7 +28,7 @@ from memfit.levers.microbatches import microbatch_sizes
 from memfit.levers.stack import applied
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import costs_of, predict
-from memfit.sharding.proposals import SEARCHED, proposals
+from memfit.sharding.one_rank import SEARCHED, proposals
 
 BUDGETS, QUICK_BUDGETS = 13, 3
 _STEPS = 3

@@ -47,7 +47,7 @@ Reference = BatchTensor | ResultTensor | ModuleTensor
 
 
 @dataclass(frozen=True)
-class Arguments:
+class EntryArguments:
     """The arguments of an entry.
 
     Attributes:
@@ -133,7 +133,7 @@ class Entry:
 
     kind: Literal["function", "module", "backward", "update"]
     what: Any
-    arguments: Arguments
+    arguments: EntryArguments
     context: ExecutionContext
     made: list[int] = field(default_factory=list)
     drops: list[int] = field(default_factory=list)
@@ -327,7 +327,7 @@ def _in_turn(step: RecordedStep, given: list[torch.Tensor], made: int) -> tuple[
         geometry = Geometry.of(tensor)
         if geometry is not None and geometry.is_own:
             made += 1
-            entries.append(Entry("function", geometry.made, Arguments(((), {}), ()), _NO_MODES, made=[made]))
+            entries.append(Entry("function", geometry.made, EntryArguments(((), {}), ()), _NO_MODES, made=[made]))
             references.append(ResultTensor(made))
         else:
             references.append(BatchTensor(_placed(tensor, given)))
@@ -367,7 +367,7 @@ def _moved(entry: Entry, given: list[Reference], made: int) -> Entry:
 def _trained_as(trained: dict[ModuleTensor, bool]) -> Entry:
     """Return the entry that begins a step: parameters have gradients, or have none, as when it was recorded."""
     stand_ins = [torch.empty(0, device="meta")] * len(trained)
-    arguments = Arguments(((stand_ins, list(trained.values())), {}), tuple(trained))
+    arguments = EntryArguments(((stand_ins, list(trained.values())), {}), tuple(trained))
     return Entry("function", _set_trained, arguments, _NO_MODES)
 
 

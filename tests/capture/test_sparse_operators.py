@@ -14,7 +14,7 @@ import memfit
 from memfit.capture import step_capture
 from memfit.errors import CaptureError
 from memfit.ir.plan import Levers
-from memfit.pipeline import statements
+from memfit.pipeline import _verify
 from memfit.workload import Workload
 from tests.covering import some
 from tests.measuring import peaks
@@ -107,9 +107,9 @@ def test_plans_with_sparse_gradients_are_verified() -> None:
     found = memfit.verify(plan, workload, steps=0)
     assert found.failures == [] and found.bitwise
     gradient = torch.sparse_coo_tensor([[0, 3, 3]], torch.ones(3, 2), (5, 2), check_invariants=False)
-    assert statements.equal(gradient, gradient.coalesce()) and not statements.equal(gradient, gradient * 1.5)
-    assert statements.relative([(gradient * 1.5, gradient)]) == pytest.approx(0.5)
-    assert statements.relative([(gradient.to_dense(), gradient)]) == 0.0
+    assert _verify.equal(gradient, gradient.coalesce()) and not _verify.equal(gradient, gradient * 1.5)
+    assert _verify.relative([(gradient * 1.5, gradient)]) == pytest.approx(0.5)
+    assert _verify.relative([(gradient.to_dense(), gradient)]) == 0.0
 
 
 @pytest.mark.parametrize("name", some(["one table", "bag of means"], ["one table"]))

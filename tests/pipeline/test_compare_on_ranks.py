@@ -12,7 +12,7 @@ from msgspec.structs import replace
 import memfit
 from memfit.errors import UsageError
 from memfit.hardware.host import find_device
-from memfit.pipeline import comparison
+from memfit.pipeline import _verify
 from tests.processes import on_ranks
 from tests.ranks.trainings import ZERO3, plan_for, workload
 
@@ -27,8 +27,8 @@ def comparing(rank: int) -> Iterator[Any]:
     cpu = find_device("cpu")
     seen = replace(cpu, usable_bytes=2 * GIB if rank else cpu.usable_bytes)  # the ranks see different amounts
     some = replace(plan, plain=replace(plan.plain, peak_bytes=3 * GIB, peak_reserved_bytes=None))
-    with mock.patch.object(comparison, "find_device", return_value=seen), pytest.raises(UsageError) as e:
-        comparison.compare(some, given, steps=2)
+    with mock.patch.object(_verify, "find_device", return_value=seen), pytest.raises(UsageError) as e:
+        _verify.compare(some, given, steps=2)
     yield str(e.value)
 
 

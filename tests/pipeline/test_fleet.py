@@ -56,10 +56,11 @@ def test_what_is_not_in_time_names_the_nearest() -> None:
 
 @pytest.mark.ci
 @there
-def test_where_nothing_fits_the_nearest_card_is_named() -> None:
+@pytest.mark.parametrize("mebibytes", [2, 60])  # the second has room for live bytes, and not for what is reserved
+def test_where_nothing_fits_the_nearest_card_is_named(mebibytes: int) -> None:
     with pytest.raises(InfeasibleError, match="Does not fit any of 2 cards: the nearest, ") as caught:
-        fleet(budget="2MiB")
-    assert caught.value.budget_bytes == 2 * 2**20 < caught.value.lowest_peak_bytes
+        fleet(budget=f"{mebibytes}MiB", world_sizes=[1, 2, 4])
+    assert caught.value.budget_bytes == mebibytes * 2**20 < caught.value.lowest_peak_bytes
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from memfit.ir.remat import Region
 from memfit.ir.run_record import RunRecord, Views
 from memfit.levers.stack import applied
 from memfit.pipeline._train import views
-from memfit.pipeline.comparison import compare
+from memfit.pipeline._verify import compare
 from memfit.recipes import byte_lm
 from memfit.training.runs.folder import METRICS
 from memfit.training.runs.log import read_lines

@@ -22,8 +22,7 @@ from memfit.planner.captures import capture_each
 from memfit.planner.prediction import costs_of
 from memfit.ranks.mesh import with_samples
 from memfit.sharding.groups import repeated_blocks
-from memfit.sharding.one_rank import shard, with_share_of_update
-from memfit.sharding.proposals import SEARCHED, proposals
+from memfit.sharding.one_rank import SEARCHED, proposals, shard, with_share_of_update
 from memfit.units import Progress, read_budget
 from memfit.workload import Workload, samples_of
 

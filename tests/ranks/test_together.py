@@ -9,8 +9,7 @@ import pytest
 
 from memfit.errors import OutOfMemoryError, PlanMismatchError, RankError
 from memfit.ranks.group import Group
-from memfit.ranks.one_process import SingleProcess
-from memfit.ranks.together import check_same, each, once
+from memfit.ranks.processes import SingleProcess, check_same, each, once
 from tests.processes import on_ranks
 
 

@@ -18,9 +18,17 @@ from memfit.ir.plan import Precision
 from memfit.ir.remat import Regions
 from memfit.ir.simulate import simulate
 from memfit.ir.trace import Parameter, Trace
-from memfit.sharding.data_parallel import buckets, partition
 from memfit.sharding.insertion import Insertion
-from memfit.sharding.one_rank import Mode, Sharding, communication, repeated_blocks, shard, with_share_of_update
+from memfit.sharding.one_rank import (
+    Mode,
+    Sharding,
+    buckets,
+    communication,
+    partition,
+    repeated_blocks,
+    shard,
+    with_share_of_update,
+)
 from memfit.solver.candidates import options
 from memfit.workload import Workload
 from tests.covering import each

@@ -23,8 +23,7 @@ from memfit.levers.casts import autocast
 from memfit.ranks.engines import shared
 from memfit.ranks.mesh import mesh_of
 from memfit.recomputation.regions import checkpointed
-from memfit.sharding.data_parallel import buckets
-from memfit.sharding.one_rank import Mode, Sharding, repeated_blocks, shard
+from memfit.sharding.one_rank import Mode, Sharding, buckets, repeated_blocks, shard
 from memfit.training.step import Step, StepOptions
 from memfit.workload import Workload, tensors_of
 from tests.covering import some

@@ -29,10 +29,10 @@ from memfit.batch import leaves_of, map_tensors
 from memfit.errors import MemfitError
 from memfit.extent import Extent, joined
 from memfit.tape import (
-    Arguments,
     BatchTensor,
     CallNumber,
     Entry,
+    EntryArguments,
     ExecutionContext,
     ModuleTensor,
     RecordedStep,
@@ -385,7 +385,7 @@ class Watcher(TorchFunctionMode):
             self._optimizers.append(weakref.ref(optimizer))
         if self.is_writing:
             number = next(i for i, known in enumerate(self.optimizers) if known is optimizer)
-            self.entries.append(Entry("update", number, Arguments(((), {}), ()), ExecutionContext.now()))
+            self.entries.append(Entry("update", number, EntryArguments(((), {}), ()), ExecutionContext.now()))
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self.is_here():
@@ -429,7 +429,7 @@ class Watcher(TorchFunctionMode):
         if position:
             self.entries[position - 1].drops += entry.drops
 
-    def _arguments(self, args: Any, kwargs: Any) -> Arguments:
+    def _arguments(self, args: Any, kwargs: Any) -> EntryArguments:
         references: list[Reference] = []
 
         def stand_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -439,7 +439,7 @@ class Watcher(TorchFunctionMode):
         # Copied, since the loop may change its lists and dicts later.
         own = tree_map(lambda leaf: leaf, (tuple(args), dict(kwargs)))
         template = map_tensors(stand_in, own)
-        return Arguments(template, tuple(references))
+        return EntryArguments(template, tuple(references))
 
     def _reference(self, tensor: torch.Tensor) -> Reference:
         known = self._known.get(id(tensor))

@@ -16,7 +16,7 @@ from memfit.ir.plan import Plan
 from memfit.ir.sharding import Reduces, Sharding
 from memfit.ranks.environment import check_shared, launched_size
 from memfit.ranks.group import Group
-from memfit.ranks.one_process import SingleProcess
+from memfit.ranks.processes import SingleProcess
 from memfit.workload import Workload
 
 with brought_by("accelerate", "memfit.integrations.accelerate"):

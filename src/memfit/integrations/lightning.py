@@ -20,8 +20,8 @@ from memfit.integrations.trainer_plan import TrainerPlan, check_budget, data_par
 from memfit.ir.plan import Plan
 from memfit.ir.sharding import Sharding as Sharding
 from memfit.ranks.environment import check_shared, launched_size
-from memfit.ranks.launch import joined
-from memfit.ranks.one_process import SingleProcess
+from memfit.ranks.mesh import joined
+from memfit.ranks.processes import SingleProcess
 from memfit.rng import rng_preserved
 from memfit.training.optimizers import parameters_of
 from memfit.training.runs.log import LogFunction

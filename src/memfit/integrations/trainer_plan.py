@@ -31,8 +31,7 @@ from memfit.pipeline.placement import device_kind
 from memfit.pipeline.verbs import plan_given
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import costs_of, predict
-from memfit.ranks.one_process import SingleProcess
-from memfit.ranks.together import once
+from memfit.ranks.processes import SingleProcess, once
 from memfit.sharding.one_rank import of_engine
 from memfit.training.runs.log import LogFunction, LoopLog
 from memfit.training.step import evaluation_mode

@@ -20,8 +20,7 @@ from memfit.integrations.trainer_plan import NAMES, TrainerPlan, check_budget
 from memfit.ir.plan import Plan
 from memfit.pipeline.placement import device_kind
 from memfit.ranks.group import Group
-from memfit.ranks.one_process import SingleProcess
-from memfit.ranks.together import agreed
+from memfit.ranks.processes import SingleProcess, agreed
 from memfit.rng import rng_preserved
 from memfit.training.runs.log import LogFunction
 from memfit.training.step import modes_restored

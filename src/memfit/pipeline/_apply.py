@@ -33,7 +33,7 @@ from memfit.pipeline.verbs import applying, checked
 from memfit.planner.admission import Admission
 from memfit.planner.batch_coupling import without_coupled
 from memfit.planner.captures import capture_levers
-from memfit.ranks.together import check_same
+from memfit.ranks.processes import check_same
 from memfit.report.memory_snapshot import write_snapshot
 from memfit.training.guards.host_resources import check_host, host_needs
 from memfit.training.guards.limits import AcceleratorLimit, CpuLimit, device_of, held_tensors

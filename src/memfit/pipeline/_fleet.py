@@ -25,7 +25,7 @@ from memfit.planner import gpu_process
 from memfit.planner.fleet_search import FleetOptions, FleetSearch, joined, search
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.report.verdict import of_text
-from memfit.sharding.proposals import SEARCHED
+from memfit.sharding.one_rank import SEARCHED
 from memfit.units import Progress, format_seconds, parse_hours, read_budget, silent
 from memfit.version import __version__
 from memfit.workload import Workload, fingerprint, samples_of

@@ -31,10 +31,9 @@ from memfit.planner.captured_steps import Findings, Request
 from memfit.planner.near_ties import Measure
 from memfit.planner.prediction import check_precision
 from memfit.ranks.environment import launched_size
-from memfit.ranks.one_process import SingleProcess
-from memfit.ranks.together import check_same, each, once
+from memfit.ranks.processes import SingleProcess, check_same, each, once
 from memfit.report.notebook_progress import stages, with_bars
-from memfit.sharding.proposals import SEARCHED
+from memfit.sharding.one_rank import SEARCHED
 from memfit.units import Progress, parse_budget, read_budget, silent
 from memfit.workload import Workload, samples_of
 

@@ -22,13 +22,13 @@ from memfit.ir.sharding import Sharding
 from memfit.ir.simulate import simulate
 from memfit.levers.stack import check_plan, host_bytes_of
 from memfit.pipeline._apply import apply
-from memfit.pipeline.comparison import compare
+from memfit.pipeline._verify import compare
 from memfit.pipeline.placement import check_runs_here, placed, ranks_of
 from memfit.pipeline.verbs import checked, uninterrupted, verb
 from memfit.planner.captures import capture_each
 from memfit.planner.prediction import costs_of
 from memfit.ranks.environment import launched_rank
-from memfit.ranks.together import once
+from memfit.ranks.processes import once
 from memfit.report.html import write as write_html
 from memfit.report.notebook import ReportFile
 from memfit.report.notebook_progress import Bars, with_bars

@@ -6,8 +6,12 @@ The plain step of a plan for several ranks is that of one process, which plays e
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
+import math
 import random
+import statistics
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,41 +24,59 @@ from memfit._torch.operators import foreach_mul_
 from memfit.capture.external_state import differences
 from memfit.capture.fake_workload import nothing_changes, real_copy
 from memfit.capture.measured_peak import measure_peak_bytes, measure_peaks
-from memfit.errors import NonFiniteError, UsageError
+from memfit.cost.pace import Pace, busy_notes
+from memfit.errors import CaptureError, NonFiniteError, RecomputationError, UsageError
+from memfit.hardware.accelerators import synchronize
 from memfit.hardware.host import find_device
 from memfit.held_state import generators_of
-from memfit.ir.plan import Levers, Plan
-from memfit.ir.verification import Verification
+from memfit.ir.plan import Levers, Numerics, Plan, freest
+from memfit.ir.run_record import Comparison
+from memfit.ir.sharding import Sharding
+from memfit.ir.verification import GradientDifference, Verification
 from memfit.levers import registry
+from memfit.levers.lever import LeversOn
 from memfit.levers.microbatches import MICROBATCHES
 from memfit.levers.shared_by_ranks import SHARDING
 from memfit.levers.stack import applied, applied_to_copy
-from memfit.pipeline.comparison import PlainStepTooLargeError, compare, rank_peak_bytes
-from memfit.pipeline.placement import check_runs_here, rank_place, ranks_of
-from memfit.pipeline.statements import (
-    TOLERANCE,
-    Tensors,
-    compared,
-    numerics_failures,
-    peak_failures,
-    prediction_failures,
-)
+from memfit.pipeline.placement import check_runs_here, place_of, rank_place, ranks_of
 from memfit.pipeline.verbs import checked, verb
 from memfit.planner import gpu_process
+from memfit.planner.batch_coupling import coupling
+from memfit.planner.captures import capture_levers
 from memfit.planner.confirmation import probe_regions
-from memfit.ranks.one_process import SingleProcess
-from memfit.ranks.together import each, once
+from memfit.planner.prediction import costs_of, predict
+from memfit.ranks.processes import SingleProcess, each, once
 from memfit.recomputation.generators import foreign_generators, preserved
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.rng import rng_preserved
 from memfit.sparse import parts
+from memfit.training.loss import gradient_values
+from memfit.training.step import Step
 from memfit.units import Progress, format_bytes, silent
 from memfit.workload import Workload, samples_of, tensors_of
 
+TOLERANCE: dict[Numerics, float] = {"exact": 0.0, "reordered": 1e-3, "reduced": 0.25, "changed": math.inf}
+"""Largest relative difference of the loss, and of all gradients in the Euclidean norm, by numerics class.
+
+For `reduced` it tells a wrong step from a rounded one, no more: with bf16's 8 bits, gradients of a BatchNorm
+network with random weights differ by more than a tenth.
+"""
 ROUNDING = 1e-6
 """Largest relative difference where only the order of additions differs, in fp32."""
+PREDICTION_TOLERANCE = 0.05
+"""Largest difference of a measured peak from the predicted one, relative to what was measured."""
+COMPILED_TOLERANCE = 0.25
+"""The same where compiled code takes less: it fuses more than a plan counts on, across modules in the forward pass. The
+models of the tests, which are small, took up to a sixth less; a byte-level GPT took what was predicted."""
 _IN_EVALUATION_MODE = "compared in evaluation mode, since the planned step draws its own dropout masks"
 _NAMED = 3  # differences of a copy that a note names
+_MEASUREMENTS = 3  # of which the least counts: gloo's threads may hold what was sent for a moment longer
+
+Tensors = dict[str, torch.Tensor]
+
+
+class PlainStepTooLargeError(UsageError):
+    """The plain step of several ranks is predicted not to fit, so that nothing is compared with it."""
 
 
 @checked
@@ -115,59 +137,55 @@ def _held(plan: Plan, workload: Workload, progress: Progress) -> Verification:
     quiet = plan.levers.microbatch_size < size or registry.draws_otherwise(plan.levers)
     with nothing_changes(workload) as around:
         tell = around.outside(progress)
-        unlike = _unlike(workload, place)
-        runs = _Runs("plain step", 3, tell)
+        unlike = differences(workload, real_copy(workload, place))
+        ran = _counting(tell, "plain step", 3)
         plain_loss, plain_gradients, plain_buffers = _gradients(workload, plain, place, quiet=quiet)
-        runs.add()
-        plain_peak, _ = _peak(workload, plain, place, runs.add)
+        ran()
+        plain_peak, _ = _peaks(workload, plain, place, ran)
         is_again = registry.recomputes(plan.levers)
-        runs = _Runs("planned step", 4 if is_again else 3, tell)
+        ran = _counting(tell, "planned step", 4 if is_again else 3)
         loss, gradients, buffers = _gradients(workload, plan.levers, place, quiet=quiet)
-        runs.add()
-        differences = probe_regions(workload, plan.levers, place) if is_again else {}
-        runs.add(is_again)
-        peak, reserved = _peak(workload, plan.levers, place, runs.add)
+        ran()
+        differing = probe_regions(workload, plan.levers, place) if is_again else {}
+        ran(is_again)
+        peak, reserved = _peaks(workload, plan.levers, place, ran)
+    notes = [_IN_EVALUATION_MODE] if quiet else []
+    if unlike:
+        more = f" and {len(unlike) - _NAMED} more" if len(unlike) > _NAMED else ""
+        notes.append(f"memfit ran copies, and they differ from your objects: {'; '.join(unlike[:_NAMED])}{more}")
     found = replace(
-        compared(plan, loss, gradients, plain_loss, plain_gradients),
+        _compared(plan, loss, gradients, plain_loss, plain_gradients),
         measured_peak_bytes=peak,
         measured_reserved_bytes=reserved,
         plain_measured_peak_bytes=plain_peak,
-        notes=[*([_IN_EVALUATION_MODE] if quiet else []), *unlike],
+        notes=notes,
     )
-    failures = [f"a region of the plan can't be recomputed: {how}" for how in differences.values()]
+    failures = [f"a region of the plan can't be recomputed: {how}" for how in differing.values()]
     if plan.numerics == "exact":
         moved = [name for name, buffer in plain_buffers.items() if not torch.equal(buffer, buffers[name])]
         failures += [f"after the step the buffer {name} has other values than after the plain step" for name in moved]
     progress("prediction", 0, 1)
-    failures += prediction_failures(workload, plan=plan) + peak_failures(plan, found)
+    failures += prediction_failures(workload, plan=plan) + _peak_failures(plan, found)
     if plan.numerics == "exact" and not found.bitwise:
         failures.append(
             "the plan is of class exact, but the loss or a gradient is not bit-identical to the plain step's"
         )
-    failures += numerics_failures(found, TOLERANCE[plan.numerics])
+    failures += _numerics_failures(found, TOLERANCE[plan.numerics])
     progress("prediction", 1, 1)
     return replace(found, failures=failures)
 
 
-def _unlike(workload: Workload, place: torch.device) -> list[str]:
-    """Return a note on what copies of a workload leave out or share; none where they are the step that trains."""
-    found = differences(workload, real_copy(workload, place))
-    if not found:
-        return []
-    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return [f"memfit ran copies, and they differ from your objects: {'; '.join(found[:_NAMED])}{more}"]
+def _counting(progress: Progress, step: str, total: int) -> Callable[..., None]:
+    """Return what is called after each run of a step, and reports how many are done."""
+    done = 0
 
+    def ran(count: int = 1) -> None:
+        nonlocal done
+        done += count
+        progress(step, done, total)
 
-class _Runs:
-    """Counts the runs of a step, and reports each."""
-
-    def __init__(self, step: str, total: int, progress: Progress) -> None:
-        self._step, self._total, self._progress, self._done = step, total, progress, 0
-        progress(step, 0, total)
-
-    def add(self, count: int = 1) -> None:
-        self._done += count
-        self._progress(self._step, self._done, self._total)
+    ran(0)
+    return ran
 
 
 def _gradients(
@@ -197,7 +215,7 @@ def _on_cpu(tensors: Tensors) -> Tensors:
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
-def _peak(
+def _peaks(
     workload: Workload, levers: Levers, place: torch.device, ran: Callable[[], None] = lambda: None
 ) -> tuple[int, int | None]:
     """Return the measured peaks of a step: allocated bytes, and on an accelerator reserved bytes.
@@ -209,10 +227,247 @@ def _peak(
         batch = step.workload.batch
         step(batch)  # makes the optimizer's state
         ran()
-        measure = measure_peak_bytes if levers.sharding is None else rank_peak_bytes
+        measure = measure_peak_bytes if levers.sharding is None else _rank_peak_bytes
         peaks = measure_peaks(step, batch) or (measure(step, batch), None)
         ran()
         return peaks
+
+
+def _rank_peak_bytes(step: Step, batch: Any) -> int:
+    """Return the peak of a rank's step, after one that made the optimizer's state. All ranks call this."""
+    if place_of(step.workload).type != "cpu":
+        return measure_peak_bytes(step, batch)
+    step(batch)  # DistributedDataParallel fills its buckets in another order from here on
+    gc.collect()
+    return min(measure_peak_bytes(step, batch) for _ in range(_MEASUREMENTS))
+
+
+# Times and losses
+
+
+def compare(
+    plan: Plan,
+    workload: Workload,
+    *,
+    steps: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> Comparison:
+    """Train the plain and the planned step side by side on copies, on the same batches from the same start.
+
+    Steps are interleaved, so that a busy machine slows both alike; the first of each, which makes the
+    optimizer's state, is not timed.
+
+    A plan for several ranks is compared on as many, which all call this. The plain step is then
+    DistributedDataParallel's in fp32: each rank runs its part of the batch in one pass, and recomputes nothing. Peaks
+    are of the rank that holds most, times of the one that takes longest.
+
+    Args:
+        plan: The plan.
+        workload: The workload it was made for; nothing of it is changed.
+        steps: Steps of each (≥ 1).
+        progress: Called with how many steps are done, of how many.
+
+    Raises:
+        UsageError: There are more or fewer ranks than the plan is for.
+        PlainStepTooLargeError: The plain step of the ranks is predicted not to fit.
+    """
+    place = check_runs_here(plan, workload)
+    batches = first_batches(workload, steps)
+    plain_levers = Levers(microbatch_size=plan.batch_size)
+    with ranks_of(plan) as ranks, nothing_changes(workload) as around:
+        progress = None if progress is None else around.outside(progress)
+        if (sharding := plan.levers.sharding) is not None:
+            _check_plain_fits(plan, ranks)
+            data_parallel = Sharding(world_size=sharding.world_size, mode="ddp", gradient_as_bucket_view=True)
+            size = -(-plan.batch_size // sharding.world_size)
+            plain_levers = Levers(microbatch_size=size, sharding=data_parallel)
+        if ranks.size > 1:
+            place = rank_place(place)
+        copies = [real_copy(workload, place), real_copy(workload, place)]
+        losses: list[list[float]] = [[], []]
+        seconds: list[list[float]] = [[], []]
+        own_seconds = 0.0
+        with applied(plain_levers, copies[0]) as plain, applied(plan.levers, copies[1]) as planned:
+            pace = Pace() if place.type == "cpu" and ranks.size == 1 else None  # ranks wait for one another
+            for index, batch in enumerate(batches):
+                is_timed = index > 0 or len(batches) == 1
+                for which, step in enumerate((plain, planned)):
+                    if is_timed and pace is not None:
+                        pace.read()
+                    torch.manual_seed(index)
+                    started, own = time.perf_counter(), time.thread_time()
+                    losses[which].append(step(batch).loss)
+                    synchronize(place_of(step.workload))  # or the next step would wait for this one's update
+                    if is_timed:
+                        seconds[which].append(time.perf_counter() - started)
+                        own_seconds += time.thread_time() - own
+                if progress is not None:
+                    progress(index + 1, len(batches))
+            share = own_seconds / sum(map(sum, seconds))
+            notes = [] if pace is None else busy_notes("they ran", share, pace.slowdown)
+            measure = measure_peak_bytes if ranks.size == 1 else _rank_peak_bytes
+            peaks = [measure(step, batches[0]) for step in (plain, planned)]
+        # Of the rank that holds most, and of the one that takes longest.
+        plain_bytes, planned_bytes, *medians = ranks.most([*peaks, *map(statistics.median, seconds)])
+    return Comparison(
+        plain_peak_bytes=int(plain_bytes),
+        planned_peak_bytes=int(planned_bytes),
+        plain_step_seconds=medians[0],
+        planned_step_seconds=medians[1],
+        plain_losses=losses[0],
+        planned_losses=losses[1],
+        notes=tuple(notes),
+    )
+
+
+def _check_plain_fits(plan: Plan, ranks: SingleProcess) -> None:
+    """Refuse to compare with a step that is predicted not to fit: one rank that runs out leaves the others waiting.
+
+    Raises:
+        PlainStepTooLargeError: It does not fit on the rank that has least; raised on all of them.
+    """
+    needed, own = plan.plain.peak_reserved_bytes or plan.plain.peak_bytes, find_device(plan.device).usable_bytes
+    least = -int(ranks.most([-own])[0])
+    if needed > least:
+        raise PlainStepTooLargeError(
+            f"the plain step needs {format_bytes(needed)} on each rank, and {plan.device} has"
+            f" {format_bytes(least)}: memfit can't run it to compare the plan with it. Compare on a smaller"
+            " batch or model"
+        )
+
+
+def first_batches(workload: Workload, count: int) -> list[Any]:
+    """Return the first training batches, whole ones only; the position of the user's data is left as it was."""
+    if workload.batches is None:
+        return [workload.batch] * count
+    state = workload.batches.state_dict() if hasattr(workload.batches, "state_dict") else None
+    found: list[Any] = []
+    shapes = [tuple(t.shape) for t in tensors_of(workload.batch)]
+    try:
+        with rng_preserved():
+            while len(found) < count:
+                before = len(found)
+                for batch in workload.batches:
+                    if [tuple(t.shape) for t in tensors_of(batch)] == shapes:
+                        found.append(batch)
+                    if len(found) == count:
+                        break
+                if len(found) == before:
+                    return [workload.batch] * count
+    finally:
+        if state is not None:
+            workload.batches.load_state_dict(state)  # type: ignore[attr-defined]
+    return found
+
+
+# What a plan is held to
+
+
+def _compared(plan: Plan, loss: float, gradients: Tensors, plain_loss: float, plain: Tensors) -> Verification:
+    """Return how the planned step's loss and gradients differ from the plain one's; its peak is not measured yet."""
+    pairs = {name: (gradients[name], gradient) for name, gradient in plain.items() if name in gradients}
+    found = [
+        GradientDifference(parameter=name, relative=relative([pairs[name]]), equal=equal(*pairs[name]))
+        if name in pairs
+        else GradientDifference(parameter=name, relative=math.inf, equal=False)
+        for name in plain
+    ]
+    return Verification(
+        failures=[],
+        numerics=plan.numerics,
+        plain_loss=plain_loss,
+        planned_loss=loss,
+        loss_difference=abs(loss - plain_loss) / max(abs(plain_loss), 1e-30),
+        gradient_difference=relative(list(pairs.values())),
+        bitwise=loss == plain_loss and all(g.equal for g in found) and gradients.keys() == plain.keys(),
+        gradients=sorted(found, key=lambda difference: -difference.relative),
+        predicted_peak_bytes=plan.predicted.peak_bytes,
+        measured_peak_bytes=0,
+        plain_measured_peak_bytes=None,
+        budget_bytes=plan.budget_bytes,
+        notes=[],
+    )
+
+
+def relative(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """Return the Euclidean norm of the differences of what was found and expected, relative to what was expected."""
+    alike = [_alike(found, expected) for found, expected in pairs]
+    away = [float(gradient_values(found - expected).norm()) for found, expected in alike]
+    return math.hypot(*away) / max(math.hypot(*(float(gradient_values(e).norm()) for _, e in alike)), 1e-30)
+
+
+def _alike(found: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two gradients in one layout: where only one is sparse, both dense."""
+    return (found, expected) if found.layout is expected.layout else (found.to_dense(), expected.to_dense())
+
+
+def equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Tell whether two gradients have the same bits; sparse ones with their repeated entries added up."""
+    found, expected = _alike(found, expected)
+    if not found.is_sparse:
+        return torch.equal(found, expected)
+    one, other = found.coalesce(), expected.coalesce()
+    return torch.equal(one.indices(), other.indices()) and torch.equal(one.values(), other.values())
+
+
+def _numerics_failures(found: Verification, tolerance: float) -> list[str]:
+    """Return in what the planned step differs from the plain one by more than a tolerance, relative."""
+    missing = [g.parameter for g in found.gradients if g.relative == math.inf]
+    failures = [f"no gradient for {', '.join(missing)}"] if missing else []
+    for what, difference in (("loss", found.loss_difference), ("gradients", found.gradient_difference)):
+        if not difference <= tolerance:
+            failures.append(
+                f"{what}: {difference:.2e} from the plain step's, and class {found.numerics} allows {tolerance:g}"
+            )
+    return failures
+
+
+def _peak_failures(plan: Plan, found: Verification) -> list[str]:
+    """Return where the measured peak is not what a plan says."""
+    failures = []
+    taken, what = found.measured_peak_bytes, "measured peak"
+    if plan.predicted.peak_reserved_bytes is not None and found.measured_reserved_bytes is not None:
+        taken, what = found.measured_reserved_bytes, "measured reserved memory"
+    if taken > plan.budget_bytes:
+        failures.append(
+            f"{what} {format_bytes(taken)} is above the plan's budget_bytes {format_bytes(plan.budget_bytes)}"
+        )
+    off = abs(found.measured_peak_bytes - plan.predicted.peak_bytes) / found.measured_peak_bytes
+    is_less = found.measured_peak_bytes < plan.predicted.peak_bytes
+    allowed = COMPILED_TOLERANCE if is_less and registry.compiles(plan.levers) else PREDICTION_TOLERANCE
+    if off > allowed:
+        failures.append(
+            f"predicted peak {format_bytes(plan.predicted.peak_bytes)}, measured"
+            f" {format_bytes(found.measured_peak_bytes)}: {off:.1%} off, {allowed:.0%} is allowed"
+        )
+    return failures
+
+
+def prediction_failures(workload: Workload, *, plan: Plan, progress: Progress = silent) -> list[str]:
+    """Capture the planned step again, and return the statements of the plan that differ from it."""
+    device = find_device(plan.device)
+    try:
+        trace = capture_levers(workload, plan.levers, device)
+    except (CaptureError, RecomputationError) as e:
+        return [f"the planned step can't be run: {e}"]
+    failures = []
+    prediction, _ = predict(trace, costs_of([trace], device), device)
+    if prediction.peak_bytes != plan.predicted.peak_bytes and (
+        abs(prediction.peak_bytes / plan.predicted.peak_bytes - 1) > 0.001
+    ):
+        failures.append(
+            f"the plan states predicted.peak_bytes={plan.predicted.peak_bytes}, but its levers give"
+            f" {prediction.peak_bytes}: it was changed after it was made, or made with another torch"
+        )
+    size = samples_of(workload)
+    couples = plan.levers.microbatch_size < size and coupling(trace, workload) is not None
+    uses = registry.uses(LeversOn(plan.levers, size, couples))
+    if uses != plan.uses:
+        stated, actual = ("; ".join(f"{u.name}: {u.setting}, {u.numerics}" for u in us) for us in (plan.uses, uses))
+        failures.append(f"the plan states uses [{stated}], but its levers are [{actual}]")
+    if plan.numerics != freest(uses):
+        failures.append(f"the plan states numerics={plan.numerics!r}, but its levers have {freest(uses)!r}")
+    return failures
 
 
 # Plans for several ranks
@@ -236,7 +491,13 @@ def _held_on_ranks(plan: Plan, workload: Workload, ranks: SingleProcess, progres
     place = rank_place(check_runs_here(plan, workload))
     with nothing_changes(workload) as around:
         progress = around.outside(progress)
-        _check_batches(ranks, workload)
+        batches = ranks.gathered([_digest(tensor) for tensor in tensors_of(workload.batch)])
+        for rank, batch in enumerate(batches):
+            if batch != batches[0]:
+                raise UsageError(
+                    f"Workload.batch of rank {rank} has other values than that of rank 0. Give the global batch,"
+                    " the same on all ranks: seed the code that makes it"
+                )
         progress("ranks", 0, 3)
         loss, gradients, _ = _gradients(workload, plan.levers, place)
         digests = {name: _digest(gradient) for name, gradient in gradients.items()}
@@ -248,69 +509,19 @@ def _held_on_ranks(plan: Plan, workload: Workload, ranks: SingleProcess, progres
             others = {name: _digest(g) for name, g in _gradients(workload, again, place)[1].items()}
             differing = [name for name in digests if digests[name] != others.get(name)]
         progress("ranks", 1, 3)
-        peaks = _peak(workload, plan.levers, place)
+        peaks = _peaks(workload, plan.levers, place)
         progress("ranks", 2, 3)
         found = each(ranks, lambda: _OfRank(loss, digests, differing, *peaks))
         progress("ranks", 3, 3)
-
-        def verdict() -> Verification:
-            made = _verdict(plan, workload, gradients, found, place, progress)
-            stated = _stated(plan, workload, progress)
-            return replace(made, failures=[*made.failures, *stated])
-
-        return once(ranks, verdict)
+        return once(ranks, lambda: _verdict(plan, workload, gradients, found, place, progress))
 
 
-def _check_batches(ranks: SingleProcess, workload: Workload) -> None:
-    """Raise UsageError, on all ranks, unless all have the same batch."""
-    digests = ranks.gathered([_digest(tensor) for tensor in tensors_of(workload.batch)])
-    for rank, digest in enumerate(digests):
-        if digest != digests[0]:
-            raise UsageError(
-                f"Workload.batch of rank {rank} has other values than that of rank 0. Give the global batch,"
-                " the same on all ranks: seed the code that makes it"
-            )
-
-
-def _played(workload: Workload, levers: Levers, place: torch.device) -> tuple[float, Tensors]:
-    """Return the loss and the gradients that ranks are to have: this process plays each of them, without levers."""
-    from memfit.ranks.one_after_another import PlayedRank  # distributed packages take a second to import
-
-    assert levers.sharding is not None
-    size, copied = levers.sharding.world_size, real_copy(workload, place)
-    held = foreign_generators(generators_of(copied.model.modules()))
-    buffers = [(buffer, buffer.clone()) for buffer in copied.model.buffers()]
-    messages: list[list[torch.Tensor]] | None = None
-    with rng_preserved(), applied(Levers(microbatch_size=levers.microbatch_size), copied) as step:
-        while True:
-            losses, total = list[float](), Tensors()
-            played = [PlayedRank(rank, size, messages) for rank in range(size)]
-            for rank in played:
-                step.change(ranks=rank)
-                with preserved(held):
-                    _seed()
-                    loss, gradients = step.gradients(copied.batch)
-                losses.append(loss)
-                for name, gradient in gradients.items():
-                    share = gradient / size  # as the engines divide
-                    total[name] = total[name] + share if name in total else share
-                for buffer, before in buffers:
-                    buffer.copy_(before)
-            if messages is not None or all(rank.divisor is None for rank in played):
-                loss = _finished(played, losses, total, levers.microbatch_size, samples_of(copied))
-                return loss, _on_cpu(total)
-            messages = [rank.sent for rank in played]
-
-
-def _finished(played: list[Any], losses: list[float], total: Tensors, size: int, samples: int) -> float:
-    """Return the loss of all ranks, and correct their gradients for the count, as `Window.finish` does."""
-    divisor = played[0].divisor
-    if divisor is None:
-        return sum(losses) / len(played)
-    loss, count = played[0].totals
-    if samples % len(played) or size < samples // len(played):
-        foreach_mul_(list(total.values()), divisor.double() / count)
-    return float(loss / count)
+def _digest(tensor: torch.Tensor) -> str:
+    """Return the SHA-256 of a tensor's shape and values."""
+    digest = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+    for part in parts(tensor.coalesce() if tensor.is_sparse else tensor):
+        digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _verdict(
@@ -321,36 +532,88 @@ def _verdict(
     place: torch.device,
     progress: Progress,
 ) -> Verification:
-    """Return what the ranks found, held against what one process finds."""
+    """Return what the ranks found, held against what one process finds and what the plan says."""
     progress("one process", 0, 1)
-    plain_loss, plain_gradients = _played(workload, plan.levers, place)
+    plain_loss, plain_gradients = played(workload, plan.levers, place)
     progress("one process", 1, 1)
     peaks = [of_rank.peak_bytes for of_rank in found]
     reserved = [of_rank.reserved_bytes for of_rank in found if of_rank.reserved_bytes is not None]
     made = replace(
-        compared(plan, found[0].loss, gradients, plain_loss, plain_gradients),
+        _compared(plan, found[0].loss, gradients, plain_loss, plain_gradients),
         measured_peak_bytes=max(peaks),
         measured_reserved_bytes=max(reserved, default=None),
         notes=[f"the plain step runs in one process, and adds up the gradients of the parts of {len(found)} ranks"],
         rank_peaks_bytes=peaks,
     )
     upper = plan.predicted.peak_upper_bytes
-    too_much = [
+    failures = _disagreements(found)
+    failures += [
         f"rank {rank} has a measured peak of {format_bytes(peak)} ({peak} bytes), above the predicted upper end,"
         f" {format_bytes(upper)} ({upper} bytes)"
         for rank, peak in enumerate(peaks)
         if peak > upper
     ]
-    failures = [*_disagreements(found), *too_much, *peak_failures(plan, made)]
-    if _is_bitwise(plan, samples_of(workload)) and not made.bitwise:
+    failures += _peak_failures(plan, made)
+    # Two ranks that each send the sum of their microbatches are bitwise one process: a sum of two has one order.
+    sharding, only_reorders = plan.levers.sharding, _only_reorders(plan)
+    assert sharding is not None
+    is_sent_once = sharding.reduces == "last" or plan.levers.microbatch_size >= -(-samples_of(workload) // len(found))
+    if len(found) == 2 and is_sent_once and only_reorders and not made.bitwise:
         unequal = next((difference for difference in made.gradients if not difference.equal), None)
         furthest = "the loss" if unequal is None else f"{unequal.parameter} differs by {unequal.relative:.2e}"
         failures.append(
             "two ranks must be bit-identical to one process that adds up two halves, but the loss or a"
             f" gradient is not: {furthest}"
         )
-    failures += numerics_failures(made, ROUNDING if _only_reorders(plan) else TOLERANCE[plan.numerics])
+    failures += _numerics_failures(made, ROUNDING if only_reorders else TOLERANCE[plan.numerics])
+    progress("prediction", 0, 1)
+    failures += gpu_process.call(  # in a process that is in no group
+        prediction_failures,
+        workload,
+        {"plan": plan},
+        lambda *_: None,
+        sizes=[plan.levers.microbatch_size],
+        fakes_cuda=gpu_process.is_elsewhere(find_device(plan.device)),
+    )
+    progress("prediction", 1, 1)
     return replace(made, failures=failures)
+
+
+def played(workload: Workload, levers: Levers, place: torch.device) -> tuple[float, Tensors]:
+    """Return the loss and the gradients that ranks are to have: this process plays each of them, without levers."""
+    from memfit.ranks.group import PlayedRank  # distributed packages take a second to import
+
+    assert levers.sharding is not None
+    size, copied = levers.sharding.world_size, real_copy(workload, place)
+    held = foreign_generators(generators_of(copied.model.modules()))
+    buffers = [(buffer, buffer.clone()) for buffer in copied.model.buffers()]
+    messages: list[list[torch.Tensor]] | None = None
+    with rng_preserved(), applied(Levers(microbatch_size=levers.microbatch_size), copied) as step:
+        while True:
+            losses, total = list[float](), Tensors()
+            ranks = [PlayedRank(rank, size, messages) for rank in range(size)]
+            for rank in ranks:
+                step.change(ranks=rank)
+                with preserved(held):
+                    _seed()
+                    loss, gradients = step.gradients(copied.batch)
+                losses.append(loss)
+                for name, gradient in gradients.items():
+                    share = gradient / size  # as the engines divide
+                    total[name] = total[name] + share if name in total else share
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+            divisor = ranks[0].divisor
+            if messages is None and any(rank.divisor is not None for rank in ranks):
+                messages = [rank.sent for rank in ranks]
+                continue
+            if divisor is None:
+                return sum(losses) / size, _on_cpu(total)
+            of_all, count = ranks[0].totals
+            samples = samples_of(copied)
+            if samples % size or levers.microbatch_size < samples // size:  # as `Window.finish` corrects gradients
+                foreach_mul_(list(total.values()), divisor.double() / count)
+            return float(of_all / count), _on_cpu(total)
 
 
 def _disagreements(found: list[_OfRank]) -> list[str]:
@@ -376,34 +639,3 @@ def _only_reorders(plan: Plan) -> bool:
     is_reduced = sharding is not None and (sharding.param_dtype or sharding.reduce_dtype) is not None
     others = [use for use in plan.uses if use.numerics != "exact" and use.name not in (SHARDING, MICROBATCHES)]
     return plan.levers.precision == "32-true" and not is_reduced and not others
-
-
-def _is_bitwise(plan: Plan, batch_size: int) -> bool:
-    """Tell whether ranks are bitwise one process that adds up their gradients.
-
-    Two are, where each sends the sum of its microbatches: a sum of two has one order.
-    """
-    sharding = plan.levers.sharding
-    assert sharding is not None
-    is_sent_once = sharding.reduces == "last" or plan.levers.microbatch_size >= -(-batch_size // sharding.world_size)
-    return sharding.world_size == 2 and is_sent_once and _only_reorders(plan)
-
-
-def _stated(plan: Plan, workload: Workload, progress: Progress) -> list[str]:
-    """Return what a plan says otherwise than a capture of its step, in a process that is in no group."""
-    progress("prediction", 0, 1)
-    fakes_cuda = gpu_process.is_elsewhere(find_device(plan.device))
-    options, sizes = {"plan": plan}, [plan.levers.microbatch_size]
-    failures = gpu_process.call(
-        prediction_failures, workload, options, lambda *_: None, sizes=sizes, fakes_cuda=fakes_cuda
-    )
-    progress("prediction", 1, 1)
-    return failures
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    """Return the SHA-256 of a tensor's shape and values."""
-    digest = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-    for part in parts(tensor.coalesce() if tensor.is_sparse else tensor):
-        digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

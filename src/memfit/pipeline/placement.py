@@ -20,8 +20,7 @@ from memfit.ir.plan import Plan
 from memfit.levers.stack import check_plan, check_workload
 from memfit.ranks.environment import check_shared, launched_size
 from memfit.ranks.meta_models import Initialisation, is_on_meta
-from memfit.ranks.one_process import SingleProcess
-from memfit.ranks.together import check_same
+from memfit.ranks.processes import SingleProcess, check_same
 from memfit.training.batches import on_device
 from memfit.workload import Workload, described, tensors_of
 
@@ -215,8 +214,10 @@ def ranks_of(plan: Plan) -> Iterator[SingleProcess]:
     if plan.levers.sharding is None:
         yield SingleProcess()
         return
-    from memfit.ranks.launch import joined  # distributed packages take a second to import
-    from memfit.ranks.mesh import check_size
+    from memfit.ranks.mesh import (
+        check_size,
+        joined,  # distributed packages take a second to import
+    )
 
     with joined(kind_of(plan)) as ranks:
         check_size(plan.levers.sharding, ranks.size)
@@ -230,7 +231,7 @@ def joined_by(workload: Workload) -> Iterator[None]:
     if launched_size() == 1:
         yield
         return
-    from memfit.ranks.launch import joined  # distributed packages take a second to import
+    from memfit.ranks.mesh import joined  # distributed packages take a second to import
 
     kind = place_of(workload).type
     with joined("cpu" if kind == "meta" else kind):

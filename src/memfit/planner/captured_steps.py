@@ -34,8 +34,7 @@ from memfit.planner.capture_failures import CaptureFailures
 from memfit.planner.near_ties import Measure
 from memfit.planner.prediction import costs_of, predict
 from memfit.sharding.groups import around, repeated_blocks
-from memfit.sharding.one_rank import of_engine
-from memfit.sharding.proposals import proposals
+from memfit.sharding.one_rank import of_engine, proposals
 from memfit.solver.candidates import options
 from memfit.solver.frontier import SIMPLER_WITHIN, Combination
 from memfit.solver.problem import build

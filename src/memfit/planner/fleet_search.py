@@ -22,32 +22,53 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from time import thread_time
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
+from memfit.allocator.caching_allocator import replay as replay_allocations
 from memfit.errors import UsageError
 from memfit.fake_gpu.fake_cuda import family, runs_alike
 from memfit.hardware.catalogue import precisions as precisions_of
+from memfit.ir.allocations import allocations_of
 from memfit.ir.device import Device
 from memfit.ir.fleet import FleetRow, Misfit, Price
+from memfit.ir.interpolation import between, is_one_program, of_samples
+from memfit.ir.operator_costs import CostTable
 from memfit.ir.plan import Levers, Numerics, Precision, allows, freest
+from memfit.ir.remat import Region, Regions, enclosing
 from memfit.ir.sharding import Mode
+from memfit.ir.simulate import Replay
 from memfit.ir.trace import Trace
 from memfit.levers import registry
 from memfit.levers.lever import LeversOn
 from memfit.planner.batch_coupling import coupling
+from memfit.planner.captures import Captures
 from memfit.planner.prediction import check_precision, costs_of
-from memfit.planner.rank_steps import RankModel, RegionSet, ScaledTrace, checkpoint_menu, menu_of
 from memfit.planner.search import is_faster
 from memfit.sharding.groups import repeated_blocks
-from memfit.sharding.proposals import proposals
+from memfit.sharding.one_rank import proposals, shard, with_share_of_update
+from memfit.solver.candidates import options
+from memfit.solver.highs import Ints
+from memfit.solver.milp import COARSE, Solver
+from memfit.solver.problem import build
 from memfit.units import Budget, Progress
 from memfit.workload import Workload, samples_of
+
+_BUDGETS = 16  # that the menu is solved for, where there is time
+_MENU_SECONDS = 8.0  # for all of them, and for the lowest peak before
+_MENU = 32  # points of the menu, at most
+_LOW = 2  # samples of the smaller size captured: one sample alone often is another program
+
+RegionSet = tuple[Region, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,15 +141,6 @@ def joined(searches: Sequence[FleetSearch]) -> FleetSearch:
     )
 
 
-class _Point(NamedTuple):
-    """A point that was looked at: what the step would be, and what it takes."""
-
-    levers: Levers
-    peak_bytes: int
-    held_bytes: int
-    step_seconds: float
-
-
 class _Search:
     def __init__(self, workload: Workload, options: FleetOptions, progress: Progress) -> None:
         self.workload, self.options, self.progress = workload, options, progress
@@ -140,38 +152,16 @@ class _Search:
         self.done = 0
 
     def result(self) -> FleetSearch:
-        waiting = list(self.options.devices)
+        waiting, menus = list(self.options.devices), dict[Precision, list[RegionSet]]()
         for device in waiting:
             for precision in self.options.precisions or ():
                 check_precision(precision, "precisions", device, self.workload)
-        menus: dict[Precision, list[RegionSet]] = {}
         while waiting:
-            group, waiting = self._group(waiting, menus)
+            self.progress("capture", len(self.options.devices) - len(waiting), len(self.options.devices))
+            group = _Group(self, waiting, menus)
             group.run()
+            waiting = [device for device in waiting if device not in group.devices]
         return FleetSearch(self.rows, self.misfits, list(dict.fromkeys(self.notes)), self.step_error)
-
-    def _group(self, waiting: list[Device], menus: dict[Precision, list[RegionSet]]) -> tuple[_Group, list[Device]]:
-        """Return the first card that waits with all that run its program, and the others."""
-        options, first = self.options, waiting[0]
-        searched = options.precisions_for(first)
-        sizes = self.world_sizes
-        most = -(-self.samples // sizes[0])
-        self.progress("capture", len(options.devices) - len(waiting), len(options.devices))
-        programs = {precision: ScaledTrace(self.workload, first, precision, most) for precision in searched}
-        traces = {precision: program.trace(most, most) for precision, program in programs.items()}
-        alike = [
-            device for device in waiting if options.precisions_for(device) == searched and runs_alike(first, device)
-        ]
-        plain = traces[searched[0]]
-        self.notes += [note for note in plain.notes if not note.startswith("attention on ")]
-        units = repeated_blocks(plain)
-        for precision, trace in traces.items():
-            if precision not in menus:
-                self.progress("solve", len(menus), len(menus) + 1)
-                menus[precision] = checkpoint_menu(trace, costs_of([trace], first), units)
-        fitting = {precision: menu_of(menus[precision], trace) for precision, trace in traces.items()}
-        group = _Group(self, alike, RankModel(programs, fitting), units, self._couples(plain))
-        return group, [device for device in waiting if device not in alike]
 
     @functools.cached_property
     def world_sizes(self) -> list[int]:
@@ -187,61 +177,78 @@ class _Search:
             )
         return useful
 
+
+class _Group:
+    """The first card that waits and all that run its program, and the search for them.
+
+    Args:
+        menus: What is recomputed, from nothing to the lowest peak, by precision; the first group solves it.
+    """
+
+    def __init__(self, search: _Search, waiting: Sequence[Device], menus: dict[Precision, list[RegionSet]]) -> None:
+        self.search, self.options, first = search, search.options, waiting[0]
+        searched = self.options.precisions_for(first)
+        most = self.samples(search.world_sizes[0])
+        self.programs = {precision: ScaledTrace(search.workload, first, precision, most) for precision in searched}
+        traces = {precision: program.trace(most, most) for precision, program in self.programs.items()}
+        self.devices = [
+            card for card in waiting if self.options.precisions_for(card) == searched and runs_alike(first, card)
+        ]
+        plain = traces[searched[0]]
+        search.notes += [note for note in plain.notes if not note.startswith("attention on ")]
+        self.units = repeated_blocks(plain)
+        for precision, trace in traces.items():
+            if precision not in menus:
+                search.progress("solve", len(menus), len(menus) + 1)
+                menus[precision] = checkpoint_menu(trace, costs_of([trace], first), self.units)
+        self.menus: dict[Precision, list[RegionSet]] = {}
+        for precision, trace in traces.items():
+            calls = Regions(trace).calls  # another program may lack some of the modules
+            self.menus[precision] = [x for x in menus[precision] if all(r.modules[0] in calls for r in x)]
+        self.couples = self._couples(plain)
+        self.is_whole = self.couples and self.options.numerics != "changed"  # the batch is cut by nothing
+        self._alone: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._steps: dict[tuple[object, ...], _RankStep] = {}
+        self._programs: dict[tuple[object, ...], list[_Program]] = defaultdict(list)
+
     def _couples(self, trace: Trace) -> bool:
         """Tell whether samples are coupled; note what that leaves out where the numerics don't allow another training.
 
         Raises:
             UsageError: It leaves out every number of ranks.
         """
-        found = coupling(trace, self.workload)
+        found = coupling(trace, self.search.workload)
         if found is None or self.options.numerics == "changed":
             return found is not None
-        if self.world_sizes[0] > 1:
+        if self.search.world_sizes[0] > 1:
             raise UsageError(f"world_sizes= has no 1, and several ranks are not allowed: {found}")
-        self.notes.append(f"one rank and one microbatch only: {found}")
+        self.search.notes.append(f"one rank and one microbatch only: {found}")
         return True
 
-    def advance(self) -> None:
-        self.done += 1
-        self.progress("search", self.done, len(self.options.devices) * len(self.world_sizes))
-
-
-class _Group:
-    """The search for cards that run one program."""
-
-    def __init__(
-        self, search: _Search, devices: list[Device], model: RankModel, units: tuple[str, ...], couples: bool
-    ) -> None:
-        self.search, self.devices, self.model, self.units = search, devices, model, units
-        self.options, self.couples = search.options, couples
-        self.is_whole = couples and search.options.numerics != "changed"  # the batch is cut by nothing
-        self._alone: dict[tuple[object, ...], tuple[float, float]] = {}
-
     def run(self) -> None:
+        search, options = self.search, self.options
         fastest = dict.fromkeys((device.name for device in self.devices), math.inf)
         free: dict[tuple[str, int], bool] = {}  # whether memory limited no plan of a rank with so many samples
         least: dict[str, Misfit] = {}
-        for ranks in self.search.world_sizes:
+        for ranks in search.world_sizes:
             if self.is_whole and ranks > 1:
                 break
             for device in self.devices:
-                self.search.advance()
+                search.done += 1
+                search.progress("search", search.done, len(options.devices) * len(search.world_sizes))
                 key = device.name, self.samples(ranks)
-                if not self.options.each and self._is_beaten(ranks, device, fastest[device.name], free.get(key, False)):
+                if not options.each and self._is_beaten(ranks, device, fastest[device.name], free.get(key, False)):
                     continue
-                budget_bytes = self.options.budget.nbytes(device_bytes=device.usable_bytes)
-                found = _OneCard(self, device, ranks, budget_bytes).fastest()
+                found = _OneCard(self, device, ranks).fastest()
                 if isinstance(found, Misfit):
                     kept = least.get(device.name, found)
                     least[device.name] = min(kept, found, key=lambda each: each.held_bytes)
                     continue
                 fastest[device.name] = min(fastest[device.name], found.step_seconds)
                 free[key] = not found.levers.regions and found.levers.microbatch_size == self.samples(ranks)
-                self.search.rows.append(found)
-            self.model.forget()
-        self.search.misfits += [
-            least[name] for name, seconds in fastest.items() if seconds == math.inf and name in least
-        ]
+                search.rows.append(found)
+            self._steps.clear()  # no other number of ranks has them
+        search.misfits += [least[name] for name, seconds in fastest.items() if seconds == math.inf and name in least]
 
     def _is_beaten(self, ranks: int, device: Device, fastest: float, is_free: bool) -> bool:
         """Tell whether fewer cards do as well: no step can be faster, or as many samples a rank have room.
@@ -259,11 +266,10 @@ class _Group:
 
     def sizes(self, ranks: int) -> list[Levers]:
         """Return the levers of each precision and microbatch size, the whole of a rank's samples first."""
-        samples = self.samples(ranks)
-        sizes = [samples]
+        sizes = [self.samples(ranks)]
         while sizes[-1] > 1 and not self.is_whole and allows(self.options.numerics, "reordered"):
             sizes.append(-(-sizes[-1] // 2))
-        return [Levers(precision=p, microbatch_size=size) for p in self.model.programs for size in sizes]
+        return [Levers(precision=p, microbatch_size=size) for p in self.programs for size in sizes]
 
     def shardings(self, levers: Levers, ranks: int, device: Device) -> list[Levers]:
         """Return levers with each sharding among some ranks, the simplest first; alone for one rank."""
@@ -287,82 +293,69 @@ class _Group:
         microbatches = max(1.0, samples / levers.microbatch_size)
         key = (device.name, levers.precision, levers.microbatch_size, samples if microbatches == 1 else 0)
         if key not in self._alone:
-            self._alone[key] = self._parts(levers, samples, device)
+            trace = self.programs[levers.precision].trace(levers.microbatch_size, samples)
+            costs = costs_of([trace], device)
+            seconds = [costs.seconds_of(text) for text in trace.signatures]
+            of_microbatches = [0.0, 0.0]  # of the first microbatch, and of each later one
+            for op in trace.ops:
+                if op.phase != "optimizer":
+                    of_microbatches[min(op.microbatch, 1)] += seconds[op.signature]
+            self._alone[key] = of_microbatches[0], of_microbatches[1]
         once, again = self._alone[key]
         return once + (microbatches - 1) * again
 
-    def _parts(self, levers: Levers, samples: int, device: Device) -> tuple[float, float]:
-        """Return the seconds of the first microbatch, and of each later one; updates are left out."""
-        trace = self.model.programs[levers.precision].trace(levers.microbatch_size, samples)
-        costs = costs_of([trace], device)
-        seconds = [costs.seconds_of(text) for text in trace.signatures]
-        parts = [0.0, 0.0]
-        for op in trace.ops:
-            if op.phase != "optimizer":
-                parts[min(op.microbatch, 1)] += seconds[op.signature]
-        return parts[0], parts[1]
+    def step(self, levers: Levers, samples: int) -> _RankStep:
+        """Return the step of one rank, with its share of the update; levers' regions are none of its own."""
+        key = (levers.precision, levers.microbatch_size, samples, levers.sharding)
+        if key not in self._steps:
+            trace = self.programs[levers.precision].trace(levers.microbatch_size, samples)
+            if levers.sharding is not None:
+                trace = with_share_of_update(shard(trace, levers.sharding), levers.sharding)
+            alike = self._programs[trace.precision, len(trace.ops), len(trace.storages)]
+            program = next((known for known in alike if is_one_program(known.trace, trace)), None)
+            if program is None:
+                alike.append(program := _Program(trace, self.menus[levers.precision]))
+            self._steps[key] = _RankStep(trace, program)
+        return self._steps[key]
 
 
 class _OneCard:
     """The search for one kind of card and one number of ranks."""
 
-    def __init__(self, group: _Group, device: Device, ranks: int, budget_bytes: int) -> None:
-        self.group, self.device, self.ranks, self.budget_bytes = group, device, ranks, budget_bytes
-        self.model, self.samples = group.model, group.samples(ranks)
+    def __init__(self, group: _Group, device: Device, ranks: int) -> None:
+        self.group, self.device, self.ranks = group, device, ranks
+        self.samples = group.samples(ranks)
+        self.budget_bytes = group.options.budget.nbytes(device_bytes=device.usable_bytes)
         self._lowest: dict[Levers, float] = {}
         self._plain_fits: dict[Levers, bool] = {}
-        self._tried: list[tuple[Levers, int]] = []  # points that have no room by the simulated allocator
+        self._tried: list[tuple[_RankStep, int]] = []  # points that have no room by the simulated allocator
 
     def fastest(self) -> FleetRow | Misfit:
         """Return the fastest plan that fits, or else a `Misfit` with the least that a card would hold."""
-        best: _Point | None = None
-        bounded = [
-            (self.group.bound_seconds(each, self.ranks, self.device), each) for each in self.group.sizes(self.ranks)
-        ]
+        group, best = self.group, None
+        bounded = [(group.bound_seconds(each, self.ranks, self.device), each) for each in group.sizes(self.ranks)]
         for bound, levers in sorted(bounded, key=lambda item: item[0]):
             if best is not None and not is_faster(bound, best.step_seconds):
                 break  # as is every later one
-            if not self._has_room(levers):
-                continue
-            for shared in self.group.shardings(levers, self.ranks, self.device):
-                if not self._gathers_for_nothing(shared):
-                    best = self._faster(shared, best)
-        if best is None:
-            held = [self._held(*tried, math.inf) for tried in self._tried]
-            held_bytes = int(min([*(each[1] for each in held if each is not None), *self._lowest.values()]))
-            return Misfit(
-                device=self.device.name, ranks=self.ranks, held_bytes=held_bytes, budget_bytes=self.budget_bytes
-            )
-        return self._row(best)
+            shardings = group.shardings(levers, self.ranks, self.device)
+            if self._has_room(levers, shardings):
+                for shared in shardings:
+                    if not self._gathers_for_nothing(shared):
+                        best = self._faster(shared, best)
+        if best is not None:
+            return best
+        held = [step.held_bytes(point, self.device) for step, point in self._tried]
+        too_large = [live for live in self._lowest.values() if live > self.budget_bytes]  # others are among those held
+        held_bytes = int(min([*(each[1] for each in held if each is not None), *too_large]))
+        return Misfit(device=self.device.name, ranks=self.ranks, held_bytes=held_bytes, budget_bytes=self.budget_bytes)
 
-    def _row(self, best: _Point) -> FleetRow:
-        search, options, name = self.group.search, self.group.options, self.device.name
-        uses = registry.uses(LeversOn(best.levers, search.samples, self.group.couples))
-        hours, price = best.step_seconds * options.steps / 3600, options.prices.get(name)
-        return FleetRow(
-            device=name,
-            ranks=self.ranks,
-            nodes=-(-self.ranks // self.device.cards_per_node),
-            levers=best.levers,
-            uses=uses,
-            numerics=freest(uses),
-            budget_bytes=self.budget_bytes,
-            peak_bytes=best.peak_bytes,
-            held_bytes=best.held_bytes,
-            step_seconds=best.step_seconds,
-            hours=hours,
-            cost=None if price is None else price.per_hour * self.ranks * hours,
-            currency="" if price is None else price.currency,
-        )
-
-    def _has_room(self, levers: Levers) -> bool:
+    def _has_room(self, levers: Levers, shardings: Sequence[Levers]) -> bool:
         """Tell whether a size fits by live bytes where the most is sharded and recomputed: others hold more."""
-        shardings = self.group.shardings(levers, self.ranks, self.device)
-        if self._live_upper(shardings[0], 0) <= self.budget_bytes:
+        if self._fits_live(self.group.step(shardings[0], self.samples), 0):
             return True
         if levers not in self._lowest:
-            leanest = max(shardings, key=_share)
-            self._lowest[levers] = self._live_upper(leanest, len(self.model.menus[levers.precision]) - 1)
+            step = self.group.step(max(shardings, key=_share), self.samples)
+            self._lowest[levers] = self._live_upper(step, len(step.menu) - 1)
         return self._lowest[levers] <= self.budget_bytes
 
     def _gathers_for_nothing(self, levers: Levers) -> bool:
@@ -370,61 +363,66 @@ class _OneCard:
         sharding = levers.sharding
         if sharding is None or sharding.mode != "zero3" or "zero2" not in self.group.options.modes:
             return False
-        kept = replace(levers, sharding=replace(sharding, mode="zero2", kept=()))
-        return self._plain_fits.get(kept, False)
+        return self._plain_fits.get(replace(levers, sharding=replace(sharding, mode="zero2", kept=())), False)
 
-    def _live_upper(self, levers: Levers, point: int) -> float:
-        return self.model.peak_bytes(levers, self.samples, point, self.device) * self._excess(levers)
-
-    def _excess(self, levers: Levers) -> float:
-        costs, trace = self.model.costs(levers, self.samples, self.device), self.model.sharded(levers, self.samples)
-        self.group.search.step_error = max(self.group.search.step_error, costs.step_error)
-        return (1 + costs.peak_error) * (1 + trace.slack)
-
-    def _faster(self, levers: Levers, best: _Point | None) -> _Point | None:
+    def _faster(self, levers: Levers, best: FleetRow | None) -> FleetRow | None:
         """Return the fastest point of some levers that fits where it beats the best so far, which stays otherwise."""
         than = math.inf if best is None else best.step_seconds
-        plain = self.model.replay(levers, self.samples, 0, self.device)
-        if best is not None and not is_faster(plain.step_seconds(), than):
+        step = self.group.step(levers, self.samples)
+        if best is not None and not is_faster(step.replay(0, self.device).step_seconds(), than):
             self._plain_fits[levers] = True  # for what sends more: that is no faster either
             return best
-        menu, first = self.model.menus[levers.precision], self._first_with_room(levers)
-        for point in range(first, len(menu)):
-            seconds = self.model.replay(levers, self.samples, point, self.device).step_seconds()
+        for point in range(self._first_with_room(step), len(step.menu)):
+            seconds = step.replay(point, self.device).step_seconds()
             if not is_faster(seconds, than):
                 break
-            held = self._held(levers, point, self.budget_bytes)
+            held = step.held_bytes(point, self.device, self.budget_bytes)
             if held is not None:
                 self._plain_fits[levers] = point == 0
-                return _Point(replace(levers, regions=menu[point]), *held, seconds)
-            self._tried.append((levers, point))
+                return self._row(replace(levers, regions=step.menu[point]), *held, seconds)
+            self._tried.append((step, point))
         return best
 
-    def _first_with_room(self, levers: Levers) -> int:
+    def _row(self, levers: Levers, peak_bytes: int, held_bytes: int, step_seconds: float) -> FleetRow:
+        options, name = self.group.options, self.device.name
+        uses = registry.uses(LeversOn(levers, self.group.search.samples, self.group.couples))
+        hours, price = step_seconds * options.steps / 3600, options.prices.get(name)
+        return FleetRow(
+            device=name,
+            ranks=self.ranks,
+            nodes=-(-self.ranks // self.device.cards_per_node),
+            levers=levers,
+            uses=uses,
+            numerics=freest(uses),
+            budget_bytes=self.budget_bytes,
+            peak_bytes=peak_bytes,
+            held_bytes=held_bytes,
+            step_seconds=step_seconds,
+            hours=hours,
+            cost=None if price is None else price.per_hour * self.ranks * hours,
+            currency="" if price is None else price.currency,
+        )
+
+    def _first_with_room(self, step: _RankStep) -> int:
         """Return the first point of the menu that fits by live bytes, by halving: peaks fall along it."""
-        count = len(self.model.menus[levers.precision])
-        if self._live_upper(levers, 0) <= self.budget_bytes:
+        count = len(step.menu)
+        if self._fits_live(step, 0):
             return 0
-        if self._live_upper(levers, count - 1) > self.budget_bytes:
+        if not self._fits_live(step, count - 1):
             return count
         low, high = 0, count - 1
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._live_upper(levers, middle) <= self.budget_bytes else (middle, high)
+            low, high = (low, middle) if self._fits_live(step, middle) else (middle, high)
         return high
 
-    def _held(self, levers: Levers, point: int, most: float) -> tuple[int, int] | None:
-        """Return the peak allocated, and what is held against the budget, as `predict` has them; None for more."""
-        excess = self._excess(levers)
-        if self.device.kind == "cpu":
-            allocated = reserved = self.model.peak_bytes(levers, self.samples, point, self.device)
-        else:
-            found = self.model.held_bytes(levers, self.samples, point, self.device, (most + 1) / excess)
-            if found is None:
-                return None
-            allocated, reserved = found
-        held_bytes = int(reserved * excess)
-        return (allocated, held_bytes) if held_bytes <= most else None
+    def _fits_live(self, step: _RankStep, point: int) -> bool:
+        return self._live_upper(step, point) <= self.budget_bytes
+
+    def _live_upper(self, step: _RankStep, point: int) -> float:
+        search = self.group.search
+        search.step_error = max(search.step_error, step.on(self.device).costs.step_error)
+        return step.peak_bytes(point, self.device) * step.excess(self.device)
 
 
 def _share(levers: Levers) -> tuple[int, int, int, bool]:
@@ -438,3 +436,185 @@ def _share(levers: Levers) -> tuple[int, int, int, bool]:
         -len(sharding.kept),
         sharding.reduces == "each",
     )
+
+
+class ScaledTrace:
+    """The step of one rank in one precision, for any number of samples, as some cards run it."""
+
+    def __init__(self, workload: Workload, device: Device, precision: Precision, most: int) -> None:
+        self.workload, self.device, self.precision, self.most = workload, device, precision, most
+        self._captures = Captures(workload, device)
+        self._of_one: dict[int, Trace] = {}
+        self._of_two: dict[int, Trace] = {}
+
+    def trace(self, size: int, samples: int) -> Trace:
+        """Return the step of a rank with some samples, in microbatches of a size."""
+        if size >= samples:
+            return self._sized(self._of_one, samples, self.most, lambda size: self._part(size)(self._levers(size)))
+        trace = self._sized(
+            self._of_two,
+            size,
+            min(self.most, samples_of(self.workload)) // 2,
+            lambda size: self._captures(self._levers(size)),
+        )
+        if trace.microbatches == 2:
+            return of_samples(trace, samples)
+        return self._part(samples)(self._levers(size))  # microbatches differ: all of them are captured
+
+    def _sized(self, known: dict[int, Trace], size: int, most: int, captured: Callable[[int], Trace]) -> Trace:
+        """Return the step of a size: a captured one, or from two that were."""
+        if size not in known:
+            is_end = size <= _LOW or size == most or most <= _LOW + 1
+            found = None
+            if not is_end:
+                low, high = (self._sized(known, end, most, captured) for end in (_LOW, most))
+                found = between(low, high, size)
+            known[size] = found or captured(size)
+        return known[size]
+
+    def _levers(self, size: int) -> Levers:
+        return Levers(precision=self.precision, microbatch_size=size)
+
+    def _part(self, samples: int) -> Captures:
+        if samples == samples_of(self.workload):
+            return self._captures
+        from memfit.ranks.mesh import with_samples  # distributed packages take a second to import
+
+        return Captures(with_samples(self.workload, samples), self.device)
+
+
+class _Program:
+    """One program, of which only bytes and costs differ by samples, ranks and cards, with what was found of it.
+
+    What a step holds is known by the bytes of its storages and workspaces: other samples and ranks may have the same.
+
+    Args:
+        menu: What is recomputed, from nothing to the lowest peak.
+    """
+
+    def __init__(self, trace: Trace, menu: list[RegionSet]) -> None:
+        self.trace, self.menu = trace, menu
+        self.replays: dict[int, Replay] = {}
+        self.peaks: dict[tuple[object, ...], int] = {}
+        self.held: dict[tuple[object, ...], tuple[int, int]] = {}
+        self.exceeded: dict[tuple[object, ...], float] = {}
+
+
+class _OnCard(NamedTuple):
+    """The costs of a step on a card, and a digest of its workspaces."""
+
+    costs: CostTable
+    workspaces: bytes
+
+
+class _RankStep:
+    """The step of one rank on paper, with the modules of a point of the menu recomputed."""
+
+    def __init__(self, trace: Trace, program: _Program) -> None:
+        self.trace, self.menu, self._program = trace, program.menu, program
+        self._storages = _digest(trace.storage_bytes)
+        self._on: dict[str, _OnCard] = {}
+        self._replays: dict[int, Replay] = {}
+
+    def on(self, device: Device) -> _OnCard:
+        if device.name not in self._on:
+            costs = costs_of([self.trace], device)
+            sizes = [costs.of(text).workspace_bytes for text in self.trace.signatures]
+            # By operator, since signatures are numbered otherwise for another number of samples.
+            of_ops = np.array(sizes, np.int64)[self.trace.op_signatures]
+            self._on[device.name] = _OnCard(costs, _digest(of_ops, costs.resident_workspace_bytes))
+        return self._on[device.name]
+
+    def excess(self, device: Device) -> float:
+        """Return the upper end of the peak, as a multiple of it."""
+        return (1 + self.on(device).costs.peak_error) * (1 + self.trace.slack)
+
+    def replay(self, point: int, device: Device) -> Replay:
+        costs, known = self.on(device).costs, self._program.replays
+        if point not in self._replays:
+            if point not in known:
+                known[point] = Replay(self._program.trace, costs, self.menu[point])
+            self._replays[point] = known[point].under(costs, self.trace)
+        return self._replays[point].under(costs)
+
+    def peak_bytes(self, point: int, device: Device) -> int:
+        """Return the most live bytes."""
+        key = (point, self._storages, self.on(device).workspaces)
+        if key not in self._program.peaks:
+            self._program.peaks[key] = self.replay(point, device).peak_bytes()
+        return self._program.peaks[key]
+
+    def held_bytes(self, point: int, device: Device, most: float = math.inf) -> tuple[int, int] | None:
+        """Return the peak allocated, and what is held against the budget, as `predict` has them; None for more."""
+        excess = self.excess(device)
+        if device.kind == "cpu":
+            allocated = reserved = self.peak_bytes(point, device)
+        else:
+            found = self._allocator_bytes(point, device, (most + 1) / excess)
+            if found is None:
+                return None
+            allocated, reserved = found
+        held_bytes = int(reserved * excess)
+        return (allocated, held_bytes) if held_bytes <= most else None
+
+    def _allocator_bytes(self, point: int, device: Device, most: float) -> tuple[int, int] | None:
+        """Return the most that the simulated allocator has allocated and reserved; None where more is reserved."""
+        settings, held, exceeded = device.allocator, self._program.held, self._program.exceeded
+        limited = settings.memory_fraction < 1 or settings.expandable_segments  # else the card's memory changes nothing
+        own = (point, self._storages, self.on(device).workspaces)
+        key = (*own, settings, device.memory_bytes if limited else 0)
+        if key not in held:
+            if most <= exceeded.get(key, -1):
+                return None
+            events = allocations_of(self.replay(point, device), is_labelled=False)
+            report = replay_allocations(events, settings, total_bytes=device.memory_bytes, until_reserved_bytes=most)
+            if report.peak_reserved_bytes > most:
+                exceeded[key] = most
+                return None
+            held[key] = report.peak_allocated_bytes, report.peak_reserved_bytes
+        return held[key] if held[key][1] <= most else None
+
+
+def _digest(sizes: npt.NDArray[np.int64], more: int = 0) -> bytes:
+    """Return a digest of some sizes in bytes: as a key it is small, and the sizes are tens of kilobytes."""
+    return hashlib.blake2b(sizes.tobytes() + more.to_bytes(8, "little"), digest_size=16).digest()
+
+
+def checkpoint_menu(trace: Trace, costs: CostTable, units: Sequence[str]) -> list[RegionSet]:
+    """Return what may be recomputed, from nothing to the lowest peak, each point slower and lower than the last.
+
+    A few budgets are solved. Between them lie parts of each solution: modules of a model are much alike, so that half
+    of them save about half. Only modules alone are taken, none of them around what `fully_shard` gathers by itself.
+    """
+    regions = Regions(trace)
+    around_units = {fqn for unit in units for fqn in enclosing(unit) if fqn != unit}
+    choices = [
+        option
+        for option in options(regions, costs)
+        if all(len(region.modules) == 1 and region.modules[0] not in around_units for region in option.regions)
+    ]
+    problem = build(regions, costs, choices)
+    solver, nothing = Solver(problem), np.zeros(len(choices), np.int64)
+    deadline = thread_time() + _MENU_SECONDS
+    lowest = solver.leanest(_MENU_SECONDS / 4)
+    solutions = [lowest.x]
+    budgets = np.linspace(problem.peak_bytes(nothing), lowest.peak_bytes, _BUDGETS + 1)[1:]
+    for budget_bytes in (*budgets[3::4], *budgets[1::4], *budgets[::2]):  # ever closer ones
+        if (left := deadline - thread_time()) <= 0:
+            break
+        choice = solver.fastest(int(budget_bytes), COARSE, min(left, _MENU_SECONDS / 4))
+        solutions += [choice.x] if choice is not None else []
+    points = [nothing]
+    for x in solutions:
+        chosen = np.nonzero(x)[0]
+        for count in range(1, len(chosen) + 1):
+            points.append(np.zeros_like(x))
+            points[-1][chosen[:count]] = 1
+    falling, peaks = list[Ints](), list[int]()  # of these, none is as fast and as low as another
+    for x in sorted(points, key=lambda x: (problem.seconds(x), problem.peak_bytes(x))):
+        if not peaks or problem.peak_bytes(x) < peaks[-1]:
+            falling.append(x)
+            peaks.append(problem.peak_bytes(x))
+    wanted = np.linspace(peaks[0], peaks[-1], _MENU)  # so many, about evenly by their peaks
+    nearest = {min(range(len(peaks)), key=lambda i: abs(peaks[i] - peak)) for peak in wanted}
+    return [problem.regions(falling[i]) for i in sorted({0, *nearest, len(peaks) - 1})]

@@ -31,7 +31,6 @@ import torch
 import torch.distributed as dist
 
 from memfit._torch.distributed import collectives_sent
-from memfit.ranks.aborted import PeerError, UnansweredError
 
 FINE, UNSURE, RAN_OUT, FAILED = range(4)
 """A rank's vote. Unsure: it may run out in the optimizer, so that all have to be able to undo the update."""
@@ -41,7 +40,7 @@ Answer = Callable[[], int | None]
 
 
 @dataclass(frozen=True)
-class Collective:
+class PendingCollective:
     """What a step is about to send: on one group, or on one after the other.
 
     Attributes:
@@ -75,11 +74,11 @@ class Agreement:
         self.own = FINE
         self._is_answering = self._is_opening = False
         self._stopped: int | None = None
-        self._sent: list[Collective] = []
+        self._sent: list[PendingCollective] = []
         self._counts: list[int] = []
-        self._script: list[Collective] | None = None
-        self._known: dict[Hashable, list[Collective]] = {}
-        self._seen: dict[Hashable, list[Collective]] = {}
+        self._script: list[PendingCollective] | None = None
+        self._known: dict[Hashable, list[PendingCollective]] = {}
+        self._seen: dict[Hashable, list[PendingCollective]] = {}
 
     def close(self) -> None:
         """Give up the votes' group."""
@@ -94,7 +93,7 @@ class Agreement:
         self._sent, self._counts, self._stopped = [], [], None
         self.is_active, self.is_updating, self._is_opening = True, False, False
 
-    def before(self, what: Collective) -> None:
+    def before(self, what: PendingCollective) -> None:
         """Note that this rank is about to send; vote where it is not yet known what a step sends.
 
         Raises:
@@ -120,7 +119,7 @@ class Agreement:
         Raises:
             PeerError: A rank has failed.
         """
-        self.before(Collective(("opening",), ()))
+        self.before(PendingCollective(("opening",), ()))
         self._is_opening = self.is_active
         yield
         self._is_opening = False
@@ -218,3 +217,19 @@ def worst_of(ran_out: float, failed: float) -> int:
     if failed:
         return FAILED
     return RAN_OUT if ran_out else FINE
+
+
+class PeerError(Exception):
+    """Another rank aborted a step.
+
+    Args:
+        ran_out: Whether all aborting ranks ran out of memory.
+    """
+
+    def __init__(self, ran_out: bool) -> None:
+        self.ran_out = ran_out
+        super().__init__("another rank ran out of memory" if ran_out else "another rank failed with an error")
+
+
+class UnansweredError(Exception):
+    """A rank failed where it can't tell the others."""

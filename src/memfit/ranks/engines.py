@@ -1,7 +1,8 @@
 """PyTorch's engines put on a workload: DistributedDataParallel, and `fully_shard` (FSDP2).
 
 Both wrap a module that runs the whole of `loss_fn(model, batch)`, so that their hooks see every pass, whatever parts of
-the model the loss function calls, and the model itself stays the object that it was.
+the model the loss function calls, and the model itself stays the object that it was. Where steps may have to be undone,
+they tell an agreement before a collective of theirs is sent, and how a rank that failed answers it.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from memfit._torch.distributed import (
     initialize_units,
     rebuild_buckets,
     restart_buckets,
+    send_buffers_by,
 )
 from memfit._torch.tensors import tree_map
 from memfit.errors import PlanError, UsageError
 from memfit.ir.sharding import Sharding
-from memfit.ranks.agreement import Agreement
+from memfit.ranks.agreement import Agreement, Answer, PeerError, PendingCollective
 from memfit.ranks.group import SharedStep
-from memfit.ranks.hooks import watch_data_parallel, watch_fully_sharded
-from memfit.ranks.in_place import is_gloo, send_in_place
+from memfit.ranks.in_place import Gather, ReduceScatter, is_gloo, send_in_place
 from memfit.ranks.meta_models import Initialisation, allocate, is_on_meta
 from memfit.workload import Loss, Workload, class_name
 
@@ -152,7 +153,29 @@ class _DataParallel:
         """Do nothing: weights are whole."""
 
     def watch(self, agreement: Agreement) -> None:
-        watch_data_parallel(self._wrapped, agreement)
+        """Tell an agreement of the model's buckets and buffers, which are sent as the engine sends them by itself."""
+        sending = self._wrapped.process_group
+        source = dist.get_global_rank(sending, 0)
+
+        def reduced(group, bucket):  # type: ignore[no-untyped-def]  # the engine compares annotations with classes
+            buffer = bucket.buffer()
+            made: dict[str, Any] = {"dtype": buffer.dtype, "device": buffer.device, "layout": buffer.layout}
+            answer = functools.partial(_all_reduce_zeros, group, buffer.shape, made, dist.ReduceOp.SUM)
+            key = ("bucket", buffer.shape, buffer.dtype, buffer.layout)
+            try:
+                agreement.before(PendingCollective(key, ((group, answer),)))
+            except PeerError:  # not to be thrown through the engine: the next sum throws it again
+                return _done(buffer)
+            buffer.mul_(1.0 / group.size())
+            work = dist.all_reduce(buffer, group=group, async_op=True)
+            return work.get_future().then(lambda future: future.value()[0])
+
+        def equalized(buffers: list[torch.Tensor]) -> None:
+            for kind in dict.fromkeys(buffer.dtype for buffer in buffers):
+                _send_buffers([b for b in buffers if b.dtype == kind], source, sending, agreement)
+
+        self._wrapped.register_comm_hook(sending, reduced)
+        send_buffers_by(self._wrapped, equalized)
         self._agreement = agreement
 
     def reset(self) -> None:
@@ -168,8 +191,12 @@ class _Silent:
 
 def _reduce(ranks: SharedStep, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     ranks.reduce(bucket.buffer())
+    return _done(bucket.buffer())
+
+
+def _done(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer())
+    done.set_result(buffer)
     return done
 
 
@@ -192,7 +219,9 @@ def _fully_sharded(
     given: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": policy,
-        "offload_policy": _offload() if sharding.offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
+        if sharding.offload
+        else OffloadPolicy(),
     }
     for fqn in sharding.units or ():
         unit, stays = _unit(model, fqn), sharding.mode == "zero2" or fqn in sharding.kept
@@ -228,7 +257,7 @@ class _FullySharded:
         yield
 
     def watch(self, agreement: Agreement) -> None:
-        """Tell an agreement of what is sent.
+        """Tell an agreement of the gathers and reductions of the model's units; replicas average what shards added up.
 
         Raises:
             UsageError: This PyTorch can't end a step in the middle, or nothing is cut.
@@ -237,7 +266,12 @@ class _FullySharded:
             raise UsageError(f"recover=True with {reason}, or give recover=False")
         initialize_units(self._root)
         replicas = self._mesh.get_group("replicas") if self._sharding.replicas > 1 else None
-        watch_fully_sharded(self._root, agreement, replicas)
+        units = [module for module in self._root.modules() if isinstance(module, FSDPModule)]  # type: ignore[attr-defined]
+        for number, unit in enumerate(units):
+            gather: Any = _ToldGather(agreement, number, unit)
+            reduce: Any = _ToldReduceScatter(agreement, number, replicas)
+            unit.set_custom_all_gather(gather)
+            unit.set_custom_reduce_scatter(reduce)
 
     def reset(self) -> None:
         self._root.reset_iter_state()
@@ -262,10 +296,6 @@ class _FullySharded:
         for module in root.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-def _offload() -> CPUOffloadPolicy:
-    return CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
 
 
 def _unit(model: nn.Module, fqn: str) -> nn.Module:
@@ -324,3 +354,69 @@ def _cut(value: Any, parameter: torch.Tensor, shard: DTensor) -> Any:
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return value
     return distribute_tensor(value, shard.device_mesh, shard.placements)
+
+
+@torch.no_grad()
+def _send_buffers(buffers: list[torch.Tensor], source: int, group: dist.ProcessGroup, agreement: Agreement) -> None:
+    """Make buffers of one dtype those of the source, in one message."""
+    flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+    zeros = functools.partial(torch.zeros, flat.shape, dtype=flat.dtype, device=flat.device)
+    key = ("buffers", flat.shape, flat.dtype)
+    agreement.before(PendingCollective(key, ((group, lambda: dist.broadcast(zeros(), source, group=group)),)))
+    dist.broadcast(flat, source, group=group)
+    if dist.get_rank() != source:
+        for buffer, value in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(value.view_as(buffer))
+
+
+class _ToldGather(Gather):
+    """A gather that tells an agreement first."""
+
+    def __init__(self, agreement: Agreement, number: int, unit: FSDPModule) -> None:
+        self._agreement, self._number, self._unit = agreement, number, unit
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self._agreement.before(PendingCollective(("gather", self._number), ((group, self._answer),)))
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+    def _answer(self) -> None:
+        """Send the shards as they are: what the others compute of them stays within the range of their own values."""
+        self._unit.unshard()
+        self._unit.reshard()
+
+
+class _ToldReduceScatter(ReduceScatter):
+    """A reduction that tells an agreement first."""
+
+    def __init__(self, agreement: Agreement, number: int, replicas: dist.ProcessGroup | None) -> None:
+        self._agreement, self._number, self._replicas = agreement, number, replicas
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        made: dict[str, Any] = {"dtype": input_tensor.dtype, "device": input_tensor.device}
+        answers: list[tuple[dist.ProcessGroup, Answer]] = [
+            (group, functools.partial(_reduce_scatter_zeros, group, input_tensor.shape, made, op))
+        ]
+        if self._replicas is not None:
+            answer = functools.partial(_all_reduce_zeros, self._replicas, output_tensor.shape, made, op)
+            answers.append((self._replicas, answer))
+        key = ("reduce", self._number, input_tensor.shape, input_tensor.dtype)
+        self._agreement.before(PendingCollective(key, tuple(answers)))
+        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+def _all_reduce_zeros(group: dist.ProcessGroup, shape: torch.Size, made: dict[str, Any], op: Any) -> None:
+    dist.all_reduce(torch.zeros(shape, **made), op=op, group=group)
+
+
+def _reduce_scatter_zeros(group: dist.ProcessGroup, shape: torch.Size, made: dict[str, Any], op: Any) -> None:
+    given = torch.zeros(shape, **made)
+    ReduceScatter()(given.new_empty(given.numel() // group.size()), given, group, op)

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from memfit._torch.tensors import storage_key_of
 from memfit.errors import UsageError
-from memfit.ranks.agreement import FAILED, RAN_OUT, Agreement, Collective, worst_of
-from memfit.ranks.one_process import Number, Share, SingleProcess, T
+from memfit.ranks.agreement import FAILED, RAN_OUT, Agreement, PendingCollective, worst_of
+from memfit.ranks.processes import BatchPart, Number, SingleProcess, T
 from memfit.workload import Workload, part_of, samples_of, tensors_of
 
 _MIX = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, as in SplitMix64 (Steele, Lea, Flood 2014)
@@ -166,12 +166,12 @@ class SharedStep(Group):
     def syncing(self, is_last: bool) -> AbstractContextManager[object]:
         return self._engine.syncing(is_last)
 
-    def share(self, workload: Workload, batch: Any) -> Share:
+    def share(self, workload: Workload, batch: Any) -> BatchPart:
         """Return this rank's part of a global batch: the first ones have a sample more where it does not divide."""
         self._buckets.clear()  # the engine makes others after its first step
         if self.is_part:
             total = samples_of(workload, batch)
-            return Share(batch, total, total, total)
+            return BatchPart(batch, total, total, total)
         return share_of(workload, batch, self.rank, self.size)
 
     def means(self, values: list[Number]) -> list[Number]:
@@ -183,7 +183,7 @@ class SharedStep(Group):
         else:
             message = torch.cat([message, message.new_zeros(2)])
             answer = functools.partial(_tell, agreement, message.shape, message.dtype, message.device)
-            agreement.before(Collective(("told", len(values)), ((self._world, answer),)))
+            agreement.before(PendingCollective(("told", len(values)), ((self._world, answer),)))
             dist.all_reduce(message)
             agreement.heed(*message[-2:].tolist())
         return list((message[: len(values)] / self.size).unbind())
@@ -192,7 +192,7 @@ class SharedStep(Group):
         message = self._message([value])
         if self._agreement is not None:
             answer = functools.partial(_zero, message.shape, message.dtype, message.device)
-            self._agreement.before(Collective(("number",), ((self._world, answer),)))
+            self._agreement.before(PendingCollective(("number",), ((self._world, answer),)))
         dist.all_reduce(message)
         return (message[0] / self.size).float()  # a loss divided by it is not widened further
 
@@ -225,7 +225,7 @@ class SharedStep(Group):
             yield
 
 
-def share_of(workload: Workload, batch: Any, rank: int, size: int) -> Share:
+def share_of(workload: Workload, batch: Any, rank: int, size: int) -> BatchPart:
     """Return the part of a global batch that a rank of some runs: the first ones have a sample more if need be."""
     total = samples_of(workload, batch)
     least, more = divmod(total, size)
@@ -233,8 +233,8 @@ def share_of(workload: Workload, batch: Any, rank: int, size: int) -> Share:
     stop = start + least + (rank < more)
     mean, most = total / size, least + (more > 0)
     if start == stop:
-        return Share(part_of(workload, batch, 0, 1), 0, mean, most)
-    return Share(part_of(workload, batch, start, stop), stop - start, mean, most)
+        return BatchPart(part_of(workload, batch, 0, 1), 0, mean, most)
+    return BatchPart(part_of(workload, batch, start, stop), stop - start, mean, most)
 
 
 @contextlib.contextmanager
@@ -282,3 +282,46 @@ def _mixed(seed: int, number: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
+
+
+class PlayedRank(SingleProcess):
+    """A rank that a process plays.
+
+    It needs what the others send. So all are played twice where a count is divided by, and the second time each is
+    given the messages of the first.
+
+    Args:
+        messages: Of all ranks, by rank, from when they were played before; None the first time.
+
+    Attributes:
+        sent: Its messages.
+        divisor: The count that it divided by before all counts were known; None of means.
+        totals: The loss and the count of all ranks, once it has run.
+    """
+
+    def __init__(self, rank: int, size: int, messages: list[list[torch.Tensor]] | None) -> None:
+        self.rank, self.size, self._messages = rank, size, messages
+        self.sent: list[torch.Tensor] = []
+        self.divisor: torch.Tensor | None = None
+        self.totals: list[torch.Tensor] = []
+
+    def share(self, workload: Workload, batch: Any) -> BatchPart:
+        return share_of(workload, batch, self.rank, self.size)
+
+    def drawing(self) -> AbstractContextManager[object]:
+        return drawing_as(self.rank)
+
+    def means(self, values: list[Number]) -> list[Number]:
+        self.totals = list(self._mean(values).unbind())
+        # Gradients are corrected for their count once the ranks' are added up, as the engines do: not here.
+        return list(self.totals) if self.divisor is None else [self.totals[0], self.divisor.double()]
+
+    def mean(self, value: Number) -> Number:
+        self.divisor = self._mean([value])[0].float()
+        return self.divisor
+
+    def _mean(self, values: list[Number]) -> torch.Tensor:
+        own = message_of(values, torch.device("cpu"))
+        number = len(self.sent)
+        self.sent.append(own)
+        return own if self._messages is None else mean_of([of_rank[number] for of_rank in self._messages])

@@ -12,7 +12,7 @@ from memfit.ir.collectives import COPY_IN, COPY_OUT, GATHER, SCATTER
 from memfit.ir.sharding import Sharding
 from memfit.ir.trace import Op, Storage, Trace
 from memfit.sharding.groups import gradients_by_parameter, innermost, repeated_blocks
-from memfit.sharding.insertion import Block, Insertion
+from memfit.sharding.insertion import InsertedStorage, Insertion
 
 _ITEMSIZES = (1, 2, 4, 8)
 _WEIGHING = ("aten.detach.default", "aten.add.Tensor", "aten.mul.Tensor", "aten.div.Tensor", "aten._to_copy.default")
@@ -25,8 +25,8 @@ class _Unit:
     def __init__(self, fqn: str, owner: int) -> None:
         self.fqn, self.owner = fqn, owner
         self.parameters: list[int] = []
-        self.full: list[Block] = []
-        self.pending: Block | None = None
+        self.full: list[InsertedStorage] = []
+        self.pending: InsertedStorage | None = None
         self.reduced = False
 
 
@@ -48,8 +48,8 @@ class FullyShard:
         self.gradients = gradients_by_parameter(trace)
         self.ready = self._ready_gradients()
         self.order: list[_Pass] = []
-        self.held: Block | None = None  # the last output of an all-gather in the forward pass
-        self.reducing: Block | None = None  # the last input of a reduce-scatter
+        self.held: InsertedStorage | None = None  # the last output of an all-gather in the forward pass
+        self.reducing: InsertedStorage | None = None  # the last input of a reduce-scatter
         for microbatch in range(trace.microbatches):
             self._run(microbatch)
 

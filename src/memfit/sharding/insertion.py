@@ -7,27 +7,29 @@ their moment of death, as in a trace.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from memfit.ir.trace import Call, Category, Op, Save, Storage, Trace, Work
+from memfit.ir.collectives import Share, share_text
+from memfit.ir.trace import Call, Category, Op, Storage, Trace, Work
 
 
 @dataclass(eq=False)
-class Inserted:
+class InsertedOperator:
     """An operator that is inserted just before operator `before` of the original step."""
 
     before: int
     op: Op
 
 
-Moment = int | Inserted
+Moment = int | InsertedOperator
 """An operator of the original step, by its index, or an inserted one."""
 
 
 @dataclass
-class Block:
+class InsertedStorage:
     """An inserted storage. `death` None: it outlives the step; `birth` -1: it exists before the step."""
 
     nbytes: int
@@ -43,14 +45,14 @@ class Insertion:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.storages: list[Storage | Block] = list(trace.storages)
-        self._inserted: list[Inserted] = []
+        self.storages: list[Storage | InsertedStorage] = list(trace.storages)
+        self._inserted: list[InsertedOperator] = []
         self._signatures: dict[str, int] = {}
         self._works: list[Work] = []
 
     def op(
         self, name: str, nbytes: int, before: int, *, like: int, call: int, ranks: int = 0, padded_bytes: int = 0
-    ) -> Inserted:
+    ) -> InsertedOperator:
         """Insert an operator that moves a number of bytes.
 
         Args:
@@ -67,7 +69,7 @@ class Insertion:
             self._works.append(Work(0, nbytes, nbytes, "", True))
         template = self.trace.ops[like]
         op = Op(name, call, template.phase, template.microbatch, self._signatures[text], (), False)
-        self._inserted.append(Inserted(before, op))
+        self._inserted.append(InsertedOperator(before, op))
         return self._inserted[-1]
 
     def before(self, position: int) -> Moment:
@@ -75,9 +77,11 @@ class Insertion:
         last = self._inserted[-1] if self._inserted else None
         return last if last is not None and last.before == position else position - 1
 
-    def allocate(self, nbytes: int, birth: Moment, category: Category, owner: int, parameter: int = -1) -> Block:
+    def allocate(
+        self, nbytes: int, birth: Moment, category: Category, owner: int, parameter: int = -1
+    ) -> InsertedStorage:
         """Insert a storage; set its `death` when it is freed."""
-        block = Block(nbytes, birth, category, owner, parameter)
+        block = InsertedStorage(nbytes, birth, category, owner, parameter)
         self.storages.append(block)
         return block
 
@@ -85,54 +89,61 @@ class Insertion:
         """Move the death of a storage of the original step to another moment."""
         old = self.storages[index]
         assert isinstance(old, Storage)
-        self.storages[index] = Block(old.nbytes, old.birth, old.category, old.owner, old.parameter, death)
+        self.storages[index] = InsertedStorage(old.nbytes, old.birth, old.category, old.owner, old.parameter, death)
 
     def result(self) -> Trace:
         """Return the step with all insertions."""
-        new = _Renumbered(self.trace, sorted(self._inserted, key=lambda inserted: inserted.before))
+        ops: list[Op] = []
+        position: list[int] = []  # the new index of each operator of the original step
+        of: dict[InsertedOperator, int] = {}
+        pending = sorted(self._inserted, key=lambda inserted: inserted.before)[::-1]
+        for index in range(len(self.trace.ops) + 1):
+            while pending and pending[-1].before == index:
+                inserted = pending.pop()
+                of[inserted] = len(ops)
+                ops.append(inserted.op)
+            position.append(len(ops))
+            ops += self.trace.ops[index : index + 1]
+
+        def at(moment: Moment | None) -> int:
+            """Return the new index of a moment; the start and the end of the step stay -1 and `len(ops)`."""
+            if moment is None:
+                return len(ops)
+            if isinstance(moment, InsertedOperator):
+                return of[moment]
+            return moment if moment < 0 else position[moment]
+
+        def moved(call: Call) -> Call:
+            end = at(call.end - 1) + 1 if call.end > call.start else at(call.start)
+            return replace(call, start=at(call.start), end=end)
+
+        def made(old: Storage | InsertedStorage) -> Storage:
+            death = at(old.death)
+            release, shape = (at(old.release), old.shape) if isinstance(old, Storage) else (death, ())
+            return Storage(old.nbytes, at(old.birth), death, release, old.category, old.owner, old.parameter, shape)
+
         return replace(
             self.trace,
-            calls=[new.call(call) for call in self.trace.calls],
-            ops=new.ops,
-            storages=[new.storage(storage) for storage in self.storages],
-            saves=[new.save(save) for save in self.trace.saves],
+            calls=[moved(call) for call in self.trace.calls],
+            ops=ops,
+            storages=[made(storage) for storage in self.storages],
+            saves=[replace(s, at=at(s.at), unpacked=at(s.unpacked), death=at(s.death)) for s in self.trace.saves],
             signatures=[*self.trace.signatures, *self._signatures],
             works=[*self.trace.works, *self._works],
         )
 
 
-class _Renumbered:
-    """The operators in their new order, and the new index of each moment."""
-
-    def __init__(self, trace: Trace, inserted: list[Inserted]) -> None:
-        self.ops: list[Op] = []
-        self.position: list[int] = []
-        self.of: dict[Inserted, int] = {}
-        pending = list(reversed(inserted))
-        for index in range(len(trace.ops) + 1):
-            while pending and pending[-1].before == index:
-                event = pending.pop()
-                self.of[event] = len(self.ops)
-                self.ops.append(event.op)
-            self.position.append(len(self.ops))
-            self.ops += trace.ops[index : index + 1]
-
-    def at(self, moment: Moment | None) -> int:
-        """Return the new index of a moment; the start and the end of the step stay -1 and `len(ops)`."""
-        if moment is None:
-            return len(self.ops)
-        if isinstance(moment, Inserted):
-            return self.of[moment]
-        return moment if moment < 0 else self.position[moment]
-
-    def call(self, call: Call) -> Call:
-        end = self.at(call.end - 1) + 1 if call.end > call.start else self.at(call.start)
-        return replace(call, start=self.at(call.start), end=end)
-
-    def storage(self, old: Storage | Block) -> Storage:
-        death = self.at(old.death)
-        release, shape = (self.at(old.release), old.shape) if isinstance(old, Storage) else (death, ())
-        return Storage(old.nbytes, self.at(old.birth), death, release, old.category, old.owner, old.parameter, shape)
-
-    def save(self, save: Save) -> Save:
-        return replace(save, at=self.at(save.at), unpacked=self.at(save.unpacked), death=self.at(save.death))
+def with_shares(trace: Trace, positions: Iterable[int], ranks: int) -> Trace:
+    """Return a step in which some operators do one rank's share of their work, to predict its time."""
+    ops, signatures, works = list(trace.ops), list(trace.signatures), list(trace.works)
+    of_share: dict[int, int] = {}
+    for index in positions:
+        op = ops[index]
+        if op.signature not in of_share:
+            of_share[op.signature] = len(signatures)
+            signatures.append(share_text(op.name, Share(signatures[op.signature], ranks)))
+            work = works[op.signature]
+            flops, read_bytes, write_bytes = (-(-n // ranks) for n in (work.flops, work.read_bytes, work.write_bytes))
+            works.append(Work(flops, read_bytes, write_bytes, work.dtype, work.kernel))
+        ops[index] = replace(op, signature=of_share[op.signature])
+    return replace(trace, ops=ops, signatures=signatures, works=works)

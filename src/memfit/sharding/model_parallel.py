@@ -1,17 +1,40 @@
-"""A model that several ranks share, on paper: tensor, context and pipeline parallelism of one copy of it."""
+"""A model that several ranks share, on paper: tensor, context and pipeline parallelism of one copy of it.
+
+Context parallelism is as in H. Liu, M. Zaharia, P. Abbeel (2023), "Ring Attention with Blockwise Transformers for
+Near-Infinite Context": each rank has its tokens' activations, keys and values go round, and weights stay whole. A rank
+holds its own keys and values and receives the next. Attention is taken to need memory in proportion to the tokens, as
+fused kernels do; where the model writes the matrix of all pairs, a rank has a share of its rows.
+
+The schedule of pipelines is 1F1B (D. Narayanan et al., 2019, "PipeDream: Generalized Pipeline Parallelism for DNN
+Training", and 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", section 2.2): of
+S stages, the stage i holds the activations of min(S − i, M) microbatches out of M, and a step takes (M + S − 1) / M
+times as long as the slowest stage. As in `torch.distributed.pipelining`, a stage has buffers to receive what each of
+the M microbatches sends it, in both passes, and keeps what it returns until its backward pass. What stages send one
+another takes no time here. Weights that two stages share are counted on the first of them.
+"""
 
 from __future__ import annotations
+
+import functools
+import itertools
+from collections import defaultdict
 
 import msgspec
 from msgspec.structs import replace
 
 from memfit.errors import UsageError
-from memfit.ir.trace import Trace
-from memfit.sharding import context_parallel
-from memfit.sharding.pipeline_parallel import Pipeline
+from memfit.ir.collectives import RING
+from memfit.ir.operator_classes import ATTENTION, operator_class
+from memfit.ir.remat import enclosing
+from memfit.ir.trace import Storage, Trace
+from memfit.sharding.groups import repeated_blocks
+from memfit.sharding.insertion import Insertion, with_shares
 from memfit.sharding.tensor_parallel import TensorParallel
 
 _NAMES = ("tp", "cp", "pp")
+_SCALAR_BYTES = 16
+_ITEMSIZES = (1, 2, 4, 8)
+_PASSES = ("forward", "backward", "recompute")
 
 
 class Parallel(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,8 +89,11 @@ def stages_of(trace: Trace, parallel: Parallel) -> list[Trace]:
         trace = cut.result()
         notes.append(cut.note())
     if parallel.cp > 1:
-        trace = context_parallel.context_parallel(trace, parallel.cp)
-        notes.append(context_parallel.note(parallel.cp))
+        trace = _context_parallel(trace, parallel.cp)
+        notes.append(
+            f"context parallelism of {parallel.cp} ranks: each has 1/{parallel.cp} of the tokens; keys and values are"
+            " passed from rank to rank"
+        )
     stages = [trace]
     if parallel.pp > 1:
         pipeline = Pipeline(trace, parallel.pp)
@@ -75,3 +101,226 @@ def stages_of(trace: Trace, parallel: Parallel) -> list[Trace]:
         notes.append(pipeline.note())
     noted = [f"prediction only, not applied or measured: {note}" for note in notes]
     return [replace(stage, notes=[*stage.notes, *noted]) for stage in stages]
+
+
+def _context_parallel(trace: Trace, ranks: int) -> Trace:
+    """Return the step of one rank of `ranks`, from the step of one process."""
+    # By module, the bytes that its weights have in any dtype: what is as large may be one of them.
+    of_weights: dict[str, set[int]] = defaultdict(set)
+    for parameter in trace.parameters:
+        numel = parameter.nbytes // parameter.itemsize
+        of_weights[parameter.fqn.rpartition(".")[0]] |= {numel * size for size in _ITEMSIZES}
+    storages = []
+    for storage in trace.storages:
+        owner = trace.fqn_of(trace.ops[storage.birth].call) if storage.birth >= 0 else ""
+        kept = (
+            storage.parameter >= 0
+            or storage.nbytes <= _SCALAR_BYTES
+            or storage.category in ("parameters", "buffers", "optimizer state", "gradients")
+            or (storage.birth >= 0 and trace.ops[storage.birth].phase not in _PASSES)
+            or (storage.birth >= 0 and storage.nbytes in of_weights[owner])
+        )
+        storages.append(storage if kept else replace(storage, nbytes=-(-storage.nbytes // ranks), shape=()))
+    positions = [i for i, op in enumerate(trace.ops) if op.phase in _PASSES]
+    insertion = Insertion(replace(with_shares(trace, positions, ranks), storages=storages))
+    for position in positions:
+        op = trace.ops[position]
+        if operator_class(op.name) == ATTENTION:
+            # Keys and values, and their gradients too in the backward pass, each as large as what attention returns.
+            times = 4 if op.phase == "backward" else 2
+            nbytes = times * max((trace.storages[i].nbytes for i in trace.births[position]), default=0)
+            sent = insertion.op(RING, nbytes, position, like=position, call=op.call, ranks=ranks)
+            insertion.allocate(-(-nbytes // ranks), sent, "temporaries", -1).death = position
+    return insertion.result()
+
+
+class Pipeline:
+    """The stages of a step: blocks are shared evenly, the first stages have one more where that does not divide."""
+
+    def __init__(self, trace: Trace, stages: int) -> None:
+        self.trace, self.stages = trace, stages
+        blocks = repeated_blocks(trace)
+        if stages > len(blocks):
+            raise UsageError(
+                f"parallel='pp={stages}': {trace.workload!r} has {len(blocks)} repeated blocks, fewer than stages. Give"
+                f" pp of at most {max(len(blocks), 1)}"
+            )
+        counts = [len(blocks) // stages + (i < len(blocks) % stages) for i in range(stages)]
+        self.of_block = dict(zip(blocks, [i for i, count in enumerate(counts) for _ in range(count)], strict=True))
+        self.op_stages = self._op_stages()
+        self.parameter_stages = self._parameter_stages()
+
+    def _op_stages(self) -> list[int]:
+        """Return the stage of each operator: that of its block, or of the block before it in the forward pass."""
+        first = {self.trace.fqn_of(i): c.start for i, c in reversed(list(enumerate(self.trace.calls)))}
+        start = min((at for fqn, at in first.items() if fqn in self.of_block), default=0)
+        stages: list[int] = []
+        current, passing = 0, (-1, False)
+        for op in self.trace.ops:
+            backward = op.phase in ("backward", "recompute")
+            if (op.microbatch, backward) != passing:
+                passing, current = (op.microbatch, backward), self.stages - 1 if backward else 0
+            found = self._stage_of_call(op.call, start)
+            current = current if found is None else found
+            stages.append(current)
+        return stages
+
+    def _stage_of_call(self, call: int, first_block: int) -> int | None:
+        """Return the stage of a call: that of its block, or the first or the last; None where neither is known."""
+        for around in self.trace.call_chain(call):
+            fqn = self.trace.fqn_of(around)
+            if fqn in self.of_block:
+                return self.of_block[fqn]
+        if call < 0 or any(self.trace.fqn_of(call) in enclosing(block) for block in self.of_block):
+            return None
+        return 0 if self.trace.calls[call].start % len(self.trace.ops) < first_block else self.stages - 1
+
+    def _parameter_stages(self) -> list[int]:
+        """Return the stage of each parameter: of its block, or of the first operator of its module's call."""
+        of_module: dict[str, int] = {}
+        for index, call in enumerate(self.trace.calls):
+            if call.end > call.start:
+                of_module.setdefault(self.trace.fqn_of(index), self.op_stages[call.start])
+        stages = []
+        for parameter in self.trace.parameters:
+            around = enclosing(parameter.fqn)
+            block = next((stage for fqn, stage in self.of_block.items() if fqn in around), None)
+            stages.append(of_module.get(parameter.fqn.rpartition(".")[0], 0) if block is None else block)
+        return stages
+
+    def stage(self, stage: int) -> Trace:
+        """Return the step of one stage, with the activations of the other microbatches in flight."""
+        ops, storages = self.trace.ops, list(self.trace.storages)
+        kept = [self.op_stages[i] == stage or op.phase == "optimizer" for i, op in enumerate(ops)]
+        wanted: dict[int, int] = defaultdict(int)
+        for parameter, of in zip(self.trace.parameters, self.parameter_stages, strict=True):
+            wanted[parameter.nbytes] += of == stage
+        left: dict[int, dict[int, int]] = defaultdict(lambda: dict(wanted))
+        reach = self._reach(stage)
+        received = 0
+        for index, storage in enumerate(storages):
+            if self._is_received(storage, stage, reach):
+                received += storage.nbytes * (self.trace.ops[storage.birth].microbatch == self.trace.microbatches - 1)
+                storages[index] = replace(storage, nbytes=0)
+            elif not self._holds(storage, stage, kept, left):
+                storages[index] = replace(storage, nbytes=0)
+            elif self._is_output(index, stage):
+                last = reach.get(2 * self.trace.ops[storage.birth].microbatch + 1, (0, storage.death))[1]
+                storages[index] = replace(storage, death=max(storage.death, last))
+        count = len(self.trace.ops)
+        buffers = received * self.trace.scale_microbatches
+        storages.append(Storage(buffers, -1, count, count, "temporaries", -1))
+        filled = self._filled(replace(self.trace, storages=storages), stage)
+        updates = [i for i, op in enumerate(filled.ops) if op.phase == "optimizer"]
+        return _without(with_shares(filled, updates, self.stages), kept)
+
+    def _reach(self, stage: int) -> dict[int, tuple[int, int]]:
+        """Return, by microbatch and whether backward, the first and the last operator of a stage: (start, end)."""
+        found: dict[int, tuple[int, int]] = {}
+        for position, op in enumerate(self.trace.ops):
+            if self.op_stages[position] == stage and op.phase in _PASSES:
+                key = 2 * op.microbatch + (op.phase != "forward")
+                found[key] = (found.get(key, (position, 0))[0], position)
+        return found
+
+    def _holds(self, storage: Storage, stage: int, kept: list[bool], left: dict[int, dict[int, int]]) -> bool:
+        """Tell whether a storage is a stage's own."""
+        if storage.parameter >= 0:
+            return self.parameter_stages[storage.parameter] == stage
+        if storage.birth < 0:
+            return storage.category != "inputs" or stage in (0, self.stages - 1)
+        op = self.trace.ops[storage.birth]
+        if op.phase == "optimizer":
+            counts = left[storage.birth]
+            if storage.nbytes not in counts:
+                return True
+            counts[storage.nbytes] -= 1
+            return counts[storage.nbytes] >= 0
+        return kept[storage.birth]
+
+    @functools.cached_property
+    def _outputs(self) -> set[int]:
+        """What the model's own calls return, as the last that they allocate."""
+        found = set()
+        for index, call in enumerate(self.trace.calls):
+            if call.phase == "forward" and not self.trace.fqn_of(index):
+                born = [i for at in range(call.start, call.end) for i in self.trace.births[at]]
+                found |= {max(born, key=lambda i: self.trace.storages[i].birth)} if born else set()
+        return found
+
+    def _is_output(self, index: int, stage: int) -> bool:
+        """Tell whether a stage keeps a storage until its backward pass since it returns it."""
+        storage = self.trace.storages[index]
+        if storage.birth < 0 or self.trace.ops[storage.birth].phase != "forward" or storage.parameter >= 0:
+            return False
+        if stage == self.stages - 1:
+            return index in self._outputs
+        used = min(storage.release, len(self.op_stages) - 1)
+        return self.op_stages[storage.birth] == stage < self.op_stages[used]
+
+    def _is_received(self, storage: Storage, stage: int, reach: dict[int, tuple[int, int]]) -> bool:
+        """Tell whether a storage is sent to a stage by the one before it in a pass."""
+        if storage.birth < 0 or storage.parameter >= 0:
+            return False
+        op = self.trace.ops[storage.birth]
+        if op.phase not in ("forward", "backward"):
+            return False
+        start, _ = reach.get(2 * op.microbatch + (op.phase != "forward"), (0, 0))
+        before = stage - 1 if op.phase == "forward" else stage + 1
+        return self.op_stages[storage.birth] == before and storage.birth < start <= storage.release
+
+    def _filled(self, trace: Trace, stage: int) -> Trace:
+        """Add the activations of the microbatches that are in flight besides the one that runs."""
+        reach, last = self._reach(stage), trace.microbatches - 1
+        if 2 * last not in reach:
+            return trace
+        end = reach[2 * last][1]
+        activations = sum(
+            s.nbytes for s in trace.storages
+            if s.birth >= 0 and trace.ops[s.birth].microbatch == last and s.birth <= end < s.death < len(trace.ops)
+            and trace.ops[s.birth].phase == "forward"
+        )  # fmt: skip
+        in_flight = min(self.stages - stage, self.trace.scale_microbatches)  # microbatches
+        others = (in_flight - 1) * activations
+        begins, ends = reach[2 * last][0], reach.get(2 * last + 1, (0, end))[1]
+        held = Storage(others, begins, ends, ends, "activations", -1)
+        return replace(trace, storages=[*trace.storages, held]) if others else trace
+
+    def note(self) -> str:
+        """Return how the step is cut, in words."""
+        m, s = self.trace.scale_microbatches, self.stages
+        counts = [list(self.of_block.values()).count(i) for i in range(s)]
+        return (
+            f"pipeline of {s} stages (1F1B) with {', '.join(map(str, counts))} blocks, {m} microbatch{'es' * (m != 1)}:"
+            f" the bubble adds {(s - 1) / m:.0%} to the step; communication between stages is counted as free"
+        )
+
+
+def _without(trace: Trace, kept: list[bool]) -> Trace:
+    """Return a step without the operators of other stages, which are not `kept`."""
+    before = [0, *itertools.accumulate(kept)]  # operators that are kept before each one
+
+    def last(position: int) -> int:
+        """Return the last operator kept up to a position; the start and the end of the step stay -1 and the end."""
+        if position >= len(kept):
+            return before[-1]
+        return before[position + 1] - 1 if position >= 0 else -1
+
+    def first(position: int) -> int:
+        return before[position] if position >= 0 else -1
+
+    def moved(storage: Storage) -> Storage:
+        birth = min(first(storage.birth), before[-1] - 1)
+        death, release = (max(birth, last(at)) for at in (storage.death, storage.release))
+        return replace(storage, birth=birth, death=death, release=release)
+
+    return replace(
+        trace,
+        ops=list(itertools.compress(trace.ops, kept)),
+        calls=[replace(call, start=before[call.start], end=before[call.end]) for call in trace.calls],
+        storages=[moved(storage) for storage in trace.storages],
+        saves=[
+            replace(save, at=before[save.at], unpacked=first(save.unpacked), death=last(save.death))
+            for save in trace.saves
+        ],
+    )

@@ -19,8 +19,7 @@ from memfit.ir.collectives import SUM
 from memfit.ir.operator_classes import ATTENTION, MATRIX, SOFTMAX, operator_class
 from memfit.ir.trace import Storage, Trace
 from memfit.sharding.groups import innermost, repeated_blocks
-from memfit.sharding.insertion import Insertion
-from memfit.sharding.shares import with_shares
+from memfit.sharding.insertion import Insertion, with_shares
 
 _LINEAR = ("Linear", "NonDynamicallyQuantizableLinear")
 _TRANSPOSED = ("Conv1D",)  # transformers' linear layer, with a weight of inputs × outputs

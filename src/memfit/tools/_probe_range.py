@@ -14,7 +14,7 @@ from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers
 from memfit.ir.ranges import RangeReport, range_report
 from memfit.levers.stack import applied, check_workload
-from memfit.pipeline.comparison import first_batches
+from memfit.pipeline._verify import first_batches
 from memfit.pipeline.placement import device_kind
 from memfit.pipeline.verbs import checked
 from memfit.units import Progress, silent

@@ -15,7 +15,7 @@ from memfit._torch.autograd import current_graph_task_id
 from memfit._torch.operators import foreach_mul_
 from memfit._torch.tensors import sparse_values
 from memfit.errors import WorkloadError
-from memfit.ranks.one_process import SingleProcess
+from memfit.ranks.processes import SingleProcess
 from memfit.workload import LossScaling, tensors_of
 
 

@@ -21,7 +21,7 @@ from memfit.errors import NonFiniteError, UsageError, WorkloadError
 from memfit.interrupts import held_back, safe_point, undone
 from memfit.ir.plan import Prediction
 from memfit.ir.trace import Phase
-from memfit.ranks.one_process import Share, SingleProcess, T
+from memfit.ranks.processes import BatchPart, SingleProcess, T
 from memfit.rng import rng_preserved
 from memfit.tape import LoopWorkload
 from memfit.tracebacks import public
@@ -354,7 +354,7 @@ class Step:
         finally:
             _clear(parameters)
 
-    def _arrived(self, batch: Any) -> Share:
+    def _arrived(self, batch: Any) -> BatchPart:
         """Return this rank's part of a batch, on the model's accelerator where all of it was left on the CPU."""
         self._use()
         share = self.options.ranks.share(self.workload, batch)
@@ -365,7 +365,7 @@ class Step:
 
     # What a step consists of
 
-    def _run(self, share: Share) -> tuple[float, float, bool, float]:
+    def _run(self, share: BatchPart) -> tuple[float, float, bool, float]:
         """Return the loss of an update, its gradient norm as `_update` does, and the loss scale."""
         parameters, statistics = self._held()
         before = [s.clone() for s in statistics]
@@ -390,7 +390,7 @@ class Step:
         with limit, nullcontext() if self.options.around is None else self.options.around():
             yield
 
-    def _rehearse(self, share: Share, updating: BackwardUpdates) -> None:
+    def _rehearse(self, share: BatchPart, updating: BackwardUpdates) -> None:
         """Run a step that leaves nothing: where gradients are used as soon as they are there, errors come too late."""
         buffers = list(self.workload.model.buffers())
         before = [buffer.clone() for buffer in buffers]
@@ -442,7 +442,7 @@ class Step:
         return [(part_of(self.workload, batch, start, stop), stop - start) for start, stop in cuts]
 
     def _accumulate(
-        self, share: Share, parameters: list[nn.Parameter], updating: BackwardUpdates | None = None
+        self, share: BatchPart, parameters: list[nn.Parameter], updating: BackwardUpdates | None = None
     ) -> float:
         """Run every microbatch forward and backward; return the mean loss of the whole batch."""
         self._phase("optimizer", 0)
@@ -465,7 +465,7 @@ class Step:
         window.finish(_gradients_of(parameters))
         return window.mean_loss()
 
-    def _shares(self, share: Share) -> list[tuple[Any, int]]:
+    def _shares(self, share: BatchPart) -> list[tuple[Any, int]]:
         """Return a rank's microbatches and their samples: as many as every rank has, of which some count nothing."""
         piece = self.options.microbatch_size or share.most_samples
         found = self._microbatches(share.batch, share.samples) if share.samples else []
@@ -475,7 +475,7 @@ class Step:
             found += [(one, 0)] * lacking
         return found
 
-    def _update(self, loss: float, share: Share) -> tuple[float, bool]:
+    def _update(self, loss: float, share: BatchPart) -> tuple[float, bool]:
         """Unscale, clip, step, update the scale. Return the gradient norm; where it is not finite nothing was done.
 
         The second value tells whether it is that of the gradients, or of their entries, repeated ones not added up.
@@ -576,13 +576,13 @@ class Step:
 
     # What is not finite
 
-    def _check_loss(self, loss: float, share: Share) -> None:
+    def _check_loss(self, loss: float, share: BatchPart) -> None:
         if self.scaler is None and not math.isfinite(loss):
             advice = "Look at the batch, lower the learning rate, or give Workload.max_grad_norm"
             text = f"the loss is {loss} at step {self.steps}"
             raise self._not_finite(share, loss, text, f": nothing was updated. {advice}")
 
-    def _skip(self, norm: float, loss: float, share: Share) -> None:
+    def _skip(self, norm: float, loss: float, share: BatchPart) -> None:
         """Count a skipped update."""
         parameter = self._first_not_finite()
         if self.scaler is None:
@@ -601,7 +601,7 @@ class Step:
             )
         self.scaler.update(overflowed=True)
 
-    def _not_finite(self, share: Share, value: float, before: str, after: str) -> NonFiniteError:
+    def _not_finite(self, share: BatchPart, value: float, before: str, after: str) -> NonFiniteError:
         """Return an error that says where values are not finite first: the batch runs again under watch."""
         parameters = self.parameters()
         _clear(parameters)  # of no use any more

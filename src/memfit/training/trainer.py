@@ -30,8 +30,7 @@ from memfit.interrupts import HeldSignals, held_back
 from memfit.ir import codec
 from memfit.ir.plan import Plan, uses_text
 from memfit.ir.run_record import RunRecord
-from memfit.ranks.one_process import SingleProcess
-from memfit.ranks.together import once
+from memfit.ranks.processes import SingleProcess, once
 from memfit.rng import rng_state, set_rng_state
 from memfit.training.batches import BatchStream
 from memfit.training.guards.limits import allocation_retries, device_of

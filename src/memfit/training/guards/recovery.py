@@ -42,7 +42,7 @@ from memfit.hardware.host import free_bytes
 from memfit.hardware.memory_errors import OutOfMemory, out_of_memory
 from memfit.ir.codec import write_atomic
 from memfit.ir.plan import Plan, uses_text
-from memfit.ranks.aborted import PeerError, UnansweredError
+from memfit.ranks.agreement import PeerError, UnansweredError
 from memfit.rng import rng_snapshot
 from memfit.training.guards.limits import has_room
 from memfit.training.optimizers import Optimizers, parameters_of, state_of

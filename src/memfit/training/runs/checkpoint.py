@@ -44,8 +44,7 @@ import torch
 from memfit.errors import CheckpointError, DamagedCheckpointError, OutputError, UsageError
 from memfit.ir import codec
 from memfit.ir.plan import Plan, Precision
-from memfit.ranks.one_process import SingleProcess
-from memfit.ranks.together import each, once
+from memfit.ranks.processes import SingleProcess, each, once
 from memfit.rng import check_rng_state
 from memfit.training.runs.state import (
     HostBuffers,

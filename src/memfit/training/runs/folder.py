@@ -33,8 +33,7 @@ import msgspec
 import psutil
 
 from memfit.errors import CheckpointError, OutputError, UsageError
-from memfit.ranks.one_process import SingleProcess
-from memfit.ranks.together import once
+from memfit.ranks.processes import SingleProcess, once
 from memfit.training.guards.recovery import all_snapshots
 from memfit.training.runs import checkpoint
 from memfit.training.runs.log import read_lines

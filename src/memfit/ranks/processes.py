@@ -1,14 +1,20 @@
-"""A process that trains by itself, and what a step asks of it; those that share a step answer otherwise."""
+"""The processes that share a step, as the step sees them: here one that trains by itself.
+
+`each`, `agreed` and `once` are work that all of them do: it succeeds on all or fails on all, so that none waits for one
+that failed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
+from memfit.errors import MemfitError, PlanMismatchError, RankError
 from memfit.workload import Workload, samples_of
 
 T = TypeVar("T")
@@ -16,7 +22,7 @@ Number = torch.Tensor | float
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchPart:
     """A rank's part of a global batch.
 
     Attributes:
@@ -100,10 +106,10 @@ class SingleProcess:
 
     # What a step asks
 
-    def share(self, workload: Workload, batch: Any) -> Share:
+    def share(self, workload: Workload, batch: Any) -> BatchPart:
         """Return this rank's part of a global batch."""
         samples = samples_of(workload, batch)
-        return Share(batch, samples, samples, samples)
+        return BatchPart(batch, samples, samples, samples)
 
     def means(self, values: list[Number]) -> list[Number]:
         """Return the means over all ranks of some numbers."""
@@ -135,3 +141,61 @@ class SingleProcess:
 
     def drop_forward(self) -> None:
         """Cut gathered parameters again, after a forward pass without a backward pass. All ranks call it."""
+
+
+def each(ranks: SingleProcess, work: Callable[[], T]) -> list[T]:
+    """Have each rank do some work; return the results of all, by rank, which pickle must be able to send.
+
+    Raises:
+        Exception: That of this rank, where it failed; else that of the first rank that did, or RankError.
+    """
+    if ranks.size == 1:
+        return [work()]
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as e:
+        error = e
+    found = ranks.gathered((result, None if error is None else _sendable(error)))
+    if error is not None:
+        raise error
+    for rank, (_, failure) in enumerate(found):
+        if failure is not None:
+            failure.add_note(f"memfit: the error is from rank {rank}")
+            raise failure
+    return [value for value, _ in found]
+
+
+def agreed(ranks: SingleProcess, work: Callable[[], T]) -> T:
+    """Have each rank do some work; return its own result, once all have succeeded.
+
+    Raises:
+        Exception: That of this rank, where it failed; else that of the first rank that did, or RankError.
+    """
+    own: list[T] = []
+    each(ranks, lambda: own.append(work()))
+    return own[0]
+
+
+def once(ranks: SingleProcess, work: Callable[[], T]) -> T:
+    """Have the first rank do some work; return its result on all, which pickle must be able to send.
+
+    Raises:
+        Exception: That of the first rank, or RankError.
+    """
+    return each(ranks, lambda: work() if ranks.rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+def check_same(ranks: SingleProcess, what: str, data: bytes) -> None:
+    """Raise PlanMismatchError, on all ranks, unless all give the same data."""
+    digests = ranks.gathered(hashlib.sha256(data).hexdigest())
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise PlanMismatchError(
+            f"the ranks have different {what}: rank {others[0]}'s has the SHA-256 {digests[others[0]][:12]}..., and"
+            f" rank 0's {digests[0][:12]}.... Save one to a file, and load the same file on every rank"
+        )
+
+
+def _sendable(error: Exception) -> MemfitError:
+    return error if isinstance(error, MemfitError) else RankError(f"{type(error).__name__}: {error}")
