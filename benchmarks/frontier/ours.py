@@ -14,7 +14,7 @@ import memfit
 from benchmarks.frontier.methods import LOWEST, OURS, Apply, Method, Prepared, Task, Unsupported
 from memfit import InfeasibleError, Plan
 from memfit.ir.plan import uses_text
-from memfit.planner.near_ties import Measure
+from memfit.planner.verb_options import Measure
 from memfit.training.step import Step
 from memfit.units import format_bytes
 from memfit.workload import Loss, Workload

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memfit.cli import app
-from memfit.cli.demo import run_demo
+from memfit.cli.training import run_demo
 from memfit.hardware import measurement
 from memfit.hardware.catalogue import read
 from memfit.ir import codec
@@ -24,7 +24,7 @@ def test_the_demo_trains_there_and_reports(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a small model: what `memfit demo --device` runs."""
-    monkeypatch.setattr("memfit.cli.demo.byte_lm", lambda: language_model(n_layer=1))
+    monkeypatch.setattr("memfit.cli.training.byte_lm", lambda: language_model(n_layer=1))
     run_demo(tmp_path / "demo", steps=6, budget="0.75x", device=kind, overwrite=False)
     shown = capsys.readouterr().out
     assert "Peak, measured" in shown and (tmp_path / "demo" / "report.html").exists()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.cli.fleet_options import rank_numbers
+from memfit.cli.options import rank_numbers
 from memfit.errors import UsageError
 from memfit.fake_gpu import shim
 from tests.cli.test_cli import Shell, memfit  # noqa: F401  # a fixture

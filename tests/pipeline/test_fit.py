@@ -22,9 +22,9 @@ from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers, Plan, Prediction
 from memfit.pipeline import _fit, loop_plans
 from memfit.pipeline._fit import Fitted, Listener, fit_whatever_trains
-from memfit.pipeline._plan import PlanOptions
 from memfit.planner.captures import Captures, capture_levers
 from memfit.planner.confirmation import Confirmation
+from memfit.planner.verb_options import PlanOptions
 from memfit.tape import LoopWorkload
 from tests.measuring import peak_bytes_of
 from tests.pipeline import loops

@@ -17,8 +17,8 @@ from memfit.planner import measured_steps
 from memfit.planner.confirmation import Excluded
 from memfit.planner.measured_choice import Choice, measured_choice
 from memfit.planner.measured_steps import LONGEST_SECONDS, Timed, Turn
-from memfit.planner.near_ties import Measure
 from memfit.planner.search import Confirmed
+from memfit.planner.verb_options import Measure
 from memfit.workload import Workload
 from tests.planner.test_search import Applied, combinations
 from tests.workloads import lean

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +27,7 @@ from memfit.pipeline.verbs import checked, verb
 from memfit.planner import gpu_process
 from memfit.planner.captures import BENCHMARK_ERROR, capture_plain
 from memfit.planner.prediction import check_precision, costs_of, predict
+from memfit.planner.verb_options import EstimateOptions
 from memfit.report.chrome_trace import write_chrome_trace
 from memfit.report.memory_snapshot import write_snapshot
 from memfit.report.notebook_progress import stages, with_bars
@@ -94,20 +94,6 @@ def estimate(
         chrome_trace=chrome_trace,
     )
     return estimated(workload, options, progress=progress)
-
-
-@dataclass(frozen=True)
-class EstimateOptions:
-    """The options of `memfit.estimate`, as it takes them."""
-
-    device: str | torch.device | None = None
-    precision: Precision | Literal["auto"] = "32-true"
-    microbatch_size: int | None = None
-    world_size: int = 1
-    sharding: Mode = "ddp"
-    parallel: str | None = None
-    snapshot: Path | str | None = None
-    chrome_trace: Path | str | None = None
 
 
 def estimated(workload: Workload, options: EstimateOptions, *, progress: Progress) -> Prediction:

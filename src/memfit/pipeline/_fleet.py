@@ -22,7 +22,7 @@ from memfit.levers.microbatches import microbatch_sizes
 from memfit.levers.stack import check_as_given, check_workload
 from memfit.pipeline.verbs import checked, verb
 from memfit.planner import gpu_process
-from memfit.planner.fleet_search import FleetOptions, FleetSearch, joined, search
+from memfit.planner.fleet_search import FleetRequest, FleetSearch, joined, search
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.report.verdict import of_text
 from memfit.sharding.one_rank import SEARCHED
@@ -84,7 +84,7 @@ def fleet(
         )
     within_hours = None if within is None else parse_hours(within, "within")
     found_prices = dict(prices) if isinstance(prices, Mapping) else read_prices(prices) if prices is not None else {}
-    options = FleetOptions(
+    options = FleetRequest(
         devices=_cards(devices),
         budget=of_card,
         steps=steps,
@@ -125,7 +125,7 @@ def fleet(
     )
 
 
-def _searched(workload: Workload, options: FleetOptions, progress: Progress) -> FleetSearch:
+def _searched(workload: Workload, options: FleetRequest, progress: Progress) -> FleetSearch:
     """Search here, or in processes where a GPU's program can be captured."""
     if any(gpu_process.is_elsewhere(card) for card in options.devices):
         calls = [{"options": part} for part in options.in_two()]
@@ -192,7 +192,7 @@ def _nothing_fits(misfits: Sequence[Misfit], numerics: Numerics) -> InfeasibleEr
     )
 
 
-def _notes(options: FleetOptions, rows: Sequence[FleetRow]) -> list[str]:
+def _notes(options: FleetRequest, rows: Sequence[FleetRow]) -> list[str]:
     """Return what was assumed of cards, links and prices."""
     cards, prices = options.devices, options.prices
     found = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -28,8 +28,8 @@ from memfit.pipeline.verbs import checked, verb
 from memfit.planner import gpu_process
 from memfit.planner.assembly import assemble
 from memfit.planner.captured_steps import Findings, Request
-from memfit.planner.near_ties import Measure
 from memfit.planner.prediction import check_precision
+from memfit.planner.verb_options import Measure, PlanOptions
 from memfit.ranks.environment import launched_size
 from memfit.ranks.processes import SingleProcess, check_same, each, once
 from memfit.report.notebook_progress import stages, with_bars
@@ -136,25 +136,6 @@ def plan(
         ),
         progress=progress,
     )
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """The options of `memfit.plan`, as it takes them."""
-
-    budget: int | float | str
-    device: str | torch.device | None = None
-    numerics: Numerics = "reordered"
-    precisions: Sequence[Precision] | None = None
-    optimizers: Sequence[OptimizerLever] | None = None
-    world_size: int | None = None
-    sharding: Mode | Literal["auto"] = "auto"
-    engine: Sharding | None = None
-    points: int = 8
-    host_budget: int | str | None = None
-    time_limit_seconds: float = 10.0
-    measure: Measure = "auto"
-    compile: bool | Literal["auto"] = False
 
 
 def planned(

@@ -16,7 +16,6 @@ from memfit.ir.plan import Levers, Plan, Prediction
 from memfit.ir.simulate import simulate
 from memfit.levers.stack import check_plan
 from memfit.pipeline._estimate import estimate
-from memfit.pipeline._plan import PlanOptions
 from memfit.pipeline._plan import planned as make_plan
 from memfit.pipeline.kept_plans import Kept
 from memfit.pipeline.loop_steps import AND, generators_kept
@@ -24,6 +23,7 @@ from memfit.pipeline.placement import device_kind
 from memfit.planner.captured_steps import Findings
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import costs_of, predict
+from memfit.planner.verb_options import PlanOptions
 from memfit.tape import LoopWorkload, outside_autocast
 from memfit.units import Progress, format_bytes, format_seconds
 from memfit.workload import fingerprint

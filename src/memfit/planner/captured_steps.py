@@ -31,8 +31,8 @@ from memfit.levers.conflicts import met
 from memfit.levers.lever import Fallback, LeversOn, NotOffered
 from memfit.levers.parameter_updates import state_bytes
 from memfit.planner.capture_failures import CaptureFailures
-from memfit.planner.near_ties import Measure
 from memfit.planner.prediction import costs_of, predict
+from memfit.planner.verb_options import Measure
 from memfit.sharding.groups import around, repeated_blocks
 from memfit.sharding.one_rank import of_engine, proposals
 from memfit.solver.candidates import options

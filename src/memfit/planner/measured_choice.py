@@ -26,8 +26,9 @@ from memfit.planner.measured_steps import (
     timed_in_turns,
     why_no_room,
 )
-from memfit.planner.near_ties import Measure, Measured, fastest_measured, weighed
+from memfit.planner.near_ties import Measured, fastest_measured, weighed
 from memfit.planner.search import Confirmed
+from memfit.planner.verb_options import Measure
 from memfit.units import Progress, format_seconds
 from memfit.workload import Workload
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from time import thread_time
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -17,8 +17,6 @@ from memfit.planner.search import Confirmed, Limits
 from memfit.solver.frontier import Combination
 from memfit.solver.milp import COARSE
 
-Measure = bool | Literal["auto"]
-"""Whether plans are run before one is chosen (`memfit.plan`)."""
 MOST = 4
 """The most plans that are run, the one predicted to be fastest among them."""
 MARGIN = 0.005
