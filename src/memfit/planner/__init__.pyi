@@ -2,9 +2,7 @@ from . import gpu_process as gpu_process
 from .assembly import assemble as assemble
 from .batch_coupling import coupling as coupling
 from .batch_coupling import without_coupled as without_coupled
-from .candidate_search import Measure as Measure
 from .captured_steps import Findings as Findings
-from .captured_steps import PlanOptions as PlanOptions
 from .captured_steps import Request as Request
 from .captures import BENCHMARK_ERROR as BENCHMARK_ERROR
 from .captures import Captures as Captures
@@ -13,7 +11,7 @@ from .captures import capture_levers as capture_levers
 from .captures import capture_plain as capture_plain
 from .confirmation import first_line as first_line
 from .confirmation import probe_regions as probe_regions
-from .fleet_search import FleetOptions as FleetOptions
+from .fleet_search import FleetRequest as FleetRequest
 from .fleet_search import FleetSearch as FleetSearch
 from .fleet_search import joined as joined
 from .fleet_search import search as search
@@ -22,3 +20,16 @@ from .prediction import check_precision as check_precision
 from .prediction import costs_of as costs_of
 from .prediction import predict as predict
 from .prediction import predicted_under as predicted_under
+from .verb_options import BUDGET_HELP as BUDGET_HELP
+from .verb_options import COMPILE as COMPILE
+from .verb_options import COMPILE_HELP as COMPILE_HELP
+from .verb_options import HOST_BUDGET_HELP as HOST_BUDGET_HELP
+from .verb_options import MICROBATCH_HELP as MICROBATCH_HELP
+from .verb_options import NUMERICS_HELP as NUMERICS_HELP
+from .verb_options import PRECISIONS_HELP as PRECISIONS_HELP
+from .verb_options import AnyPrecision as AnyPrecision
+from .verb_options import Compile as Compile
+from .verb_options import EstimateOptions as EstimateOptions
+from .verb_options import FleetOptions as FleetOptions
+from .verb_options import Measure as Measure
+from .verb_options import PlanOptions as PlanOptions

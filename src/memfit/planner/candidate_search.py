@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import thread_time
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -28,8 +28,6 @@ ADVICE_SECONDS = 1.0
 _WIDEST = 1.1  # more than any error bar, as a multiple of the peak: those of compiled steps are up to 5 %
 _ROUNDING_BYTES = 64  # what floats in the solver may miss
 
-Measure = bool | Literal["auto"]
-"""Whether plans are run before one is chosen (`memfit.plan`)."""
 MOST = 4
 """The most plans that are run, the one predicted to be fastest among them."""
 MARGIN = 0.005

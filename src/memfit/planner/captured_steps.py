@@ -20,9 +20,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
-import torch
 from msgspec.structs import replace
 
 from memfit.cost import missing_kernel
@@ -34,8 +32,6 @@ from memfit.ir import (
     Levers,
     LeverUse,
     Mode,
-    Numerics,
-    OptimizerLever,
     Precision,
     Prediction,
     Regions,
@@ -59,9 +55,9 @@ from memfit.levers import (
     uncompiled,
     used_levers,
 )
-from memfit.planner.candidate_search import Measure
 from memfit.planner.confirmation import CaptureFailures
 from memfit.planner.prediction import costs_of, predict
+from memfit.planner.verb_options import PlanOptions
 from memfit.ranks import around, of_engine, proposals, repeated_blocks
 from memfit.solver import SIMPLER_WITHIN, Combination, build, options
 from memfit.workload import Workload, samples_of, tokens_per_sample
@@ -87,25 +83,6 @@ class Findings:
     plain: Trace | None = None
     excluded: frozenset[str] = frozenset()
     notes: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """The options of `memfit.plan`, as it takes them."""
-
-    budget: int | float | str
-    device: str | torch.device | None = None
-    numerics: Numerics = "reordered"
-    precisions: Sequence[Precision] | None = None
-    optimizers: Sequence[OptimizerLever] | None = None
-    world_size: int | None = None
-    sharding: Mode | Literal["auto"] = "auto"
-    engine: Sharding | None = None
-    points: int = 8
-    host_budget: int | str | None = None
-    time_limit_seconds: float = 10.0
-    measure: Measure = "auto"
-    compile: bool | Literal["auto"] = False
 
 
 @dataclass(frozen=True)

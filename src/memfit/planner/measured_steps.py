@@ -32,8 +32,9 @@ from memfit.foundations import Progress, format_bytes, format_seconds, silent
 from memfit.hardware import free_bytes
 from memfit.ir import BETWEEN_STEPS, Device, Levers, MeasuredStep, Proof, uses_text
 from memfit.levers import applied_to_copy, compiles
-from memfit.planner.candidate_search import Confirmed, Measure, MeasuredPlan, fastest_measured, weighed
+from memfit.planner.candidate_search import Confirmed, MeasuredPlan, fastest_measured, weighed
 from memfit.planner.confirmation import Excluded, first_line
+from memfit.planner.verb_options import Measure
 from memfit.training import Step
 from memfit.workload import LoopWorkload, Workload, has_data, rng_preserved
 

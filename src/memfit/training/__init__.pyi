@@ -34,9 +34,11 @@ from .runs.folder import holds_a_start as holds_a_start
 from .runs.folder import is_begun as is_begun
 from .runs.log import LogFunction as LogFunction
 from .runs.log import LoopLog as LoopLog
-from .runs.log import RunOptions as RunOptions
 from .runs.log import StepRecord as StepRecord
 from .runs.log import read_lines as read_lines
+from .runs.run_options import LOG_HELP as LOG_HELP
+from .runs.run_options import OVERWRITE_HELP as OVERWRITE_HELP
+from .runs.run_options import RunOptions as RunOptions
 from .runs.state import write_tensors as write_tensors
 from .step import Step as Step
 from .step import StepOptions as StepOptions

@@ -47,12 +47,12 @@ from memfit.training.runs.folder import (
 from memfit.training.runs.log import (
     History,
     RunLog,
-    RunOptions,
     StepRecord,
     finite,
     require_tensorboard,
     resumed_history,
 )
+from memfit.training.runs.run_options import RunOptions
 from memfit.training.runs.state import HostBuffers
 from memfit.training.step import Step, StepResult, evaluation_mode
 from memfit.workload import fingerprint, rng_state, samples_of, set_rng_state

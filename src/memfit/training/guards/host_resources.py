@@ -20,7 +20,7 @@ from memfit.hardware import free_bytes, own_bytes
 from memfit.ir import Plan
 from memfit.training.optimizers import state_of
 from memfit.training.runs import checkpoint
-from memfit.training.runs.log import RunOptions
+from memfit.training.runs.run_options import RunOptions
 from memfit.training.step import Step
 from memfit.workload import Workload, tensors_of
 
