@@ -20,7 +20,7 @@ import torch
 from memfit import hardware
 from memfit.foundations import interrupts
 from memfit.ir import Levers
-from memfit.pipeline import kept_plans
+from memfit.pipeline import loop_plans
 from memfit.pipeline._plan import MEASURE_VARIABLE
 from memfit.planner import captures as captured_steps
 from memfit.planner.captures import StepVariant
@@ -124,7 +124,7 @@ def _own_cache() -> Iterator[None]:
         patch.setattr(gc, "get_freeze_count", lambda: 1)  # which counts one by one, and each capture asks
         patch.setenv(MEASURE_VARIABLE, "no")  # plans are chosen by predicted times, but where a test asks for more
         patch.setenv(_CACHE, _cache())  # the shim of fake CUDA is built in it, once
-        patch.setattr(kept_plans, "is_on", False)  # a test's loop is planned, also where another one's is like it
+        patch.setattr(loop_plans, "is_on", False)  # a test's loop is planned, also where another one's is like it
         patch.setattr(hardware.shim, "command", warm.fake_cuda_command)
         patch.setattr(hardware.process, "command", functools.partial(warm.command, "-m"))
         yield

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.faults.processes import finish, mount_small_disk, wait
 from benchmarks.faults.subjects import Subject, Windows
 from memfit.training import METRICS
-from memfit.training.runs import checkpoint_folders
+from memfit.training.runs import checkpoint
 from memfit.workload import Workload
 
 TOO_MUCH_BYTES = 1 << 60
@@ -149,9 +149,9 @@ class TornCheckpoint(Fault):
 
     def after(self) -> None:
         """Damage the newest checkpoint."""
-        newest = checkpoint_folders.latest(self.out)
+        newest = checkpoint.latest(self.out)
         assert newest is not None  # the first is written before the first step
-        file = newest / self.draw.choice([checkpoint_folders.MANIFEST, *checkpoint_folders.FILES])
+        file = newest / self.draw.choice([checkpoint.MANIFEST, *checkpoint.FILES])
         data = file.read_bytes()
         place = self.draw.randrange(len(data))
         flipped = bytes([data[place] ^ self.draw.randint(1, 255)])

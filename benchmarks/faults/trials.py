@@ -28,8 +28,8 @@ from memfit import ir
 from memfit.ir import Plan, RunRecord, Views
 from memfit.pipeline import _train
 from memfit.training import METRICS, RUN, VIEWS, read_lines
-from memfit.training.runs import checkpoint_folders
-from memfit.training.runs.tensor_files import read_tensors
+from memfit.training.runs import checkpoint
+from memfit.training.runs.state import read_tensors
 
 MAX_RESTARTS = 4
 PLAN_FILE, REACH_FILE, RESULT_FILE = "plan.json", "reach.json", "result.json"
@@ -158,7 +158,7 @@ def outcome_of(out: Path, n_steps: int) -> Outcome:
         OSError: It did not come to its end.
     """
     last = out / f"checkpoint-{n_steps}"
-    files = {name: _digest(last / name) for name in checkpoint_folders.FILES if name != "plan.json"}
+    files = {name: _digest(last / name) for name in checkpoint.FILES if name != "plan.json"}
     lines = [line for line in read_lines(out / METRICS) if "loss" in line]
     counts = [int(t) for key, t in read_tensors(last / "optimizer.safetensors")[0].items() if key.endswith(".step")]
     assert min(counts) == max(counts)  # each parameter has a gradient in each update
@@ -203,7 +203,7 @@ def _watch(prepared: Prepared, name: str, seed: int, folder: Path) -> None:
     if happened:
         fault.after()
     while statuses[-1] != 0 and len(statuses) <= MAX_RESTARTS:
-        resume = checkpoint_folders.latest(out) is not None
+        resume = checkpoint.latest(out) is not None
         statuses.append(finish(start(lambda r=resume: train(subject, plan, views, out, journal, resume=r), log)))  # type: ignore[misc]
     case = judged(prepared, fault, out, statuses) if happened else None
     if case is not None:

@@ -10,7 +10,7 @@ import torch
 
 from memfit import ir
 from memfit.cli import app
-from memfit.cli.demo import run_demo
+from memfit.cli.training import run_demo
 from memfit.hardware import measurement, read
 from memfit.ir import Plan, RunRecord, Views
 from memfit.structure import separable_convolutions

@@ -24,8 +24,8 @@ from memfit._torch import FakeTensor
 from memfit.errors import MemoryLimitError, OutOfMemoryError
 from memfit.hardware import out_of_memory
 from memfit.ir import Levers, Plan, Region
-from memfit.training.guards.ledger import IN_THE_STEP
-from memfit.training.runs.tensor_files import HostBuffers
+from memfit.training.guards.limits import IN_THE_STEP
+from memfit.training.runs.state import HostBuffers
 from memfit.workload import Workload, rng_preserved
 from tests.accelerators.steps import language_model, same, slow, state_of, weights
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from memfit import hardware
 from memfit.cli import main
+from memfit.cli.options import rank_numbers
 from memfit.errors import UsageError
 from memfit.ir import Levers, Plan
 from memfit.version import __version__
@@ -262,9 +264,25 @@ def test_help(memfit: Shell, verb: str) -> None:
     assert verb == "demo" or "--json" in output
 
 
-def test_help_of_train_names_what_guards_a_run(memfit: Shell) -> None:
-    _, output, _ = memfit("train", "--help")
-    assert all(option in output for option in ("--recover", "--no-recover", "--limit", "--adaptive", "--resume"))
+def test_numbers_of_ranks_are_ranges_and_lists() -> None:
+    assert rank_numbers("1-4") == [1, 2, 3, 4]
+    assert rank_numbers("8, 1,2-3") == [1, 2, 3, 8]
+    for text in ("", "0-4", "4-1", "a", "1-", "1,,2", "1-9999999"):
+        with pytest.raises(UsageError, match="--ranks"):
+            rank_numbers(text)
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(hardware.shim.why_not() is not None, reason="fake CUDA can't be had here")
+def test_the_document_of_a_fleet_has_the_answers_and_the_page_is_written(tmp_path: Path) -> None:
+    page = tmp_path / "fleet.html"
+    command = ["fleet", LEAN, "--steps", "10", "--device", "l4", "--ranks", "1,2", "--html", str(page), "--json"]
+    run = subprocess.run([sys.executable, "-m", "memfit", *command], capture_output=True, text=True, check=True)
+    found = json.loads(run.stdout)
+    assert found["schema"] == "memfit.fleet/1"
+    assert found["answers"]["fewest"]["device"] == "l4"
+    assert found["answers"]["front"][0]["ranks"] == 1
+    assert "memfit fleet" in page.read_text()
 
 
 def test_precision_auto_is_what_suits_the_device(memfit: Shell, captures: list[Levers]) -> None:
@@ -379,14 +397,9 @@ class TestTrainRefuses:
         assert "file" in errors
         assert (tmp_path / "file").read_text() == "mine"
 
-    def test_steps_and_epochs_together(self, memfit: Shell, plan_file: Path, tmp_path: Path) -> None:
-        out = str(tmp_path / "run")
-        assert self.run(memfit, plan_file, "--steps", "2", "--epochs", "1", "--out", out)[0] == 2
-        assert self.run(memfit, plan_file, "--out", out)[0] == 2
-
     def test_options_that_contradict_each_other(self, memfit: Shell, plan_file: Path, tmp_path: Path) -> None:
         options = ("--steps", "2", "--out", str(tmp_path / "run"))
-        for more, words in ((("--adaptive", "--no-recover"), "--no-recover"), (("--limit", "90%"), "--limit")):
+        for more, words in ((("--adaptive", "--no-recover"), "--no-recover"), (("--epochs", "1"), "--epochs")):
             status, errors = self.run(memfit, plan_file, *options, *more)
             assert status == 2 and words in errors
         assert not (tmp_path / "run").exists()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from memfit import ir
-from memfit.cli import demo
+from memfit.cli import training
 from memfit.ir import Plan, RunRecord, Views
 from memfit.recipes import byte_lm
 
@@ -18,8 +18,8 @@ from memfit.recipes import byte_lm
 def test_demo_trains_under_a_budget_that_the_plain_step_does_not_meet(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo.recipes, "byte_lm", functools.partial(byte_lm, n_layer=2, d_model=128, batch_size=4))
-    demo.run_demo(tmp_path / "demo", steps=4, budget="24MiB", device="cpu", overwrite=False)
+    monkeypatch.setattr(training.recipes, "byte_lm", functools.partial(byte_lm, n_layer=2, d_model=128, batch_size=4))
+    training.run_demo(tmp_path / "demo", steps=4, budget="24MiB", device="cpu", overwrite=False)
     shown = capsys.readouterr().out
     for part in ("predicted without running it", "Frontier", "Budget", "Peak, measured", "report.html"):
         assert part in shown

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import memfit
-from memfit.cli import streams
+from memfit.cli import output
 from memfit.cli.output import print_json
 from tests.workloads import lean
 
@@ -118,16 +118,16 @@ def test_what_pytorch_says_of_memory_it_measured_in_part_is_kept_out(noisy: str,
 def test_standard_output_is_put_back(capfd: pytest.CaptureFixture[str]) -> None:
     before = sys.stdout
     for _ in range(2):
-        assert streams.when_asked(False) is False and not streams.takes_json()
-        assert streams.when_asked(True) is streams.when_asked(True) is True
+        assert output.when_asked(False) is False and not output.takes_json()
+        assert output.when_asked(True) is output.when_asked(True) is True
         print("noise")
         os.write(1, b"more\n")
         print_json({"a": 1})
         print("noise")
-        streams.give_back()
+        output.give_back()
         assert sys.stdout is before
-        output, errors = capfd.readouterr()
-        assert (json.loads(output), errors) == ({"a": 1}, "noise\nmore\nnoise\n")
+        shown, errors = capfd.readouterr()
+        assert (json.loads(shown), errors) == ({"a": 1}, "noise\nmore\nnoise\n")
     print("as always")
     assert capfd.readouterr().out == "as always\n"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
@@ -27,7 +26,11 @@ def waits_passively() -> bool:
     return commands.os.environ.get(commands.WAIT_POLICY) == "PASSIVE"
 
 
-def test_threads_sleep_on_a_busy_machine(environment: pytest.MonkeyPatch) -> None:
+def test_threads_sleep_on_a_busy_machine_and_at_rest_nothing_is_set(environment: pytest.MonkeyPatch) -> None:
+    environment.setattr(commands, "is_busy", lambda: False)
+    commands.settle_threads()
+    assert not waits_passively()
+    environment.setattr(commands, "is_busy", lambda: True)
     commands.settle_threads()
     assert waits_passively()
 
@@ -35,12 +38,6 @@ def test_threads_sleep_on_a_busy_machine(environment: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("name", [commands.WAIT_POLICY, "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
 def test_what_the_user_has_set_stays(name: str, environment: pytest.MonkeyPatch) -> None:
     environment.setenv(name, "active")
-    commands.settle_threads()
-    assert not waits_passively()
-
-
-def test_at_rest_nothing_is_set(environment: pytest.MonkeyPatch) -> None:
-    environment.setattr(commands, "is_busy", lambda: False)
     commands.settle_threads()
     assert not waits_passively()
 
@@ -74,9 +71,3 @@ def test_a_machine_is_busy_where_others_use_more_than_half_of_it(monkeypatch: py
     for percent, is_busy in ((50.0, False), (51.0, True)):
         monkeypatch.setattr(host.psutil, "cpu_percent", lambda interval, percent=percent: percent)
         assert host.is_busy() is is_busy
-
-
-def test_the_command_line_starts_without_pytorch() -> None:
-    """Or its threads would have been made before they are told how to wait."""
-    code = "import sys, memfit.cli.app; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -13,6 +13,7 @@ from memfit.cli import plan_commands, run, training
 from memfit.errors import BudgetError
 from memfit.foundations import read_budget
 from memfit.ir import Plan
+from memfit.planner import PlanOptions
 from memfit.training import RunOptions
 from tests.workloads import tiny
 
@@ -107,7 +108,7 @@ def test_planning_measures_steps_as_training_runs_them(
 ) -> None:
     monkeypatch.setattr(plan_commands, "load_for", lambda *_: tiny())
     monkeypatch.setattr(memfit.pipeline, "plan", lambda *args, **kwargs: plan)
-    plan_commands.plan("tests.workloads:tiny", budget, device=device)
+    plan_commands.plan("tests.workloads:tiny", PlanOptions(budget, device, world_size=1))
     assert ways == found
 
 

@@ -216,8 +216,8 @@ def test_each_row_is_refused(pair: tuple[str, str]) -> None:
 
 
 def test_every_row_but_those_of_other_frameworks_is_tested() -> None:
-    # tested with an environment of its own, in test_batch_coupling.py, below, in test_adapt.py, test_out_of_memory.py,
-    # and test_compilation.py
+    # tested with an environment of its own, in test_batch_coupling.py, below, in test_adaptive.py,
+    # test_out_of_memory.py, and test_compilation.py
     elsewhere = {
         conflicts.JITTOR,
         conflicts.COUPLING_LOSS,

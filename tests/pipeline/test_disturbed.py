@@ -121,8 +121,8 @@ def test_a_plan_that_was_applied_as_the_signal_came_is_taken_back(monkeypatch: p
     signal.signal(signal.SIGPROF, rings)
     from memfit.pipeline import _apply
 
-    real = _apply.snapshots_of
-    monkeypatch.setattr(_apply, "snapshots_of", lambda *given: (signal.raise_signal(signal.SIGPROF), real(*given))[1])
+    real = _apply.Growth
+    monkeypatch.setattr(_apply, "Growth", lambda *given: (signal.raise_signal(signal.SIGPROF), real(*given))[1])
     with pytest.raises(Rung):
         memfit.apply(plan, made)
     assert changed(before, workload_state(made)) == []

@@ -13,9 +13,9 @@ import memfit
 from memfit import hardware
 from memfit.ir import Levers, Plan, allows
 from memfit.pipeline._plan import MEASURE_VARIABLE
-from memfit.planner import measured_choice, measured_steps
+from memfit.planner import measured_steps
+from memfit.planner.candidate_search import MOST
 from memfit.planner.measured_steps import Turn
-from memfit.planner.near_ties import MOST
 from memfit.solver import dominates
 from tests.workloads import quick
 
@@ -50,7 +50,7 @@ def times_are(
 
     monkeypatch.setattr(measured_steps._Turns, "_run", timed)
     for rounds in ("ROUNDS", "ASKED_ROUNDS"):
-        monkeypatch.setattr(measured_choice, rounds, 1)
+        monkeypatch.setattr(measured_steps, rounds, 1)
     return ran
 
 

@@ -48,11 +48,11 @@ def search(
     return fleet_search.search(workload, options, lambda *_: None)
 
 
-def options_of(devices: list[str], **more: Any) -> fleet_search.FleetOptions:
+def options_of(devices: list[str], **more: Any) -> fleet_search.FleetRequest:
     """Return the options of a search for some cards."""
     given: dict[str, Any] = {"budget": read_budget("90%", of_plain=False), "world_sizes": [1]}
     given |= {"numerics": "reordered", "precisions": None, "each": True, "modes": SEARCHED, "steps": 1, "prices": {}}
-    return fleet_search.FleetOptions(devices=[find_device(name) for name in devices], **(given | more))
+    return fleet_search.FleetRequest(devices=[find_device(name) for name in devices], **(given | more))
 
 
 def searched(

@@ -16,7 +16,7 @@ from memfit.cost import missing_kernel
 from memfit.errors import CaptureError, InfeasibleError
 from memfit.ir import Levers, Plan, Region
 from memfit.planner import assembly, confirmation, first_line
-from memfit.planner.capture_failures import failing, refusal_notes
+from memfit.planner.confirmation import failing, refusal_notes
 from memfit.workload import Workload
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from memfit.ir import CompilerLever, Levers
-from memfit.planner.deferred import _HALVING, DeferredCandidates
+from memfit.planner.captured_steps import _HALVING, DeferredCandidates
 
 SIZES = (8, 4, 2, 1)
 LAST, FIRST = "inductor-channels-last", "inductor"

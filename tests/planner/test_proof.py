@@ -22,8 +22,7 @@ from memfit.ir import Levers, Plan, Region, levers_key
 from memfit.levers import recomputes
 from memfit.pipeline import apply, verify
 from memfit.planner import confirmation
-from memfit.planner.capture_failures import CaptureFailures
-from memfit.planner.confirmation import why_not_proven
+from memfit.planner.confirmation import CaptureFailures, why_not_proven
 from memfit.recomputation import checking, checkpointed
 from memfit.recomputation.probe import Expected, _sums, checksum, report
 from memfit.report.summary import proof_text

@@ -15,7 +15,7 @@ import memfit
 from memfit.ir import Levers
 from memfit.levers import microbatch_sizes
 from memfit.planner import assembly
-from memfit.planner.deferred import size_between
+from memfit.planner.captured_steps import size_between
 from memfit.workload import Workload
 from tests.measuring import peaks
 from tests.models import squared_error

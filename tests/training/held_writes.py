@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from memfit.training import Trainer
-from memfit.training.runs import checkpoint, checkpoint_folders
-from memfit.training.runs.tensor_files import read_tensors
+from memfit.training.runs import checkpoint
+from memfit.training.runs.state import read_tensors
 
 THREAD = "memfit-checkpoint"
 
@@ -51,7 +51,7 @@ class HeldWrites:
 
 def stored(path: Path) -> dict[str, Any]:
     """Return what a checkpoint holds, by file; not the sums of headers, in which metadata is in any order."""
-    texts = {file.name: file.read_text() for file in path.glob("*.json") if file.name != checkpoint_folders.MANIFEST}
+    texts = {file.name: file.read_text() for file in path.glob("*.json") if file.name != checkpoint.MANIFEST}
     return {**texts, **{file.name: read_tensors(file) for file in path.glob("*.safetensors")}}
 
 

@@ -16,7 +16,7 @@ import torch
 from memfit.errors import MemfitError, MemoryLimitError, OutputError, RankError
 from memfit.ir import Sharding
 from memfit.training import RunOptions, Trainer
-from memfit.training.stopping import PREEMPTED
+from memfit.training.trainer import PREEMPTED
 from tests.covering import each
 from tests.processes import on_ranks
 from tests.ranks.trainings import DDP, HYBRID, ZERO2, ZERO3, Kind, fit, is_same, plan_for, state_of, step_of, workload

@@ -28,8 +28,10 @@ from memfit.ir import Plan, RunRecord
 from memfit.training import LossScaler, RunOptions, Step, StepOptions, Trainer
 from memfit.training import trainer as trainer_module
 from memfit.training.runs import checkpoint
+from memfit.training.runs.log import History
 from memfit.workload import Workload, rng_state
 from tests import warm
+from tests.models import twice
 from tests.ranks.trainings import is_same
 from tests.training.conftest import restored
 from tests.training.held_writes import HeldWrites, names, stored
@@ -840,3 +842,25 @@ def test_a_plan_for_another_workload_is_refused(run: Run, cases: SimpleNamespace
     workload: Workload = cases.workload()
     with pytest.raises(PlanMismatchError, match=plan.fingerprint):
         Trainer(Step(workload), plan, RunOptions(out=run.out, steps=1))
+
+
+# The command that started a run, for a report to say how it goes on
+
+
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        (["/usr/bin/memfit", "train", "a.py:w", "--plan", "p.json"], ["train", "a.py:w", "--plan", "p.json"]),
+        (["/lib/memfit/__main__.py", "train", "a.py:w"], ["train", "a.py:w"]),
+        (["C:/Scripts/memfit.exe", "train", "a.py:w"], ["train", "a.py:w"]),
+        (["/usr/bin/memfit", "demo", "--out", "x"], []),
+        (["train.py", "train", "--token", "secret"], []),
+        (["/other/__main__.py", "train"], []),
+        ([], []),
+    ],
+)
+def test_only_the_command_of_a_training_is_kept(
+    monkeypatch: pytest.MonkeyPatch, argv: list[str], command: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", argv)
+    assert History(twice()).record("running", 0).command == command

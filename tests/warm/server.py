@@ -21,7 +21,7 @@ from pathlib import Path
 
 IMPORTED = (
     "memfit.cli.app",
-    "memfit.cli.demo",
+    "memfit.cli.training",
     "memfit.hardware.process",
     "memfit.recipes",
     "memfit.report.pages",

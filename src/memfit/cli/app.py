@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from memfit.cli import commands, machine_commands, plan_commands, streams, train_commands
-from memfit.cli.output import print_error
+from memfit.cli import commands, machine_commands, output, plan_commands, train_commands
 from memfit.errors import MemfitError
 from memfit.foundations import users_frames
 from memfit.version import __version__
@@ -81,7 +80,7 @@ def main() -> None:
     try:
         app()
     except MemfitError as e:
-        print_error(e, streams.takes_json(), commands.is_whole)
+        output.print_error(e, output.takes_json(), commands.is_whole)
         raise SystemExit(e.exit_status) from None
     except KeyboardInterrupt as e:
         commands.print_ended("interrupted", e)
@@ -93,7 +92,7 @@ def main() -> None:
     except Exception as e:
         if not users_frames(e):
             raise
-        print_error(e, streams.takes_json(), commands.is_whole)
+        output.print_error(e, output.takes_json(), commands.is_whole)
         raise SystemExit(1) from None
     finally:
-        streams.give_back()
+        output.give_back()

@@ -1,19 +1,37 @@
-"""Commands with the options `--quiet` and `--traceback`, whose errors and interrupts are told in their words."""
+"""Commands whose options stand in records, and that all take `--quiet` and `--traceback`.
+
+Their errors and interrupts are told in their words.
+"""
 
 from __future__ import annotations
 
+import collections.abc
+import dataclasses
+import enum
 import functools
 import inspect
 import os
 import sys
+import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
 from msgspec.structs import replace
 
 from memfit.cli import output
-from memfit.foundations import Words, options
+from memfit.foundations import FIELDS, CommandOption, Words, options
 from memfit.hardware import is_busy
 
 if TYPE_CHECKING:
@@ -35,6 +53,12 @@ _TRACEBACK = typer.Option("--traceback", help="Show the whole traceback of an er
 _NOTHING_LEFT = "nothing was written; run the same command again"
 
 
+class After(NamedTuple):
+    """Says after which option the options of a command's parameter stand (`Annotated[RunOptions, After("budget")]`)."""
+
+    option: str
+
+
 class Commands(typer.Typer):
     """A command line whose commands all take `--quiet` and `--traceback`."""
 
@@ -43,13 +67,15 @@ class Commands(typer.Typer):
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Return a decorator that makes a function a command of this command line.
 
+        A parameter that is a record has an option for each field with an `CommandOption`, and gets the record.
+
         Args:
             runs_steps: Whether it runs steps on this machine: how their threads wait is settled first.
         """
         register = super().command(name, **options)
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-            register(_with_options(_interruptible(_with_threads(function) if runs_steps else function)))
+            register(_with_options(function, runs_steps))
             return function
 
         return decorate
@@ -66,29 +92,6 @@ def print_ended(what: str, error: BaseException) -> None:
     output.err.print("; ".join([what, *notes]), highlight=False, markup=False, soft_wrap=True)
 
 
-def _interruptible(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that tells of Ctrl-C and exits with status 130: Typer would exit without a word."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except KeyboardInterrupt as e:
-            print_ended("interrupted", e)
-            raise SystemExit(130) from None
-
-    return call
-
-
-def _with_threads(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        settle_threads()
-        return function(*args, **kwargs)
-
-    return call
-
-
 def settle_threads() -> None:
     """Have threads that wait sleep at once on a busy machine; call it before PyTorch is imported, which reads it.
 
@@ -102,28 +105,99 @@ def settle_threads() -> None:
         os.environ[WAIT_POLICY] = "PASSIVE"
 
 
-def _with_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with both options in its signature, where Typer reads it, and errors in its command's words."""
-    signature = inspect.signature(function, eval_str=True)
-    known = [name for name, parameter in signature.parameters.items() if parameter.annotation is typer.Context]
+def _with_options(function: Callable[..., Any], runs_steps: bool) -> Callable[..., Any]:
+    """Return a function as Typer is to call it: its options one by one, and errors in its command's words.
+
+    Ctrl-C is told, with status 130: Typer would exit without a word.
+    """
+    given = inspect.signature(function, eval_str=True).parameters.values()
+    known = [parameter.name for parameter in given if parameter.annotation is typer.Context]
+    records: dict[str, Any] = {}
+    shown: list[inspect.Parameter] = []
+    for parameter in given:
+        kind, *more = get_args(parameter.annotation) or (parameter.annotation,)
+        if dataclasses.is_dataclass(kind):
+            records[parameter.name] = kind
+            own = [_parameter_of(field, option, hint) for field, option, hint in _options_of(kind)]
+        elif parameter.name in known:
+            own = [parameter]
+        else:
+            for_typer = [each for each in more if not isinstance(each, After)]
+            own = [parameter.replace(annotation=Annotated[(_read_as(kind), *for_typer)])]
+        names = [each.name for each in shown]
+        at = next((names.index(each.option) + 1 for each in more if isinstance(each, After)), len(shown))
+        shown[at:at] = own
+    for name, option in (("quiet", _QUIET), ("traceback", _TRACEBACK)):
+        shown.append(inspect.Parameter(name, _KEYWORD, default=False, annotation=Annotated[bool, option]))
+    if not known:
+        shown.append(inspect.Parameter("context", _KEYWORD, annotation=typer.Context))
 
     @functools.wraps(function)
-    def call(*args: Any, quiet: bool, traceback: bool, **kwargs: Any) -> Any:
+    def call(*, quiet: bool, traceback: bool, **values: Any) -> Any:
         global is_whole, words
         is_whole, output.is_quiet = traceback, quiet
-        context = kwargs[known[0]] if known else kwargs.pop("context")  # Typer gives it once
-        given = [p for p in context.command.params if p.name and p.opts[0].startswith("-")]
-        words = options({str(p.name): max(p.opts, key=len) for p in given})
-        with words.spoken():
-            return function(*args, **kwargs)
+        context = values[known[0]] if known else values.pop("context")  # Typer gives it once
+        asked = [p for p in context.command.params if p.name and p.opts[0].startswith("-")]
+        words = options({str(p.name): max(p.opts, key=len) for p in asked})
+        values = {name: _plain(value) for name, value in values.items()}
+        for name, record in records.items():
+            of_fields = {}
+            for field, option, _ in _options_of(record):
+                value = values.pop(option.name or field.name)
+                of_fields[field.name] = option.values.get(value, value) if option.values else value
+            values[name] = record(**of_fields)
+        try:
+            if runs_steps:
+                settle_threads()
+            with words.spoken():
+                return function(**values)
+        except KeyboardInterrupt as e:
+            print_ended("interrupted", e)
+            raise SystemExit(130) from None
 
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    more = [
-        inspect.Parameter(name, keyword, default=False, annotation=Annotated[bool, option])
-        for name, option in (("quiet", _QUIET), ("traceback", _TRACEBACK))
-    ]
-    if not known:
-        more.append(inspect.Parameter("context", keyword, annotation=typer.Context))
-    vars(call)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), *more])
-    call.__annotations__ = {**function.__annotations__, **{p.name: p.annotation for p in more}}
+    shown = [each.replace(kind=_KEYWORD) for each in shown]
+    vars(call)["__signature__"] = inspect.Signature(shown)
+    call.__annotations__ = {each.name: each.annotation for each in shown}
     return call
+
+
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+
+
+def _options_of(record: Any) -> list[tuple[dataclasses.Field[Any], CommandOption, Any]]:
+    """Return the fields of a record that are options, each with its option and its type."""
+    hints = get_type_hints(record, include_extras=True)
+    found = [(field, hints[field.name]) for field in dataclasses.fields(record)]
+    return [(field, get_args(hint)[1], get_args(hint)[0]) for field, hint in found if get_origin(hint) is Annotated]
+
+
+def _parameter_of(field: dataclasses.Field[Any], option: CommandOption, hint: Any) -> inspect.Parameter:
+    """Return a field's option as Typer reads it."""
+    default = field.default if option.default is FIELDS else option.default
+    asked = typer.Option(*option.flags, help=option.help, min=option.min, show_default=option.show_default)
+    read = _read_as(hint if option.kind is FIELDS else option.kind)
+    return inspect.Parameter(
+        option.name or field.name,
+        _KEYWORD,
+        default=inspect.Parameter.empty if default is dataclasses.MISSING else default,
+        annotation=Annotated[read | None if default is None else read, asked],
+    )
+
+
+def _read_as(kind: Any) -> Any:
+    """Return the type that Typer reads for a field's: an enumeration for choices, the first of several types."""
+    members = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    if choices := [value for each in members if get_origin(each) is Literal for value in get_args(each)]:
+        enumeration: Any = enum.StrEnum
+        read = enumeration("Choice", {choice: choice for choice in choices})
+    elif get_origin(members[0]) is collections.abc.Sequence:
+        read = types.GenericAlias(list, (_read_as(get_args(members[0])[0]),))
+    else:
+        read = members[0]
+    return read | None if type(None) in members else read
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return value.value if isinstance(value, enum.Enum) else value

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -12,9 +14,7 @@ from memfit import ir
 from memfit.cli.options import (
     AsJson,
     DeviceHere,
-    DoctorFramework,
-    NumericsName,
-    NumericsOption,
+    LadderOptions,
     Overwrite,
     WorkloadName,
     check_inputs,
@@ -32,13 +32,7 @@ if TYPE_CHECKING:
 
 def ladder(
     workload: WorkloadName,
-    budget: Annotated[
-        str | None,
-        typer.Option(help="Bytes, or a share as in `memfit plan`; by default the plain step's peak."),
-    ] = None,
-    numerics: NumericsOption = NumericsName.reduced,
-    seconds: Annotated[float, typer.Option(help="Least time to run each step for, in seconds.", min=0.01)] = 2.0,
-    device: DeviceHere = None,
+    options: LadderOptions,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the ladder to this file, as JSON.")
     ] = None,
@@ -49,24 +43,17 @@ def ladder(
     as_json: AsJson = False,
 ) -> None:
     """Measure the cost and the saving of each lever on this machine."""
-    check_inputs(workload, device=device)
+    check_inputs(workload, device=options.device)
     check_new("--output", output, overwrite)
     check_new("--html", page, overwrite)
-    if budget is not None:
-        read_budget(budget)
+    if options.budget is not None:
+        read_budget(options.budget)
     from memfit.report import ladder_table, write_ladder
     from memfit.tools import ladder as climb
 
     loaded = load(workload)
     with stages() as progress:
-        climbed = climb(
-            loaded,
-            budget=budget,
-            device=device,
-            numerics=numerics.value,
-            min_run_seconds=seconds,
-            progress=progress,
-        )
+        climbed = climb(loaded, **vars(options), progress=progress)
     if output is not None:
         ir.codec.write_atomic(output, ir.codec.encode(climbed))
     if page is not None:
@@ -141,16 +128,43 @@ def _with_advice(device: Device) -> dict[str, Any]:
 
 
 def doctor(
-    framework: Annotated[DoctorFramework, typer.Argument(help="Framework to check.", show_default=False)],
+    framework: Annotated[Literal["jittor"], typer.Argument(help="Framework to check.", show_default=False)],
     prepare: Annotated[
         bool, typer.Option(help="Compile it, if that was not done yet; this takes minutes, once.")
     ] = True,
     as_json: AsJson = False,
 ) -> None:
     """Check a second framework on this machine, and prepare it."""
-    from memfit.cli.jittor_commands import examine
+    from rich.markup import escape
+    from rich.table import Table
 
-    examine(prepare, as_json)
+    from memfit.frameworks import jittor
+
+    seconds = prepare_jittor() if prepare else 0.0
+    found = jittor.doctor.checks()
+    if as_json:
+        print_json({"checks": [dataclasses.asdict(check) for check in found], "prepare_seconds": seconds})
+        return
+    table = Table("", "needs", "found", "what to do", box=None, pad_edge=False)
+    for check in found:
+        mark = "ok" if check.ok else "no" if check.needed else "--"
+        table.add_row(mark, check.name, escape(check.found), escape(check.remedy))
+    out.print(table)
+
+
+def prepare_jittor() -> float:
+    """Compile Jittor if necessary, and show that; return the seconds.
+
+    Raises:
+        MissingExtraError: Jittor is not installed.
+        UsageError: A requirement is missing.
+    """
+    from memfit.frameworks import jittor
+
+    started = time.monotonic()
+    with stages() as progress:
+        jittor.doctor.prepare(progress)
+    return time.monotonic() - started
 
 
 def demo(
@@ -167,6 +181,6 @@ def demo(
     read_budget(budget)
     check_device(device or "cpu")
     ir.codec.check_writable(output / "plan.json")
-    from memfit.cli.demo import run_demo
+    from memfit.cli.training import run_demo
 
     run_demo(output, steps, budget, device or "cpu", overwrite)

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-import enum
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
 from memfit import hardware
-from memfit.cli import streams
+from memfit.cli import output
 from memfit.cli.output import stages
 from memfit.errors import UsageError
-from memfit.foundations import parts_of, read_budget
-from memfit.hardware import check_device, free_bytes
+from memfit.foundations import CommandOption, parse_hours, parts_of, read_budget
+from memfit.hardware import check_device, find_device, free_bytes, known_devices, read_prices
+from memfit.ir import Numerics
+from memfit.planner import (
+    BUDGET_HELP,
+    COMPILE,
+    COMPILE_HELP,
+    HOST_BUDGET_HELP,
+    NUMERICS_HELP,
+    PRECISIONS_HELP,
+    AnyPrecision,
+    Compile,
+    PlanOptions,
+)
+from memfit.training import LOG_HELP, OVERWRITE_HELP
 
 if TYPE_CHECKING:
     from memfit.ir import Plan, Precision
@@ -27,139 +41,127 @@ WorkloadName = Annotated[
     str, typer.Argument(metavar="WORKLOAD", help="file.py:function or package.module:function.", show_default=False)
 ]
 AsJson = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document instead of tables.", callback=streams.when_asked)
-]
-DeviceHere = Annotated[
-    str | None,
-    typer.Option(help="Device of this machine to run on; by default the model's own.", show_default=False),
-]
-DeviceName = Annotated[
-    str | None,
-    typer.Option(
-        help="Device to predict for; see `memfit devices`. By default the model's own.",
-        show_default=False,
-    ),
-]
-MicrobatchSize = Annotated[
-    int | None, typer.Option(help="Samples in one forward and backward pass; the whole batch by default.", min=1)
-]
-BUDGET_HELP = "With a unit (24GiB or 24G, 22GB), or a share of the device (90%) or of the plain step's peak (0.5x)"
-BudgetText = Annotated[str | None, typer.Option(help=f"{BUDGET_HELP}. Must be given.", show_default=False)]
-HostBudget = Annotated[
-    str | None, typer.Option(help="Pinned host memory for offloaded activations (32GiB); GPUs only.")
+    bool, typer.Option("--json", help="Print one JSON document instead of tables.", callback=output.when_asked)
 ]
 PlanFile = Annotated[Path, typer.Option("--plan", help="Plan file, written by `memfit plan`.", show_default=False)]
-LogName = Annotated[
-    str | None,
-    typer.Option(
-        help="Function to call with each step's record, a dict: file.py:function or package.module:function.",
-        show_default=False,
-    ),
-]
-Overwrite = Annotated[bool, typer.Option(help="Replace existing files.")]
-
-
-class NumericsName(enum.StrEnum):
-    """Numerics classes, by how far the numbers of the training may change."""
-
-    exact = "exact"
-    reordered = "reordered"
-    reduced = "reduced"
-    changed = "changed"
+Overwrite = Annotated[bool, typer.Option(help=OVERWRITE_HELP)]
 
 
 _OF_RUN = ("--budget", "--plan", "--output", "--numerics", "--host-budget")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_MOST_RANKS = 65_536
+_DEVICE_HERE_HELP = "Device of this machine to run on; by default the model's own."
+DeviceHere = Annotated[str | None, typer.Option(help=_DEVICE_HERE_HELP, show_default=False)]
 
 
-class LoopNumericsName(enum.StrEnum):
-    """Numerics classes of a loop that stays as it is."""
+@dataclass(frozen=True)
+class ScriptOptions:
+    """The options of `memfit run`."""
 
-    exact = "exact"
-    reordered = "reordered"
-
-
-NumericsOption = Annotated[NumericsName, typer.Option(help="Allowed change in the numbers of the training.")]
-
-
-class PrecisionName(enum.StrEnum):
-    """Precisions of the step."""
-
-    fp32 = "32-true"
-    tf32 = "tf32"
-    bf16 = "bf16-mixed"
-    fp16 = "16-mixed"
-    bf16_true = "bf16-true"
-    auto = "auto"
-
-
-PrecisionsOption = Annotated[
-    list[PrecisionName] | None,
-    typer.Option(
-        help="Precisions to search, repeatable. auto, the default: 32-true and the mixed precision of the device.",
-        show_default=False,
-    ),
-]
+    budget: Annotated[
+        str | None, CommandOption(f"{BUDGET_HELP}; by default 90% of the GPU. On a CPU give it, or --plan.")
+    ] = None
+    plan: Annotated[
+        Path | None, CommandOption("Start with this plan, written by `memfit run -o`.", flags=("--plan",))
+    ] = None
+    path: Annotated[
+        Path | None,
+        CommandOption("Write the plan to this file as soon as it is made, as JSON.", flags=("--output", "-o")),
+    ] = None
+    is_module: Annotated[bool, CommandOption("SCRIPT is a module, as for `python -m`.", flags=("-m",))] = False
+    numerics: Annotated[
+        Literal["exact", "reordered"] | None,
+        CommandOption("Allowed change in the numbers of the training; by default exact."),
+    ] = None
+    host_budget: Annotated[str | None, CommandOption(HOST_BUDGET_HELP)] = None
+    log: Annotated[str | None, CommandOption(LOG_HELP)] = None
 
 
-class ShardingName(enum.StrEnum):
-    """Ways in which ranks share the training."""
+@dataclass(frozen=True)
+class PlanSource:
+    """The plan that `memfit train` runs: a file, or what `memfit.plan` makes for a budget."""
 
-    ddp = "ddp"
-    zero1 = "zero1"
-    zero2 = "zero2"
-    zero3 = "zero3"
+    plan: Annotated[
+        Path | None, CommandOption("Plan file, written by `memfit plan`; or give --budget.", flags=("--plan",))
+    ] = None
+    budget: Annotated[
+        str | None,
+        CommandOption(
+            "Plan for this budget first, as `memfit plan` does, for the ranks that were started; or give --plan."
+        ),
+    ] = None
+    device: Annotated[str | None, CommandOption(_DEVICE_HERE_HELP)] = None
+    numerics: Annotated[
+        Numerics | None, CommandOption("Allowed change in the numbers of the training; by default reordered.")
+    ] = None
+    precision: Annotated[Sequence[AnyPrecision] | None, CommandOption(PRECISIONS_HELP)] = None
+    compile: Annotated[
+        bool | Literal["auto"], CommandOption(COMPILE_HELP, kind=Compile, default="no", values=COMPILE)
+    ] = False
 
-
-class SharedName(enum.StrEnum):
-    """Ways in which ranks share a step that is planned."""
-
-    ddp = "ddp"
-    zero2 = "zero2"
-    zero3 = "zero3"
-    auto = "auto"
-
-
-class CompileName(enum.StrEnum):
-    """Whether a step may be compiled."""
-
-    no = "no"
-    auto = "auto"
-    yes = "yes"
-
-
-CompileOption = Annotated[
-    CompileName, typer.Option(help="Compile the model and the loss: no, yes, or auto to search both.")
-]
-COMPILE: dict[CompileName, bool | Literal["auto"]] = {
-    CompileName.no: False,
-    CompileName.auto: "auto",
-    CompileName.yes: True,
-}
+    def options(self, budget: int | float | str) -> PlanOptions:
+        """Return the options of the plan to make for a budget."""
+        return PlanOptions(
+            budget=budget,
+            device=self.device,
+            numerics=self.numerics or "reordered",
+            precisions=precisions_of(self.precision),
+            compile=self.compile,
+        )
 
 
-class FrameworkName(enum.StrEnum):
-    """Frameworks of workloads."""
+@dataclass(frozen=True)
+class LadderOptions:
+    """The options of `memfit.tools.ladder`, as it takes them."""
 
-    pytorch = "pytorch"
-    jittor = "jittor"
+    budget: Annotated[
+        str | None, CommandOption("Bytes, or a share as in `memfit plan`; by default the plain step's peak.")
+    ] = None
+    numerics: Annotated[Numerics, CommandOption(NUMERICS_HELP)] = "reduced"
+    min_run_seconds: Annotated[
+        float, CommandOption("Least time to run each step for, in seconds.", name="seconds", min=0.01)
+    ] = 2.0
+    device: Annotated[str | None, CommandOption(_DEVICE_HERE_HELP)] = None
 
 
-class DoctorFramework(enum.StrEnum):
-    """Frameworks that need preparation."""
-
-    jittor = "jittor"
-
-
-def precisions_of(names: list[PrecisionName]) -> list[Precision] | None:
+def precisions_of(names: Sequence[str] | None) -> list[Precision] | None:
     """Return the precisions for `memfit.plan`; "auto" is its default, None."""
-    if PrecisionName.auto not in names:
-        return [cast("Precision", name.value) for name in names] or None
-    if set(names) != {PrecisionName.auto}:
-        other_options = " ".join(f"--precision {name.value}" for name in names if name is not PrecisionName.auto)
+    if not names or "auto" not in names:
+        return [cast("Precision", name) for name in names or ()] or None
+    if set(names) != {"auto"}:
+        other_options = " ".join(f"--precision {name}" for name in names if name != "auto")
         raise UsageError(
             f"--precision auto chooses the precisions by the device: leave out {other_options}, or --precision auto"
         )
     return None
+
+
+def rank_numbers(text: str) -> list[int]:
+    """Return the numbers of ranks that a text names ("1-64", "1,2,4,8").
+
+    Raises:
+        UsageError: It names none.
+    """
+    found: set[int] = set()
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        first = int(match[1]) if match else 0
+        last = int(match[2] or first) if match else 0
+        if not 1 <= first <= last <= _MOST_RANKS:
+            raise UsageError(f"--ranks {text} can't be read: give a range (1-64), or numbers (1,2,4,8)")
+        found.update(range(first, last + 1))
+    return sorted(found)
+
+
+def check_cards(names: Sequence[str] | None, prices: str | Path | None, within: float | str | None) -> list[str]:
+    """Return the names of the cards to look at; raise `UsageError` where they, the prices or the time can't be read."""
+    if prices is not None:
+        read_prices(prices)
+    if within is not None:
+        parse_hours(within, "--within")
+    if names:
+        return [find_device(name).name for name in names]
+    return [device.name for device in known_devices().values() if device.kind == "cuda"]
 
 
 def check_inputs(workload: str | None = None, *, device: str | None = None) -> None:
@@ -170,7 +172,7 @@ def check_inputs(workload: str | None = None, *, device: str | None = None) -> N
         check_device(device)
 
 
-def given_budget(budget: str | None, device: str | None = None) -> str:
+def given_budget(budget: int | float | str | None, device: str | None = None) -> int | float | str:
     """Return a budget that can be parsed; where it is missing, raise an error with the line to type."""
     if budget is not None:
         read_budget(budget)
@@ -223,14 +225,14 @@ def typed(*options: str, without: Sequence[str] = ()) -> str:
     return "memfit " + shlex.join([command, *options, *rest])
 
 
-def check_new(option: str, path: Path | None, overwrite: bool) -> None:
+def check_new(option: str, path: Path | str | None, overwrite: bool) -> None:
     """Refuse to replace a file, and a file that can't be written, before any work is done for it."""
     from memfit import ir
 
     if path is None:
         return
-    ir.codec.check_writable(path)
-    if path.exists() and not overwrite:
+    ir.codec.check_writable(Path(path))
+    if Path(path).exists() and not overwrite:
         raise UsageError(f"{option} {path} already exists: give another file, or --overwrite")
 
 
@@ -246,22 +248,21 @@ def load_for(workload: str, device: str | None) -> Workload:
     target = hardware.find_device(device)
     if planner.is_elsewhere(target):
         line = hardware.shim.command("memfit", *sys.argv[1:])
-        streams.give_back(is_end=False)
+        output.give_back(is_end=False)
         sys.stdout.flush()
         os.execve(line[0], line, {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     return load(workload, is_fake=target.kind == "cuda")
-
-
-def _told(line: str) -> None:
-    print(f"memfit: {line}", file=sys.stderr, flush=True)
 
 
 def load(workload: str, *, is_fake: bool = False) -> Workload:
     """Load a workload by name, which runs the user's code, and show that as a stage."""
     from memfit import pipeline
 
+    def tell(line: str) -> None:
+        print(f"memfit: {line}", file=sys.stderr, flush=True)
+
     with stages() as progress:
         progress("load", 0, 1)
-        loaded = pipeline.load_fake_workload(workload, _told) if is_fake else pipeline.load_workload(workload)
+        loaded = pipeline.load_fake_workload(workload, tell) if is_fake else pipeline.load_workload(workload)
         progress("load", 1, 1)
     return loaded

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from memfit import hardware
 from memfit.cli import commands, output
-from memfit.cli.options import suggested_budget, typed
+from memfit.cli.options import ScriptOptions, suggested_budget, typed
 from memfit.cli.output import err, note, stages
 from memfit.errors import MemfitError, UsageError
 from memfit.foundations import Budget, is_memfits, is_users, read_budget
 from memfit.hardware import free_bytes
-from memfit.ir import Numerics, Plan
+from memfit.ir import Plan
 from memfit.pipeline import Listener, fit_whatever_trains, load_log
 from memfit.report import plan_verdict
 
@@ -41,36 +41,25 @@ class ScriptCall:
     strays: list[list[str]]
 
 
-def run_script(
-    call: ScriptCall,
-    *,
-    budget: str | None,
-    plan: Plan | None,
-    numerics: Numerics,
-    host_budget: str | None,
-    path: Path | None,
-    log: str | None,
-) -> None:
+def run_script(call: ScriptCall, options: ScriptOptions, plan: Plan | None) -> None:
     """Run a script, or a module as with `python -m`, and fit its training loop into a budget.
 
     Its errors end the command as they end Python, with a traceback without memfit's frames, and status 1.
 
     Args:
-        budget: The budget; None for that of the plan, or for 90 % of the GPU.
-        plan: A plan to begin with; None to make one.
-        path: The file to write the plan to, as soon as it is made; None for none.
-        log: The name of a function that takes each step's record; None for none.
+        plan: The plan to begin with; None to make one.
 
     Raises:
         UsageError: There is no budget, no plan and no GPU.
         WorkloadError: The function that `log` names does not exist, or can't be loaded.
     """
+    budget = options.budget
     if plan is not None:
         _settle_memory(read_budget(f"{plan.budget_bytes}B"))
     else:
         budget = budget or _default_budget(call)
         _settle_memory(read_budget(budget))
-    log_function = None if log is None else load_log(log)
+    log = None if options.log is None else load_log(options.log)
     advice = _stray_text(call.strays[0]) if call.strays else ""
     sys.argv = [call.name, *call.arguments]
     sys.path.insert(0, str(Path.cwd() if call.is_module else Path(call.name).resolve().parent))
@@ -79,18 +68,16 @@ def run_script(
     def keep(made: Plan) -> None:
         if output.is_quiet:
             _tell(f"memfit: {plan_verdict(made)}")
-        if path is not None:
-            written[:] = [made.save(path)]
+        if options.path is not None:
+            written[:] = [made.save(options.path)]
 
     try:
-        with (
-            fit_whatever_trains(
-                budget=budget,
-                plan=plan,
-                numerics=numerics,
-                host_budget=host_budget,
-                listener=Listener(_tell, _note, keep, functools.partial(stages, "memfit: "), log_function),
-            ),
+        with fit_whatever_trains(
+            budget=budget,
+            plan=plan,
+            numerics=options.numerics or "exact",
+            host_budget=options.host_budget,
+            listener=Listener(_tell, _note, keep, functools.partial(stages, "memfit: "), log),
         ):
             if call.is_module:
                 runpy.run_module(call.name, run_name="__main__", alter_sys=True)

@@ -28,7 +28,9 @@ from .units import parse_budget as parse_budget
 from .units import parse_hours as parse_hours
 from .units import read_budget as read_budget
 from .units import silent as silent
+from .words import FIELDS as FIELDS
 from .words import LOOP as LOOP
+from .words import CommandOption as CommandOption
 from .words import Words as Words
 from .words import options as options
 from .workload_names import HOW as HOW

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from memfit.errors import MemfitError
 
@@ -16,6 +18,33 @@ _ARGUMENT = re.compile(
     r"(?<![\w./-])(?:([a-z]\w*)=('[^']*'|\"[^\"]*\"|\[[^]]*\]|True\b|False\b|None\b)?|([a-z]+(?:_[a-z]+)+)\b(?![(./]))"
 )
 _FIELD = re.compile(r"\bWorkload\.(\w+)(=?)")
+
+
+FIELDS: Any = object()
+"""What the field itself says."""
+
+
+@dataclass(frozen=True)
+class CommandOption:
+    """An option of the command line, as a record's field says it (`Annotated[int, CommandOption("Passes.", min=1)]`).
+
+    Attributes:
+        flags: The option's spellings; by default its name's.
+        name: Its name, if it is not the field's.
+        kind: The type of its values, if it is not the field's; of its items for `Sequence`.
+        default: Its default, if it is not the field's.
+        values: The field's values, by the option's, where they differ.
+        min: The least number.
+    """
+
+    help: str
+    flags: tuple[str, ...] = ()
+    name: str = ""
+    kind: Any = FIELDS
+    default: Any = FIELDS
+    values: Mapping[Any, Any] = field(default_factory=dict)
+    min: float | None = None
+    show_default: bool = True
 
 
 class Words:

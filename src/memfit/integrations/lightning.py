@@ -167,8 +167,8 @@ class MemfitCallback(TrainerPlan, Callback):  # type: ignore[misc]
                 " num_nodes=1"
             )
         wrapped = trainer.strategy.model
-        units = {fqn for fqn, module in pl_module.named_modules() if fqn and _is_fully_sharded(module)}
-        if units or _is_fully_sharded(pl_module):
+        units = {fqn for fqn, module in pl_module.named_modules() if fqn and isinstance(module, FSDPModule)}
+        if units or isinstance(pl_module, FSDPModule):
             wanted = set(planned.units or ()) if planned is not None and planned.is_fully_sharded else set()
             if planned is None or not planned.is_fully_sharded or units != wanted:
                 raise UsageError(
@@ -260,10 +260,6 @@ class MemfitCallback(TrainerPlan, Callback):  # type: ignore[misc]
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Undo the checkpointing of the module."""
         self.close()
-
-
-def _is_fully_sharded(module: nn.Module) -> bool:
-    return isinstance(module, FSDPModule)
 
 
 def _training_step(module: nn.Module, batch: Any) -> Any:

@@ -42,7 +42,7 @@ _OWN = {
 
 
 class TrainerPlan:
-    """A plan's settings for a trainer, and the checkpointing that memfit applies to the model for each interface.
+    """A plan's settings for a trainer, and the checkpointing that memfit applies to the model; each interface is one.
 
     Args:
         workload: The step at the global batch; with several ranks at the batch of one of them, on each.

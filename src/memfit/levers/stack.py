@@ -15,7 +15,7 @@ from memfit.levers import registry
 from memfit.levers.lever import LeversOn, Running
 from memfit.levers.microbatches import microbatch_size_of
 from memfit.recomputation import foreign_generators, preserved
-from memfit.training import DescribedLoop, Step, StepOptions, TapedStep, check_supported
+from memfit.training import Step, StepOptions, check_supported, in_order_of
 from memfit.workload import Loop, LoopWorkload, Workload, fingerprint, generators_of, samples_of
 
 if TYPE_CHECKING:  # distributed packages take a second to import
@@ -41,7 +41,7 @@ def applied(
         for lever in registry.used_levers(LeversOn(levers, samples_of(workload))):
             running = stack.enter_context(lever.apply(levers, running))
         if isinstance(running.workload, LoopWorkload) and running.workload.tape.entries:
-            yield TapedStep(running.workload, running.options.autocast)
+            yield Step(running.workload, autocast=running.options.autocast)  # all else is the loop's own
         else:
             yield Step(running.workload, running.options)
 
@@ -62,13 +62,10 @@ def applied_to_copy(levers: Levers, workload: Workload, place: torch.device | No
 
 
 @contextlib.contextmanager
-def described_loop(levers: Levers, workload: Workload) -> Iterator[DescribedLoop]:
+def described_loop(levers: Levers, workload: Workload) -> Iterator[Step]:
     """Run the user's own loop, as `Workload.loop` says, until the context is left."""
-    loop = workload.loop or Loop()
-    with applied(levers, workload) as step:
-        program = DescribedLoop(step.workload, step.options, loop)
-        with program.holding():
-            yield program
+    with applied(levers, workload) as step, in_order_of(workload.loop or Loop(), step):
+        yield step
 
 
 def check_plan(plan: Plan, workload: Workload) -> None:

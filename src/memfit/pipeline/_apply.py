@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,10 @@ from memfit.foundations import on_unused
 from memfit.hardware import find_device
 from memfit.ir import CostTable, OpCost, Plan, allocations
 from memfit.levers import LIMIT, LeversOn, Switch, applied, check_as_given, check_plan, host_bytes_of, without_switched
-from memfit.pipeline.adaptive import Adaptive
+from memfit.pipeline.adaptive import Adaptive, Admission
 from memfit.pipeline.placement import check_launched, kind_of, placed
 from memfit.pipeline.verbs import applying, checked
-from memfit.planner import Admission, capture_levers, without_coupled
+from memfit.planner import capture_levers, without_coupled
 from memfit.ranks import check_same
 from memfit.report import write_snapshot
 from memfit.training import (
@@ -39,7 +39,7 @@ from memfit.training import (
     held_tensors,
     host_needs,
 )
-from memfit.workload import Workload, covers, difference_text, extent_of
+from memfit.workload import Workload
 
 if TYPE_CHECKING:  # distributed packages take a second to import
     from torch.distributed.device_mesh import DeviceMesh
@@ -105,11 +105,20 @@ def apply(
     """
     check_launched(plan)
     if plan.levers.sharding is not None:
-        _check_ranks(plan)
+        from memfit.ranks import (
+            Group,  # distributed packages take a second to import
+            is_joined,
+        )
+
+        if is_joined():  # as far as this process is one of several
+            check_same(Group(kind_of(plan)), "plans", ir.codec.encode(plan))
     plan, workload = without_coupled(plan, workload), placed(workload, plan)
     with contextlib.ExitStack() as stack:
         switch = stack.enter_context(switchable(plan, workload, limit_bytes=limit_bytes, mesh=mesh))
-        writer = snapshots_of(switch, snapshots)
+        writer: Snapshots | None = None
+        if snapshots is not None:
+            predicted = functools.partial(_write_predicted_snapshot, switch)
+            writer = Snapshots(Path(snapshots), device_of(switch.step), predicted)
         recovery: Recovery | None = None
         if adaptive:
             recovery = Adaptive(switch, plan, workload, writer)
@@ -122,7 +131,7 @@ def apply(
                     f"Workload.{name}": getattr(workload, name) for name in ("model", "loss_fn", "batches", "evaluate")
                 },
             )
-            switch.step.change(admit=_admission(switch, plan, workload), after=growth.stepped)
+            switch.step.change(admit=Admission(switch, plan, workload), after=growth.stepped)
             if recover:
                 recovery = Recovery(switch.step, plan, switch.lower, snapshots=writer)
             elif writer is not None:
@@ -132,55 +141,6 @@ def apply(
         switch.step.on_close = stack.pop_all().close
     switch.step.on_use = on_unused(switch.step, _UNUSED).detach
     return switch.step
-
-
-def _admission(switch: Switch, plan: Plan, workload: Workload) -> Callable[[Any], None]:
-    """Return what holds a plan's promise against each batch, and has the step tell what it is predicted to take."""
-    step, planned = switch.step, extent_of(workload.batch)
-    sharding = plan.levers.sharding
-    advice = (
-        f"Make the plan with Workload.batch as large as any batch ({switch.levers.microbatch_size} of"
-        f" {plan.batch_size} samples are run at once), give smaller batches, or raise budget="
-    )
-    admission = Admission(workload, plan, lifted=switch.lifted, note=step.note, advice=advice)
-    promised, seen = step.options.prediction, step.options.prediction
-
-    def admit(batch: Any) -> None:
-        nonlocal promised, seen
-        extent = extent_of(batch)
-        if sharding is not None:
-            if not covers(planned, extent):
-                raise UsageError(
-                    f"a batch is larger than the plan's ({difference_text(extent, planned)}), and memfit"
-                    f" can't predict its peak on each of {sharding.world_size} ranks during training."
-                    f" {advice}"
-                )
-            return
-        if step.options.prediction is not seen:  # a lower plan, after a step ran out of memory
-            promised = step.options.prediction
-        seen = admission(batch, switch.levers, promised or plan.predicted)
-        if seen is not step.options.prediction:
-            step.change(prediction=seen, predicted_peak_bytes=seen.peak_bytes)
-
-    return admit
-
-
-def _check_ranks(plan: Plan) -> None:
-    """Raise PlanMismatchError unless all ranks apply one plan, as far as this process is one of several."""
-    from memfit.ranks import (
-        Group,  # distributed packages take a second to import
-        is_joined,
-    )
-
-    if is_joined():
-        check_same(Group(kind_of(plan)), "plans", ir.codec.encode(plan))
-
-
-def snapshots_of(switch: Switch, folder: str | Path | None) -> Snapshots | None:
-    """Return the writer of snapshots of a step into a folder; None without one."""
-    if folder is None:
-        return None
-    return Snapshots(Path(folder), device_of(switch.step), functools.partial(_write_predicted_snapshot, switch))
 
 
 def _write_predicted_snapshot(switch: Switch, plan: Plan, batch: Any, path: Path) -> Path:
@@ -234,15 +194,12 @@ def switchable(
                 levers.registry.check_lever_names(
                     levers.registry.lever_names(LeversOn(plan.levers, plan.batch_size)) | {LIMIT}
                 )
-            step.change(limit=_limit(limit_bytes, step))
+            named = functools.partial(held_tensors, step)
+            limit: CpuLimit | AcceleratorLimit
+            if (place := device_of(step)).type != "cpu":
+                limit = AcceleratorLimit(limit_bytes, named, place)
+            else:
+                inside = known_workspace_bytes()
+                limit = CpuLimit(limit_bytes, named, lambda text: inside.get(text, 0), Accumulation().engine_operator)
+            step.change(limit=limit)
         yield switch
-
-
-def _limit(limit_bytes: int, step: Step) -> CpuLimit | AcceleratorLimit:
-    """Return the limit of a step on the device of its parameters."""
-    device = device_of(step)
-    named = functools.partial(held_tensors, step)
-    if device.type != "cpu":
-        return AcceleratorLimit(limit_bytes, named, device)
-    inside = known_workspace_bytes()
-    return CpuLimit(limit_bytes, named, lambda text: inside.get(text, 0), Accumulation().engine_operator)

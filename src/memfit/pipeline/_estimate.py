@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +19,7 @@ from memfit.ir import BUBBLE, CostTable, Device, Levers, OpCost, Precision, Pred
 from memfit.levers import check_as_given, check_workload
 from memfit.pipeline.placement import device_named
 from memfit.pipeline.verbs import checked, verb
-from memfit.planner import BENCHMARK_ERROR, capture_plain, check_precision, costs_of, predict
+from memfit.planner import BENCHMARK_ERROR, EstimateOptions, capture_plain, check_precision, costs_of, predict
 from memfit.ranks import (
     Insertion,
     Mode,
@@ -92,20 +91,6 @@ def estimate(
         chrome_trace=chrome_trace,
     )
     return estimated(workload, options, progress=progress)
-
-
-@dataclass(frozen=True)
-class EstimateOptions:
-    """The options of `memfit.estimate`, as it takes them."""
-
-    device: str | torch.device | None = None
-    precision: Precision | Literal["auto"] = "32-true"
-    microbatch_size: int | None = None
-    world_size: int = 1
-    sharding: Mode = "ddp"
-    parallel: str | None = None
-    snapshot: Path | str | None = None
-    chrome_trace: Path | str | None = None
 
 
 def estimated(workload: Workload, options: EstimateOptions, *, progress: Progress) -> Prediction:

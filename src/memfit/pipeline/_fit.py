@@ -139,7 +139,7 @@ class Fitted:
             if self.plan is None:
                 self._tell("memfit: nothing was planned: the loop made fewer than two training steps")
         except BaseException as e:
-            self._plans.kept.forget()  # what ended the loop may be a plan of a start before
+            self._plans.forget()  # what ended the loop may be a plan of a start before
             if watcher.verdict is None or e is watcher.verdict:
                 raise
             if isinstance(e, Verdict) and isinstance(watcher.verdict, MemfitError):
@@ -159,9 +159,13 @@ class Fitted:
             return
         if watcher.verdict is not None:  # the loop handled it, and goes on
             raise watcher.verdict
-        if self._step_is_complete(module):
-            self._end_log()
-            self._end_step()
+        if watcher.updates and any(known is module for known in watcher.called):
+            # Another step begins where every optimizer of the modules called has updated since this one began. A module
+            # that was not called yet belongs to the step that is under way, as a generator after its critic.
+            waited = self._optimizers_of(watcher.called)
+            if all(id(o) in watcher.updates for o in waited) or max(watcher.updates.values()) >= _MOST_UPDATES:
+                self._end_log()
+                self._end_step()
         call = watcher.note_call(module)
         extent = extent_of((args, kwargs))
         is_known = any(call in known for kind in self._kinds for known in kind.seen.passes)
@@ -188,17 +192,6 @@ class Fitted:
         with self._watcher.paused():
             self._log.end(None if self.plan is None else self.plan.predicted.peak_bytes)
 
-    def _step_is_complete(self, module: nn.Module) -> bool:
-        """Tell whether a call begins another step: every optimizer of the modules called has updated since it began.
-
-        A module that was not called yet belongs to the step that is under way, as a generator after its critic.
-        """
-        watcher = self._watcher
-        if not watcher.updates or not any(known is module for known in watcher.called):
-            return False
-        waited = self._optimizers_of(watcher.called)
-        return all(id(o) in watcher.updates for o in waited) or max(watcher.updates.values()) >= _MOST_UPDATES
-
     # What runs between the loop's own lines is not interrupted: as copies die they call weak references' callbacks, of
     # which Python drops what a handler raises.
 
@@ -215,32 +208,30 @@ class Fitted:
                 self._proving.close()
             self._awaited -= bool(self._awaited)
             (watcher.begin if self._awaited else watcher.rest)()
-        elif not watcher.is_writing or self._is_to_be_seen_again():
+            return
+        is_unsteady = is_faulty = False  # then the step does not stand for those after it, which are recorded
+        if watcher.is_writing:
+            is_unsteady = not watcher.is_steady() and not self._unsteady
+            is_faulty = bool(watcher.fault and self._kinds) and self._failures < _MOST_TRIES  # noticed within a step
+        if is_unsteady:
+            self._unsteady += 1
+            self._levers.close()
+            self._under = []  # gradients are held too, which nobody counted: the plans that take least, in its place
+        elif is_faulty:
+            self._failures += 1
+        if not watcher.is_writing or is_unsteady or is_faulty:
             if self._kinds:
                 self._tell_unplanned("the last step did something new")
             self._awaited = _MOST_AWAITED
             watcher.begin()
-        else:
-            self._awaited = 0
-            with watcher.paused():
-                self._fit(StepKind(watcher.seen, watcher.end()))
-            gc.collect()  # the step's data, which its workload holds in a cycle of objects
+            return
+        self._awaited = 0
+        with watcher.paused():
+            self._fit(StepKind(watcher.seen, watcher.end()))
+        gc.collect()  # the step's data, which its workload holds in a cycle of objects
 
     def _tell_unplanned(self, what: str) -> None:
         self._tell_once(what, f"memfit: {what}: the plan does not cover that step. The next plan covers such steps too")
-
-    def _is_to_be_seen_again(self) -> bool:
-        """Tell whether the step that was recorded does not stand for those after it, which are recorded then."""
-        watcher = self._watcher
-        if not watcher.is_steady() and not self._unsteady:
-            self._unsteady += 1
-            self._levers.close()
-            self._under = []  # gradients are held too, which nobody counted: the plans that take least, in its place
-            return True
-        if watcher.fault and self._kinds and self._failures < _MOST_TRIES:  # it was noticed within a step
-            self._failures += 1
-            return True
-        return False
 
     @uninterrupted
     def _notice(self, module: nn.Module) -> None:
@@ -392,7 +383,7 @@ class Fitted:
             with generators_kept(workload.tape):
                 self.plan = self._plans.for_steps(workload, self._note, is_later=bool(self._kinds))
             self._on_plan(self.plan)
-            is_kept = self._plans.kept.is_taken
+            is_kept = self._plans.is_taken
             self._tell_first(workload, self.plan)
             under = [(workload.model, self.plan)]
             self._tell_beside(workload, self.plan, [t for known in kinds for t in known.step.given])

@@ -18,7 +18,7 @@ from memfit.hardware import find_device, known_devices, read_prices
 from memfit.ir import NUMERICS, Device, Fleet, FleetRow, Misfit, Mode, Numerics, Precision, Price, allows
 from memfit.levers import check_as_given, check_workload, microbatch_sizes
 from memfit.pipeline.verbs import checked, verb
-from memfit.planner import FleetOptions, FleetSearch, joined, search
+from memfit.planner import FleetRequest, FleetSearch, joined, search
 from memfit.ranks import SEARCHED
 from memfit.report import of_text, stages, with_bars
 from memfit.version import __version__
@@ -78,7 +78,7 @@ def fleet(
         )
     within_hours = None if within is None else parse_hours(within, "within")
     found_prices = dict(prices) if isinstance(prices, Mapping) else read_prices(prices) if prices is not None else {}
-    options = FleetOptions(
+    options = FleetRequest(
         devices=_cards(devices),
         budget=of_card,
         steps=steps,
@@ -119,7 +119,7 @@ def fleet(
     )
 
 
-def _searched(workload: Workload, options: FleetOptions, progress: Progress) -> FleetSearch:
+def _searched(workload: Workload, options: FleetRequest, progress: Progress) -> FleetSearch:
     """Search here, or in processes where a GPU's program can be captured."""
     if any(planner.gpu_process.is_elsewhere(card) for card in options.devices):
         calls = [{"options": part} for part in options.in_two()]
@@ -186,7 +186,7 @@ def _nothing_fits(misfits: Sequence[Misfit], numerics: Numerics) -> InfeasibleEr
     )
 
 
-def _notes(options: FleetOptions, rows: Sequence[FleetRow]) -> list[str]:
+def _notes(options: FleetRequest, rows: Sequence[FleetRow]) -> list[str]:
     """Return what was assumed of cards, links and prices."""
     cards, prices = options.devices, options.prices
     found = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -27,7 +27,7 @@ from memfit.levers import (
 )
 from memfit.pipeline.placement import device_named, ranks_here
 from memfit.pipeline.verbs import checked, verb
-from memfit.planner import Findings, Measure, Request, assemble, check_precision
+from memfit.planner import Findings, Measure, PlanOptions, Request, assemble, check_precision
 from memfit.ranks import SEARCHED, SingleProcess, check_same, each, launched_size, once
 from memfit.report import stages, with_bars
 from memfit.workload import Workload, samples_of
@@ -112,6 +112,8 @@ def plan(
         PlanMismatchError: The ranks of the process group have different workloads.
         UsageError: An argument is out of its range, or `world_size` is not the number of ranks of the process group.
     """
+    if measure != "auto" and not isinstance(measure, bool):
+        raise UsageError(f"measure={measure!r} is unknown: use 'auto', True or False")
     return planned(
         workload,
         PlanOptions(
@@ -126,30 +128,11 @@ def plan(
             points=points,
             host_budget=host_budget,
             time_limit_seconds=time_limit_seconds,
-            measure=_asked_to_measure(measure),
+            measure=False if measure == "auto" and os.environ.get(MEASURE_VARIABLE) == "no" else measure,
             compile=compile,
         ),
         progress=progress,
     )
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """The options of `memfit.plan`, as it takes them."""
-
-    budget: int | float | str
-    device: str | torch.device | None = None
-    numerics: Numerics = "reordered"
-    precisions: Sequence[Precision] | None = None
-    optimizers: Sequence[OptimizerLever] | None = None
-    world_size: int | None = None
-    sharding: Mode | Literal["auto"] = "auto"
-    engine: Sharding | None = None
-    points: int = 8
-    host_budget: int | str | None = None
-    time_limit_seconds: float = 10.0
-    measure: Measure = "auto"
-    compile: bool | Literal["auto"] = False
 
 
 def planned(
@@ -184,8 +167,11 @@ def _requested(
 ) -> Request:
     """Return options made definite, and checked."""
     found = find_device(str(options.device))
-    asked = read_budget(options.budget)
-    numerics, searched = options.numerics, tuple(options.precisions or precisions_of(found))
+    budget, numerics, searched = (
+        read_budget(options.budget),
+        options.numerics,
+        tuple(options.precisions or precisions_of(found)),
+    )
     if numerics not in NUMERICS:
         raise UsageError(f"numerics={numerics!r} is unknown: use one of {', '.join(NUMERICS)}")
     if options.points < 1:
@@ -212,23 +198,18 @@ def _requested(
         )
     return Request(
         workload=workload,
-        budget=asked,
+        options=options,
+        budget=budget,
         host_budget_bytes=host_budget_bytes,
         device=found,
-        numerics=numerics,
         precisions=searched,
         fallbacks=[
             lever for value, lever in updates.items() if options.optimizers is None or value in options.optimizers
         ],
-        points=options.points,
-        time_limit_seconds=options.time_limit_seconds,
         progress=progress,
         world_size=world_size,
         modes=SEARCHED if options.sharding == "auto" else (options.sharding,),
-        engine=options.engine,
-        measure=options.measure,
         compilers=_COMPILERS if options.compile else (),
-        must_compile=options.compile is True,
         processes=processes,
         findings=findings,
     )
@@ -251,13 +232,6 @@ def _check_compilation(workload: Workload, options: PlanOptions, device: Device)
     )
 
 
-def _asked_to_measure(measure: Measure) -> Measure:
-    """Return whether plans are to be run, as an argument says, or for "auto" the environment."""
-    if measure != "auto" and not isinstance(measure, bool):
-        raise UsageError(f"measure={measure!r} is unknown: use 'auto', True or False")
-    return False if measure == "auto" and os.environ.get(MEASURE_VARIABLE) == "no" else measure
-
-
 def _plan_on_ranks(ranks: SingleProcess, workload: Workload, options: PlanOptions, progress: Progress) -> Plan:
     """Return the plan of the first rank on all; it is made in a process that is in no group."""
     world_size, device = options.world_size, str(options.device)
@@ -266,8 +240,23 @@ def _plan_on_ranks(ranks: SingleProcess, workload: Workload, options: PlanOption
             f"world_size={world_size}, and this process has joined a process group of {ranks.size} ranks: leave"
             " world_size out, or plan before torch.distributed.init_process_group"
         )
-    budgets = each(ranks, lambda: _own_budget(workload, options.budget, device))
-    given = replace(options, budget=_least(budgets, options.budget))
+
+    def own_budget() -> tuple[bool, float]:  # whether it is a share of the plain step's peak, and the share, or bytes
+        check_as_given(workload)
+        asked = read_budget(options.budget)
+        if asked.of == "plain":
+            return True, asked.amount
+        return False, float(asked.nbytes(device_bytes=find_device(device).usable_bytes, plain_bytes=0))
+
+    budgets, given = each(ranks, own_budget), options
+    if len({is_share for is_share, _ in budgets}) > 1:
+        raise UsageError(
+            f"budget={options.budget!r}: some ranks give a share of the plain step's peak and others bytes. Give the"
+            " same on all"
+        )
+    if len(set(budgets)) > 1:  # else it stays as it was said
+        is_share, least = min(budgets)
+        given = replace(options, budget=f"{least}x" if is_share else f"{int(least)}B")
 
     def make() -> bytes:
         # A process has only one default process group, in which the step of one of several ranks can't be captured.
@@ -283,27 +272,6 @@ def _plan_on_ranks(ranks: SingleProcess, workload: Workload, options: PlanOption
     made = ir.codec.decode(data, Plan, source="the first rank's plan")
     each(ranks, lambda: check_plan(made, workload))
     return made
-
-
-def _own_budget(workload: Workload, budget: int | float | str, device: str) -> tuple[bool, float]:
-    """Return this rank's budget: whether it is a share of the plain step's peak, and the share, or bytes."""
-    check_as_given(workload)
-    asked = read_budget(budget)
-    if asked.of == "plain":
-        return True, asked.amount
-    return False, float(asked.nbytes(device_bytes=find_device(device).usable_bytes, plain_bytes=0))
-
-
-def _least(budgets: list[tuple[bool, float]], own: int | float | str) -> int | float | str:
-    """Return the least budget of all ranks, and as it was said where all say the same."""
-    if len(set(budgets)) == 1:
-        return own
-    if len({is_share for is_share, _ in budgets}) > 1:
-        raise UsageError(
-            f"budget={own!r}: some ranks give a share of the plain step's peak and others bytes. Give the same on all"
-        )
-    is_share, least = min(budgets)
-    return f"{least}x" if is_share else f"{int(least)}B"
 
 
 def check_ranks(options: PlanOptions) -> int:

@@ -177,8 +177,16 @@ def trained(plan: Plan, workload: Workload, options: RunOptions) -> RunRecord:
         raise UsageError("adaptive=True can't be used with levers.sharding: leave it out")
     if options.adaptive or options.recover is None:
         options = replace(options, recover=options.adaptive or _can_undo(sharding))
-    is_drawn = options.resume and (folder / VIEWS).exists() and _plan_in(folder) == plan
-    drawn = None if sharding is None or is_drawn else _views_of_ranks(plan, workload)  # before the ranks are joined
+    is_drawn = False
+    if options.resume and (folder / VIEWS).exists():
+        with contextlib.suppress(UsageError):
+            is_drawn = ir.codec.read(folder / PLAN, Plan) == plan
+    drawn: Views | None = None
+    if sharding is not None and not is_drawn:
+        from memfit.ranks import is_joined  # distributed packages take a second to import
+
+        if not is_joined() and not launched_rank():  # by the first rank, before the ranks are joined
+            drawn = views(plan, workload)
     with ranks_of(plan) as ranks:
         if sharding is not None:
             resume, overwrite = once(ranks, lambda: _where_it_begins(options))
@@ -235,24 +243,11 @@ def _can_undo(sharding: Sharding | None) -> bool:
     return not why_not_undone(sharding)
 
 
-def _views_of_ranks(plan: Plan, workload: Workload) -> Views | None:
-    """Return what a report draws, on the first rank, as long as it has not joined the others; else None."""
-    from memfit.ranks import is_joined
-
-    return None if is_joined() or launched_rank() else views(plan, workload)
-
-
 def _where_it_begins(options: RunOptions) -> tuple[bool, bool]:
     """Return whether a run resumes, and whether it overwrites: it begins where it was ended before a checkpoint."""
     if not options.resume or is_begun(options.out):
         return options.resume, options.overwrite
     return False, options.overwrite or holds_a_start(options.out)
-
-
-def _plan_in(folder: Path) -> Plan | None:
-    with contextlib.suppress(UsageError):
-        return ir.codec.read(folder / PLAN, Plan)
-    return None
 
 
 @checked

@@ -40,7 +40,7 @@ from memfit.levers import (
 )
 from memfit.pipeline.placement import check_runs_here, place_of, rank_place, ranks_of
 from memfit.pipeline.verbs import checked, verb
-from memfit.planner import capture_levers, costs_of, coupling, predict, probe_regions
+from memfit.planner import coupling, predicted_under, probe_regions
 from memfit.ranks import SingleProcess, each, once
 from memfit.recomputation import foreign_generators, preserved
 from memfit.report import stages, with_bars
@@ -437,13 +437,11 @@ def _peak_failures(plan: Plan, found: Verification) -> list[str]:
 
 def prediction_failures(workload: Workload, *, plan: Plan, progress: Progress = silent) -> list[str]:
     """Capture the planned step again, and return the statements of the plan that differ from it."""
-    device = find_device(plan.device)
     try:
-        trace = capture_levers(workload, plan.levers, device)
+        prediction, trace = predicted_under(replace(plan, engine=None), workload)  # no engine runs here
     except (CaptureError, RecomputationError) as e:
         return [f"the planned step can't be run: {e}"]
     failures = []
-    prediction, _ = predict(trace, costs_of([trace], device), device)
     if prediction.peak_bytes != plan.predicted.peak_bytes and (
         abs(prediction.peak_bytes / plan.predicted.peak_bytes - 1) > 0.001
     ):
@@ -509,7 +507,6 @@ def _held_on_ranks(plan: Plan, workload: Workload, ranks: SingleProcess, progres
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """Return the SHA-256 of a tensor's shape and values."""
     digest = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
     for part in parts(tensor.coalesce() if tensor.is_sparse else tensor):
         digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -1,4 +1,6 @@
-"""A plan that adapts: batches whose shapes vary, each run with the fastest plan that fits it."""
+"""Batches that a plan was not made for: larger ones are held against its promise before a step runs on them, and those
+whose shapes vary are each run with the fastest plan that fits them.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +8,33 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
 
 from memfit import hardware
 from memfit.cost import with_workspaces
-from memfit.errors import UsageError
+from memfit.errors import MemfitError, UsageError
 from memfit.foundations import format_bytes
 from memfit.hardware import find_device
-from memfit.ir import Plan, simulate, unfused
+from memfit.ir import Plan, Prediction, simulate, unfused
 from memfit.levers import ADAPTING, LeversOn, Switch, candidates_of, check_lever_names, lever_names, lowered
-from memfit.planner import Captures, costs_of
+from memfit.planner import Captures, costs_of, first_line, predicted_under
 from memfit.solver import Controller, ExpectedStep
 from memfit.training import CpuLimit, Recovery, Snapshots, StepResult, device_of
-from memfit.workload import Workload, map_tensors, tensors_of
+from memfit.workload import (
+    Extent,
+    Workload,
+    covers,
+    difference_text,
+    extent_of,
+    grown,
+    looked_ahead,
+    map_tensors,
+    samples_of,
+    tensors_of,
+)
 
 ANCHORS = (0.0, 0.2, 0.45, 0.7, 1.0)
 """Places between the smallest shapes (0) and the largest (1) at which the step is captured; others are interpolated."""
@@ -29,7 +42,111 @@ BUCKETS = 8
 """Equal parts of these places, for which times are learned apart."""
 _SMALLEST = 16  # of the largest size: the smallest that is captured
 
+_MOST_ADMITTED = 32  # larger extents that are remembered; the smallest are forgotten first
+
 Shapes = tuple[tuple[int, ...], ...]
+
+
+class _Admitted(NamedTuple):
+    """An extent that a step holds within its budget, and what the step takes on it."""
+
+    extent: Extent
+    prediction: Prediction
+
+
+class Admission:
+    """Predicts a planned step on each batch that is larger than those before, and refuses what its budget can't hold.
+
+    Where batches grow a second time, sizes that grew are looked ahead (`extent.GROWTH`), so that a run makes few
+    captures, however its batches grow. The step tells what it is predicted to take on each.
+
+    Args:
+        switch: Puts the step under a plan.
+        workload: What the plan was made for, with its batch.
+    """
+
+    def __init__(self, switch: Switch, plan: Plan, workload: Workload) -> None:
+        self._switch, self._plan, self._workload = switch, plan, workload
+        self._planned, self._levers = extent_of(workload.batch), plan.levers
+        self._admitted: list[_Admitted] = []
+        self._promised = self._told = switch.step.options.prediction
+        self._advice = (
+            f"Make the plan with Workload.batch as large as any batch ({switch.levers.microbatch_size} of"
+            f" {plan.batch_size} samples are run at once), give smaller batches, or raise budget="
+        )
+
+    def __call__(self, batch: Any) -> None:
+        """Admit a batch.
+
+        Raises:
+            UsageError: The batch is larger than the planned one, and the step would exceed the budget on it, or can't
+                be predicted on it.
+        """
+        extent, step, sharding = extent_of(batch), self._switch.step, self._plan.levers.sharding
+        is_larger = not covers(self._planned, extent)
+        if sharding is not None:
+            if is_larger:
+                raise UsageError(
+                    f"a batch is larger than the plan's ({difference_text(extent, self._planned)}), and memfit"
+                    f" can't predict its peak on each of {sharding.world_size} ranks during training."
+                    f" {self._advice}"
+                )
+            return
+        if step.options.prediction is not self._told:  # a lower plan, after a step ran out of memory
+            self._promised = step.options.prediction
+        found = self._promised or self._plan.predicted
+        if is_larger:
+            if self._switch.levers != self._levers:
+                self._levers, self._admitted = self._switch.levers, []
+            known = next((each for each in self._admitted if covers(each.extent, extent)), None)
+            found = (known or self._admit(batch, extent)).prediction
+        self._told = found
+        if found is not step.options.prediction:
+            step.change(prediction=found, predicted_peak_bytes=found.peak_bytes)
+
+    def _admit(self, batch: Any, extent: Extent) -> _Admitted:
+        difference, budget = difference_text(extent, self._planned), self._plan.budget_bytes
+        found = None
+        if self._admitted:
+            try:
+                found = self._predicted(grown(batch, looked_ahead(self._admitted[-1].extent, extent)))
+            except (MemfitError, RuntimeError, ValueError):  # a batch that was made up may be one that can't be
+                pass
+        if found is None or found.prediction.peak_upper_bytes > budget:
+            try:
+                found = self._predicted(batch)
+            except MemfitError as e:
+                raise UsageError(
+                    f"a batch is larger than the plan's ({difference}), and memfit can't predict its peak"
+                    f" ({first_line(e)}). {self._advice}"
+                ) from e
+        if (needed := found.prediction.peak_upper_bytes) > budget:
+            raise UsageError(
+                f"a batch is larger than the plan's ({difference}): the step would need"
+                f" {format_bytes(needed)} for it, above the budget of {format_bytes(budget)}. Nothing was"
+                f" run. {self._advice}"
+            )
+        self._admitted = [*self._admitted, found][-_MOST_ADMITTED:]
+        self._switch.step.note(
+            "larger batch",
+            f"a batch is larger than the plan's ({difference}): the step needs"
+            f" {format_bytes(found.prediction.peak_bytes)} for it, as predicted, within the budget of"
+            f" {format_bytes(budget)}",
+        )
+        return found
+
+    def _predicted(self, batch: Any) -> _Admitted:
+        workload, levers = dataclasses.replace(self._workload, batch=batch), self._levers
+        if levers.microbatch_size >= self._plan.batch_size:  # what is not cut stays whole
+            levers = replace(levers, microbatch_size=samples_of(workload))
+        with self._switch.lifted():
+            prediction, _ = predicted_under(self._plan, workload, levers)
+        kept_bytes = sum(t.nbytes for t in tensors_of(self._workload.batch))  # beside the batch that is run
+        with_kept = {
+            name: value + kept_bytes if (value := getattr(prediction, name)) is not None else None
+            for name in ("peak_bytes", "peak_upper_bytes", "peak_reserved_bytes")
+        }
+        return _Admitted(extent_of(batch), replace(prediction, **with_kept))
 
 
 class ShapeInterpolation:

@@ -1,40 +1,67 @@
-"""The plans of a loop: made, kept from an earlier start of its program, or given; and changes the loop may make."""
+"""The plans of a loop: made, kept from an earlier start of its program, or given; and changes the loop may make.
+
+A script that is started again would make the same plan again. What tells that it is the same program is all that a
+plan depends on but the values of tensors, on which the plan of a running loop does not depend either: its later steps
+have other values too. The proof by the first step is made in every start.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any, Literal
+import hashlib
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, TypeVar
 
+import msgspec
+import torch
 from msgspec.structs import replace
 from torch import nn
 
+from memfit import ir
+from memfit._torch import own_buffers, own_modules, own_parameters
 from memfit.cost import hurried
-from memfit.errors import InfeasibleError, MemfitError, PlanMismatchError
-from memfit.foundations import Progress, format_bytes, format_seconds
-from memfit.hardware import find_device
+from memfit.errors import InfeasibleError, MemfitError, OutputError, PlanMismatchError
+from memfit.foundations import Progress, format_bytes, format_seconds, read_budget
+from memfit.hardware import cache_folder, find_device, host_name
 from memfit.ir import Levers, Plan, Prediction, simulate
 from memfit.levers import check_plan
 from memfit.pipeline._estimate import estimate
-from memfit.pipeline._plan import PlanOptions
 from memfit.pipeline._plan import planned as make_plan
-from memfit.pipeline.kept_plans import Kept
 from memfit.pipeline.loop_steps import AND, generators_kept
 from memfit.pipeline.placement import device_kind
-from memfit.planner import Findings, capture_levers, costs_of, predict
-from memfit.workload import LoopWorkload, fingerprint, outside_autocast
+from memfit.planner import Findings, PlanOptions, costs_of, predicted_under
+from memfit.version import __version__
+from memfit.workload import ExecutionContext, Geometry, LoopWorkload, fingerprint, outside_autocast
 
 Mixed = Prediction | Literal["in use"] | None
 """What mixed precision is predicted to take: nothing, where the loop has it, or where that can't be run."""
 
 Stages = Callable[[], contextlib.AbstractContextManager[Progress]]
 
+T = TypeVar("T")
+
+_MOST_KEPT = 256  # records, the newest ones
+_DEEP = 6  # of attributes in attributes that tell objects apart
+_LONG = 1000  # entries of a list or dict that are looked at
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
+_INSTALLED = tuple({str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")})
+_OWN = Path(__file__).parents[1]
+_OF_TERMINALS = ("_", "OLDPWD", "SHLVL", "COLUMNS", "LINES", "TERM", "SSH_", "XDG_", "DBUS_")
+"""How the names of environment variables begin that differ between terminals; any other may change a model."""
+
+is_on = True
+"""Whether records are kept. Tests turn it off."""
 _POINTS = 4
 _FIRST_SECONDS = 0.5  # for solving for the first step
 
 
 class LoopPlans:
-    """Makes the plans of a loop.
+    """Makes the plans of a loop, and keeps them for the next start of its program.
 
     Args:
         options: Options of `memfit.plan`, `budget` at least.
@@ -42,13 +69,14 @@ class LoopPlans:
         stages: Entered for each plan that is made; gives what is called with (stage, done, total) meanwhile.
 
     Attributes:
-        kept: What an earlier start of the program has kept.
+        is_taken: Whether the last plan or prediction was taken from an earlier start.
     """
 
     def __init__(self, options: dict[str, Any], given: Plan | None, stages: Stages) -> None:
-        self.kept = Kept()
         self._options, self._given, self._stages = options, given, stages
         self._findings: tuple[nn.Module | None, Findings] = None, Findings()
+        self.is_taken = False
+        self._taken: list[Path] = []
 
     def for_module(self, workload: LoopWorkload, *, is_alone: bool) -> Plan:
         """Return a plan for a module by itself, which only its first step runs under.
@@ -62,9 +90,9 @@ class LoopPlans:
             return given
         try:
             # Where others are trained too, they need a part of the budget, and nobody knows which.
-            return self.made(workload, self._options["budget"] if is_alone else "1B", is_first=True)
+            return self._made(workload, self._options["budget"] if is_alone else "1B", is_first=True)
         except InfeasibleError as e:
-            return self.made(workload, f"{e.lowest_peak_bytes}B", is_first=True)
+            return self._made(workload, f"{e.lowest_peak_bytes}B", is_first=True)
 
     def for_steps(self, workload: LoopWorkload, note: Callable[[str], None], *, is_later: bool) -> Plan:
         """Return a plan for steps that were seen: the one that was given, where it holds them.
@@ -78,12 +106,12 @@ class LoopPlans:
         """
         given, budget = self._given, self._options["budget"]
         if given is None:
-            return self.made(workload, budget)
+            return self._made(workload, budget)
         own, device = fingerprint(workload), device_kind(workload.model)
         # It may be for more modules than have trained so far, or have been in force for those before.
         is_part = is_later or set(workload.name.split(AND)) < set(given.workload.split(AND))
         if given.fingerprint != own and is_part:
-            return self.made(workload, budget)
+            return self._made(workload, budget)
         if given.fingerprint != own or given.device != device:
             raise PlanMismatchError(
                 f"plan= was made for {given.workload} on {given.device}, with the fingerprint {given.fingerprint}. The"
@@ -91,14 +119,14 @@ class LoopPlans:
                 " device. Leave out plan= and give budget= to make a plan for this loop"
             )
         check_plan(given, workload)
-        predicted = predicted_under(given, workload)
+        predicted = _predicted(given, workload)
         if predicted.peak_upper_bytes <= given.budget_bytes:
             return replace(given, predicted=predicted)
         note(
             f"memfit: under the given plan the step needs {format_bytes(predicted.peak_upper_bytes)} of"
             f" {format_bytes(given.budget_bytes)}: memfit plans it again"
         )
-        return self.made(workload, budget)
+        return self._made(workload, budget)
 
     def again(self, workload: LoopWorkload, plan: Plan) -> tuple[Plan, Prediction]:
         """Return a plan that holds larger steps, and what it predicts: the one in force, or another of its budget.
@@ -107,13 +135,13 @@ class LoopPlans:
             InfeasibleError: None does.
         """
         with generators_kept(workload.tape):
-            predicted = predicted_under(plan, workload)
+            predicted = _predicted(plan, workload)
             if predicted.peak_upper_bytes <= plan.budget_bytes:
                 return plan, predicted
-            made = self.made(workload, f"{plan.budget_bytes}B")
+            made = self._made(workload, f"{plan.budget_bytes}B")
         return made, made.predicted
 
-    def made(self, workload: LoopWorkload, budget: int | float | str, *, is_first: bool = False) -> Plan:
+    def _made(self, workload: LoopWorkload, budget: int | float | str, *, is_first: bool = False) -> Plan:
         """Return a plan for steps, or, in a hurry, for the first one, which is the only one that runs under it."""
         options = {"device": device_kind(workload.model)} | self._options | {"budget": budget}
         if is_first:
@@ -132,8 +160,7 @@ class LoopPlans:
             with self._stages() as progress:
                 return make_plan(workload, asked, progress=progress, findings=self._findings_of(workload.model))
 
-        with outside_autocast(), hurried():  # autocast is where the module is called; the step enters its own
-            return self.kept.of(Plan, "plan", workload, options, make)
+        return self._kept(Plan, "plan", workload, options, make)
 
     def _findings_of(self, model: nn.Module) -> Findings:
         """Return what the plans so far have found out about a model."""
@@ -148,12 +175,11 @@ class LoopPlans:
         def make() -> int:
             regions = first.levers.regions
             if plain is None or first.levers != Levers(microbatch_size=1, regions=regions):
-                return predicted_under(first, workload).peak_bytes
+                return _predicted(first, workload).peak_bytes
             costs = costs_of([plain], find_device(first.device))
             return simulate(plain, costs, regions).peak_bytes
 
-        with hurried():
-            return self.kept.of(int, "first", workload, first.levers, make)
+        return self._kept(int, "first", workload, first.levers, make)
 
     def mixed(self, workload: LoopWorkload) -> Mixed:
         """Predict a step with autocast around its forward passes, and no levers."""
@@ -164,18 +190,52 @@ class LoopPlans:
             return estimate(workload, device=device_kind(workload.model), precision="bf16-mixed")
 
         try:
-            with generators_kept(workload.tape), outside_autocast(), hurried():
-                return self.kept.of(Prediction, "mixed", workload, None, make)
+            with generators_kept(workload.tape):
+                return self._kept(Prediction, "mixed", workload, None, make)
         except MemfitError:  # autocast refuses some losses
             return None
 
+    def _kept(self, kind: type[T], name: str, workload: LoopWorkload, options: object, make: Callable[[], T]) -> T:
+        """Return a record as an earlier start of the program has kept it, or make it and keep it.
 
-def predicted_under(plan: Plan, workload: LoopWorkload) -> Prediction:
-    """Predict steps of a loop under a plan that was made for others."""
-    device = find_device(plan.device)
+        Args:
+            kind: Its class.
+            name: What it is of the workload.
+            options: What else it depends on.
+        """
+        self.is_taken = False
+        with outside_autocast(), hurried():  # autocast is where the module is called; the step enters its own
+            program = _program() if is_on else None
+            if program is None:
+                return make()
+            key = hashlib.sha256()
+            for part in _parts(name, workload, options):
+                key.update(part.encode() + b"\0")
+            key.update(program.encode())
+            folder = cache_folder() / "plans"
+            path = folder / f"{key.hexdigest()[:32]}.json"
+            with contextlib.suppress(OSError, msgspec.DecodeError):  # none, or it is damaged, or of another memfit
+                found = msgspec.json.decode(path.read_bytes(), type=kind)
+                self._taken.append(path)
+                self.is_taken = True
+                return found
+            made = make()
+            with contextlib.suppress(OutputError, OSError):  # the next start makes it again
+                ir.codec.write_atomic(path, ir.codec.encode(made))
+                for old in sorted(folder.glob("*.json"), key=lambda each: -each.stat().st_mtime)[_MOST_KEPT:]:
+                    old.unlink(missing_ok=True)
+            return made
+
+    def forget(self) -> None:
+        """Drop what was taken from an earlier start: the next start makes it anew."""
+        for path in self._taken:
+            path.unlink(missing_ok=True)
+        self._taken.clear()
+
+
+def _predicted(plan: Plan, workload: LoopWorkload) -> Prediction:
     with outside_autocast(), hurried():
-        trace = capture_levers(workload, plan.levers, device)
-        return predict(trace, costs_of([trace], device), device)[0]
+        return predicted_under(plan, workload)[0]
 
 
 def is_slow(plan: Plan) -> bool:
@@ -206,3 +266,111 @@ def advice(plan: Plan, mixed: Mixed) -> list[str]:
         "                    not predicted: memfit cannot tell which dimension is the batch",
         "memfit.plan predicts and applies both, for a step written as a memfit.Workload.",
     ]
+
+
+def _program() -> str | None:
+    """Return the sources and arguments of the program that runs, and of memfit; None where it has no file."""
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    script = sys.argv[0] if sys.argv and Path(sys.argv[0]).is_file() else main
+    if script is None:
+        return None
+    loaded = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    installed = (*_INSTALLED, str(_OWN))  # Python, packages and memfit
+    own = {script, *(p for p in loaded if isinstance(p, str) and not str(Path(p).resolve()).startswith(installed))}
+    sources = [path for path in sorted(own) if path.endswith(".py") and Path(path).is_file()]
+    texts = [f"{path}:{hashlib.sha256(Path(path).read_bytes()).hexdigest()}" for path in sources]
+    memfit = max(path.stat().st_mtime_ns for path in _OWN.rglob("*.py"))
+    environment = [
+        f"{name}={value}" for name, value in sorted(os.environ.items()) if not name.startswith(_OF_TERMINALS)
+    ]
+    return "\n".join(
+        [*sys.argv, *environment, *texts, __version__, str(memfit), torch.__version__, sys.version, host_name()]
+    )
+
+
+def _parts(name: str, workload: LoopWorkload, options: object) -> Iterator[str]:
+    yield name
+    yield fingerprint(workload)
+    yield str(getattr(workload.loss_fn, "args", ()))  # the modes in which a stand-in for the loop's loss runs
+    device = device_kind(workload.model)
+    yield from _told(options, _DEEP)
+    budget = options.get("budget") if isinstance(options, dict) else None
+    if budget is not None and read_budget(budget).of == "device":
+        yield str(find_device(device).usable_bytes)
+    kernels = torch.backends.cuda
+    yield str(ExecutionContext.now())
+    yield str(
+        (
+            torch.get_default_dtype(),
+            torch.get_num_threads(),
+            torch.get_deterministic_debug_mode(),
+            torch.backends.mkldnn.enabled,
+            torch.get_float32_matmul_precision(),
+            (kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled(), kernels.math_sdp_enabled()),
+        )
+    )
+    for fqn, module in workload.model.named_modules():
+        yield f"{fqn} {_source(type(module))}"
+        own = {*own_modules(module), *own_parameters(module), *own_buffers(module)}
+        plain = {key: value for key, value in vars(module).items() if key not in own and not key.startswith("_")}
+        yield from _told(plain, _DEEP)
+        yield str([len(hooks) for key, hooks in sorted(vars(module).items()) if key.endswith("_hooks")])
+    optimizer = workload.optimizer
+    yield _source(type(optimizer))
+    for group in optimizer.param_groups:
+        yield str([tuple(p.shape) for p in group["params"]])
+        yield from _told({key: value for key, value in group.items() if key != "params" and "lr" not in key}, _DEEP)
+    yield str(len(optimizer.state))
+    yield from _told(workload.batch, _DEEP)
+    yield f"{workload.tape.roots} {workload.tape.passes}"
+    for entry in workload.tape.entries:
+        what = entry.what if isinstance(entry.what, int) else _named(entry.what)
+        yield f"{entry.kind} {what} {entry.made} {entry.drops} {entry.phase} {entry.microbatch} {entry.context}"
+        yield f"{entry.arguments.references}"
+        yield from _told(entry.arguments.template, _DEEP)
+
+
+def _named(what: Any) -> str:
+    bound = getattr(what, "__self__", None)
+    own = Geometry.of(bound) if isinstance(bound, (torch.Tensor, Geometry)) else type(bound).__name__
+    return f"{getattr(what, '__module__', '')}.{getattr(what, '__qualname__', type(what).__qualname__)} {own}"
+
+
+def _source(kind: type) -> str:
+    """Return a class with the file that it is from, as that is now, and the version of its package."""
+    module: ModuleType | None = sys.modules.get(kind.__module__)
+    package = sys.modules.get(kind.__module__.partition(".")[0])
+    stamps = []
+    for each in (module, package):
+        with contextlib.suppress(OSError, TypeError):
+            found = os.stat(each.__file__)  # type: ignore[union-attr, arg-type]
+            stamps.append((found.st_mtime_ns, found.st_size))
+    return f"{kind.__module__}.{kind.__qualname__} {stamps} {getattr(package, '__version__', '')}"
+
+
+def _told(value: Any, depth: int) -> Iterator[str]:
+    """Yield what an object is by its plain attributes; of deeper ones, and of strange ones, the class alone."""
+    if isinstance(value, _PLAIN):
+        yield repr(value)
+    elif isinstance(value, torch.Tensor):
+        yield f"{type(value).__name__} {tuple(value.shape)} {value.dtype} {value.device} {value.requires_grad}"
+    elif isinstance(value, nn.Module):
+        yield type(value).__qualname__
+    elif isinstance(value, type) or callable(value) and hasattr(value, "__qualname__"):
+        yield f"{value.__module__}.{value.__qualname__}"
+    elif depth == 0:
+        yield type(value).__qualname__
+    elif isinstance(value, dict):
+        for key, each in list(value.items())[:_LONG]:
+            yield repr(key) if isinstance(key, _PLAIN) else type(key).__qualname__
+            yield from _told(each, depth - 1)
+    elif isinstance(value, (list, tuple)):
+        yield f"{type(value).__qualname__} {len(value)}"
+        for each in value[:_LONG]:
+            yield from _told(each, depth - 1)
+    elif isinstance(value, (set, frozenset)):
+        yield from sorted(text for each in value for text in _told(each, depth - 1))
+    else:
+        yield type(value).__qualname__
+        plain = {key: each for key, each in getattr(value, "__dict__", {}).items() if not key.startswith("_")}
+        yield from _told(plain, depth - 1)

@@ -218,21 +218,17 @@ def untrained_texts(
         waiting = [p for p in parameters_of(optimizer) if id(optimizer) not in known or not p.requires_grad]
         if waiting:
             nbytes = format_bytes(sum(p.nbytes for p in waiting))
+            wanted = set(map(id, waiting))  # the owner is the smallest module that holds them
+            modules = [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]
+            held = [({id(p) for p in module.parameters()}, module) for module in modules]
+            owners = [(len(ids), type(module).__name__) for ids, module in held if wanted <= ids]
+            owner = f" of {min(owners, key=lambda each: each[0])[1]}" if owners else ""
             lines.append(
-                f"memfit: {len(waiting)} parameters{_owner_of(waiting)} ({nbytes}) in optimizer"
+                f"memfit: {len(waiting)} parameters{owner} ({nbytes}) in optimizer"
                 f" {type(optimizer).__name__} have not trained yet. The plan does not cover steps that"
                 " train them; memfit plans such a step when it runs"
             )
     return lines
-
-
-def _owner_of(parameters: Sequence[torch.Tensor]) -> str:
-    """Return the class of the smallest module that holds parameters, as " of CLASS"; "" without one."""
-    wanted = set(map(id, parameters))
-    modules = [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]
-    held = {id(module): {id(p) for p in module.parameters()} for module in modules}
-    owners = [module for module in modules if wanted <= held[id(module)]]
-    return f" of {type(min(owners, key=lambda m: len(held[id(m)]))).__name__}" if owners else ""
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import distributed
@@ -122,7 +121,8 @@ def placed(workload: Workload, plan: Plan) -> Workload:
     for tensor in external_tensors(workload):
         if tensor.device.type == "cpu":
             _move(tensor, place)
-    if any(tensor.device.type == "cpu" for tensor in _large(list(workload.optimizer.state.values()))):
+    state = tensors_of(list(workload.optimizer.state.values()))
+    if any(tensor.device.type == "cpu" for tensor in state if tensor.dim() > 0):  # step counters stay where they are
         workload.optimizer.load_state_dict(workload.optimizer.state_dict())  # which puts it where parameters are
     return dataclasses.replace(workload, batch=on_device(workload.batch, place))
 
@@ -155,11 +155,6 @@ def _same_parameters(place: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
-
-
-def _large(state: Any) -> list[torch.Tensor]:
-    """Return the tensors of an optimizer's state that belong to its parameter's device: all but step counters."""
-    return [tensor for tensor in tensors_of(state) if tensor.dim() > 0]
 
 
 def _check_place(workload: Workload, device: Device, plan: Plan) -> None:

@@ -105,7 +105,12 @@ def plan_given(plan: Plan | Path | str | None) -> Plan | None:
 def _check(verb: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     parameters = list(signature.parameters.values())
     first = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    needed = [each.name for each in parameters if each.name not in first and _is_needed(each)]
+    empty = inspect.Parameter.empty
+    # A call names the other parameters that it needs; a budget also where another may stand for it.
+    required = [
+        each.name for each in parameters if each.default is empty or (each.name == "budget" and each.default is None)
+    ]
+    needed = [name for name in required if name not in first]
     given = dict(zip(first, args, strict=False)) | {name: kwargs[name] for name in first if name in kwargs}
     wrong = {name: value for name, value in given.items() if name in _KINDS and not _KINDS[name](value)}
 
@@ -125,11 +130,6 @@ def _check(verb: str, signature: inspect.Signature, args: tuple[Any, ...], kwarg
         signature.bind(*args, **kwargs)
     except TypeError as e:
         raise UsageError(f"memfit.{verb}: {e}. Write {call()}") from None
-
-
-def _is_needed(parameter: inspect.Parameter) -> bool:
-    """Tell whether a call names a parameter that is no first one; a budget is named where another may stand for it."""
-    return parameter.default is inspect.Parameter.empty or (parameter.name == "budget" and parameter.default is None)
 
 
 def _remedy(name: str, value: Any, call: Callable[..., str]) -> str:

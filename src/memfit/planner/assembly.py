@@ -55,15 +55,12 @@ from memfit.planner.candidate_search import (
     fastest_that_fits,
     held_against,
     leanest_that_fits,
+    near_ties,
     with_plan,
 )
-from memfit.planner.capture_failures import refusal_notes
-from memfit.planner.captured_steps import CapturedSteps, Request
-from memfit.planner.confirmation import Confirmation, Excluded
-from memfit.planner.deferred import DeferredCandidates, size_between
-from memfit.planner.measured_choice import ChosenPlan, measured_choice, unmeasured
-from memfit.planner.measured_steps import CODE_SECONDS, why_not_here
-from memfit.planner.near_ties import near_ties
+from memfit.planner.captured_steps import CapturedSteps, DeferredCandidates, Request, size_between
+from memfit.planner.confirmation import Confirmation, Excluded, refusal_notes
+from memfit.planner.measured_steps import CODE_SECONDS, ChosenPlan, measured_choice, unmeasured, why_not_here
 from memfit.solver import SIMPLER_WITHIN, Combination, frontier, refusals
 from memfit.version import __version__
 from memfit.workload import LoopWorkload, fingerprint
@@ -97,7 +94,7 @@ def assemble(request: Request) -> Plan:
 class _Assembly:
     def __init__(self, request: Request) -> None:
         self.request, self.steps = request, CapturedSteps(request)
-        self.confirmation = Confirmation(request.workload, self.steps.failures, request.engine)
+        self.confirmation = Confirmation(request.workload, self.steps.failures, request.options.engine)
         self.notes: list[str] = list(request.findings.notes)
         self.excluded = request.findings.excluded
         self.solving_seconds = 0.0
@@ -113,10 +110,20 @@ class _Assembly:
         first = self.confirmation.capture(steps.alone)
         request.findings.plain = steps.traces[steps.alone] = first
         steps.share()
-        self._take_budget()
+        fits = self._as_is.peak_upper_bytes <= self._budget_bytes()
         steps.coupling = coupling(first, request.workload)
-        wanted = [steps.plain] if self._waits() else self._proposed()
-        waiting = {levers: before for levers in wanted if (before := self._waits_for(levers)) is not None}
+        if isinstance(request.workload, LoopWorkload) and (fits or not request.workload.tape.entries):
+            # A loop waits, and other levers only save memory: none is needed where the plain step fits, and for the
+            # first step alone they hardly pay for their captures. Where regions are not enough, all are tried.
+            wanted = [steps.plain]
+        else:
+            wanted = self._proposed()
+        waiting: dict[Levers, Levers] = {}  # the combination that is captured before another
+        for levers in wanted:
+            on = LeversOn(levers, steps.batch_size)
+            found = (lever.waits_for(on) for lever in used_levers(steps.on(levers)))
+            if (before := next((each for each in found if each is not None), None)) is not None:
+                waiting[levers] = before
         early = steps.captured([levers for levers in wanted if levers not in waiting])
         seconds = {levers: steps.predicted(levers).step_seconds for levers in early}
         least = min((seconds[levers] for levers in early if steps.allows(levers)), default=math.inf)
@@ -126,19 +133,7 @@ class _Assembly:
         wanted = [levers for levers in wanted if levers in early or levers in waiting and levers not in deferred]
         self.wanted = self._with_any(steps.captured(wanted))
 
-    def _waits(self) -> bool:
-        """Tell whether a loop waits for a plan that needs no levers but regions, as far as is known.
-
-        Its levers only save memory, and none is needed where the plain step fits. For the first step alone they hardly
-        pay for their captures. Where no regions are enough, all levers are tried after all.
-        """
-        workload, budget_bytes = self.request.workload, self.steps.budget_bytes
-        assert budget_bytes is not None
-        fits = self._as_is.peak_upper_bytes <= budget_bytes
-        return isinstance(workload, LoopWorkload) and (fits or not workload.tape.entries)
-
     def _proposed(self) -> list[Levers]:
-        """Return the combinations that levers propose."""
         wanted = [self.steps.plain]
         for lever in LEVERS:
             try:
@@ -147,15 +142,8 @@ class _Assembly:
                 self.notes += [str(e)] if e.is_noted else []
         return wanted
 
-    def _waits_for(self, levers: Levers) -> Levers | None:
-        """Return the combination that is captured before another; None where it waits for none."""
-        for lever in used_levers(self.steps.on(levers)):
-            if (before := lever.waits_for(LeversOn(levers, self.steps.batch_size))) is not None:
-                return before
-        return None
-
-    def _take_budget(self) -> None:
-        """Set the budget in bytes: on a GPU it is held against what the allocator reserves."""
+    def _budget_bytes(self) -> int:
+        """Return the budget in bytes, and note it: on a GPU it is held against what the allocator reserves."""
         budget, device = self.request.budget, self.request.device
         plain = self._as_is if budget.of == "plain" else None
         plain_bytes = 0 if plain is None else bytes_of_plain(budget, plain)
@@ -164,6 +152,7 @@ class _Assembly:
         self.steps.budget_bytes = budget_bytes
         if budget.of == "device" and self._as_is.peak_upper_bytes <= budget_bytes:
             self.notes.append("the plain step fits this share of the device: half of the plain step's peak is '0.5x'")
+        return budget_bytes
 
     @property
     def _as_is(self) -> Prediction:
@@ -173,17 +162,17 @@ class _Assembly:
     @property
     def limits(self) -> Limits:
         assert self.steps.budget_bytes is not None
-        return Limits(self.steps.budget_bytes, self.steps.costs.peak_error, self.request.numerics)
+        return Limits(self.steps.budget_bytes, self.steps.costs.peak_error, self.request.options.numerics)
 
     def _with_any(self, wanted: list[Levers]) -> list[Levers]:
         """Return combinations, with the plain step where no other is left that may be chosen."""
         if any(self.steps.allows(levers) for levers in wanted):
             return wanted
-        if self.request.must_compile:
+        if self.request.options.compile is True:
             notes = self.steps.failures.notes()
             raise PlanError(
                 "compile=True, and the step can't be compiled: "
-                + ("; ".join(notes) if notes else f"numerics={self.request.numerics!r} does not allow it")
+                + ("; ".join(notes) if notes else f"numerics={self.request.options.numerics!r} does not allow it")
             )
         return [*wanted, *self.steps.captured([self.steps.plain])]
 
@@ -192,8 +181,12 @@ class _Assembly:
     def proven(self) -> tuple[Confirmed, list[Candidate], Proof]:
         """Return the fastest plan that fits and works, the frontier, and what the plan was held against."""
         steps, findings = self.steps, self.request.findings
+
+        def extent() -> object:  # of the search, to tell whether as much is searched as before
+            return len(self.excluded), list(self.wanted), list(self.deferred.waiting)
+
         while True:
-            extent, steps.are_renewed = self._extent(), False
+            before, steps.are_renewed = extent(), False
             try:
                 chosen, points = self._search()
                 if steps.are_renewed and not self.is_renewed:
@@ -208,12 +201,8 @@ class _Assembly:
                     findings.excluded |= e.modules
                 self.wanted = self._with_any([levers for levers in self.wanted if not e.are_out(levers)])
                 self.deferred.waiting = [levers for levers in self.deferred.waiting if not e.are_out(levers)]
-                if self._extent() == extent:  # it would be chosen again
+                if extent() == before:  # it would be chosen again
                     raise e.error from None
-
-    def _extent(self) -> object:
-        """Return the extent of the search, to tell whether as much is searched as before."""
-        return len(self.excluded), list(self.wanted), list(self.deferred.waiting)
 
     def _search(self) -> tuple[Confirmed, list[Candidate]]:
         """Return the fastest plan that fits, confirmed, and the frontier."""
@@ -233,9 +222,12 @@ class _Assembly:
 
     def _choose(self) -> Confirmed:
         """Return the fastest plan that fits. Fallbacks are tried only where no other is cheap."""
-        seconds = self.request.time_limit_seconds
+        seconds = self.request.options.time_limit_seconds
         best = self._fastest(self.combinations, seconds)
-        while added := self._deferred_no_longer(best):
+        while True:
+            best_seconds = math.inf if best is None else best.prediction.step_seconds
+            if not (added := self._search_too(self.deferred.next(best_seconds, self.limits.peak_bytes))):
+                break
             best = self._fastest(added, seconds, best)
         for _ in range(_SIZES_BETWEEN):
             if best is None or not (added := self._with_size_between(best)):
@@ -276,10 +268,6 @@ class _Assembly:
             best, spent = fastest_that_fits(ways[way], self.limits, self._confirm, share, best)
             self.solving_seconds += spent
         return best
-
-    def _deferred_no_longer(self, best: Confirmed | None) -> list[Combination]:
-        best_seconds = math.inf if best is None else best.prediction.step_seconds
-        return self._search_too(self.deferred.next(best_seconds, self.limits.peak_bytes))
 
     def _with_size_between(self, best: Confirmed) -> list[Combination]:
         """Capture the step as it is with a size of microbatches between others, where that may be about as fast."""
@@ -333,7 +321,7 @@ class _Assembly:
             and steps.allows(levers)
             and steps.host_bytes_left(levers) >= 0
             and not steps.failures.has_failed(levers)
-            and not met(CONFLICTS, names, request.numerics)
+            and not met(CONFLICTS, names, request.options.numerics)
         )
 
     def _of_all(self, seconds: float) -> Confirmed | None:
@@ -351,16 +339,13 @@ class _Assembly:
                 (c.solver.peak_floor_bytes - lever.most_saved_bytes(steps.traces[c.levers]), c) for c in self._bases()
             ]
             for floor_bytes, base in sorted(floors, key=lambda found: found[0]):
+                share, allowed = seconds / len(self.combinations), self.limits.allow(self.combinations)
+                lowest_bytes = min(c.solver.leanest(share).peak_bytes for c in allowed)
                 levers = lever.fallback(base.levers)
-                if floor_bytes < self._lowest_bytes(seconds) and self._can_be_tried(levers):
+                if floor_bytes < lowest_bytes and self._can_be_tried(levers):
                     added += self._search_too(steps.captured([levers]))
             best = self._fastest(added, seconds / 4, best)
         return best
-
-    def _lowest_bytes(self, seconds: float) -> int:
-        """Return the lowest peak found of a combination that is allowed."""
-        allowed = self.limits.allow(self.combinations)
-        return min(c.solver.leanest(seconds / len(self.combinations)).peak_bytes for c in allowed)
 
     def _beside(self, point: Candidate) -> list[Confirmed]:
         """Return a plan with lean modules beside its regions; the solver does not combine the two."""
@@ -402,14 +387,14 @@ class _Assembly:
 
     def _frontier(self, chosen: Confirmed) -> list[Candidate]:
         """Solve the frontier, without the chosen plan; set the `peak_upper_bytes` of each point."""
-        limit, workload = self.request.time_limit_seconds, self.request.workload
+        limit, workload = self.request.options.time_limit_seconds, self.request.workload
         left = min(max((1 - _FIRST_SHARE) * limit, limit - self.solving_seconds), limit / 2)
         if isinstance(workload, LoopWorkload):
             if not workload.tape.entries:  # for the first step alone
                 return []
             left = min(left, _LOOP_FRONTIER_SECONDS)
         progress = functools.partial(self.request.progress, "frontier")
-        points = frontier(self.combinations, self.request.points, progress, left)
+        points = frontier(self.combinations, self.request.options.points, progress, left)
         with_regions = chosen.excess if chosen.point.levers.regions else 1.0
         found = []
         for point in points:
@@ -442,13 +427,13 @@ class _Assembly:
     def measured(self, predicted: ChosenPlan) -> ChosenPlan:
         """Return the plan that is fastest as it runs here, of those that the prediction can't tell apart."""
         request = self.request
-        if request.measure is False:
+        if request.options.measure is False:
             return predicted
         why = why_not_here(request.workload, request.device, max(request.world_size, request.processes))
-        if request.engine is not None:
+        if request.options.engine is not None:
             why = "another library's engine shares the step"
         code = self._code_seconds(predicted.confirmed.point.levers)
-        if request.measure == "auto" and code > CODE_SECONDS:
+        if request.options.measure == "auto" and code > CODE_SECONDS:
             why = why or f"compiling it is predicted to take {format_seconds(code)}: measure=True compiles it"
         if why:
             return unmeasured(predicted, why)
@@ -458,7 +443,7 @@ class _Assembly:
             self._proof,
             workload=request.workload,
             device=request.device,
-            measure=request.measure,
+            measure=request.options.measure,
             progress=request.progress,
         )
 
@@ -472,7 +457,7 @@ class _Assembly:
             step_error=self.steps.costs.step_error,
             way=compiles,
         )
-        if self.request.measure is True:
+        if self.request.options.measure is True:
             return found
         total, kept = 0.0, list[Confirmed]()
         for plan in found:
@@ -511,7 +496,7 @@ class _Assembly:
             levers=point.levers,
             uses=point.uses,
             numerics=point.numerics,
-            allowed=request.numerics,
+            allowed=request.options.numerics,
             plain=self._as_is,
             predicted=prediction,
             solution=Solution(
@@ -523,14 +508,14 @@ class _Assembly:
             frontier=points,
             notes=self._notes(choice, code_seconds),
             proof=choice.proof,
-            engine=request.engine,
+            engine=request.options.engine,
             measured=choice.measured,
             code_seconds=code_seconds,
         )
 
     def _notes(self, choice: ChosenPlan, code_seconds: float) -> list[str]:
         """Return the notes of a plan: on the plain step, on the search, on what was chosen, and on what failed."""
-        steps, levers, engine = self.steps, choice.confirmed.point.levers, self.request.engine
+        steps, levers, engine = self.steps, choice.confirmed.point.levers, self.request.options.engine
         plain = steps.traces[steps.plain]
         notes = [*plain.notes, *self.notes, *choice.notes]
         draws = any(op.random for op in plain.ops)

@@ -17,7 +17,7 @@ from memfit.foundations import Progress
 from memfit.ir import Device, Levers, Trace
 from memfit.levers import LeversOn, applied, compiles, described_loop, used_levers
 from memfit.planner import gpu_process
-from memfit.planner.readings import DataRuns
+from memfit.planner.gpu_process import DataRuns
 from memfit.ranks import shard
 from memfit.workload import Loop, LoopWorkload, StepProgram, Workload, has_data, samples_of
 

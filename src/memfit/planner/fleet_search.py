@@ -12,7 +12,7 @@ What makes it quick:
    is no room.
 5. A size of microbatch whose step alone is slower than a plan that fits is not looked at, nor are numbers of ranks
    that fewer do as well as.
-6. Cards that share no captures are searched at once, in a process each (`FleetOptions.in_two`).
+6. Cards that share no captures are searched at once, in a process each (`FleetRequest.in_two`).
 
 What fits is held against the budget as `memfit.plan` holds it: by what the simulated allocator reserves, with its
 error bar.
@@ -79,8 +79,8 @@ RegionSet = tuple[Region, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FleetOptions:
-    """The options of `memfit.fleet`, checked.
+class FleetRequest:
+    """The options of `memfit.fleet`, made definite and checked.
 
     Attributes:
         devices: Cards.
@@ -108,7 +108,7 @@ class FleetOptions:
             return tuple(self.precisions)
         return (precisions_of(device)[-1],) if allows(self.numerics, "reduced") else ("32-true",)
 
-    def in_two(self) -> list[FleetOptions]:
+    def in_two(self) -> list[FleetRequest]:
         """Return the options of at most two searches at once, cards that share captures in the same one."""
         sharing: dict[tuple[object, ...], list[Device]] = defaultdict(list)
         for device in self.devices:
@@ -128,7 +128,7 @@ class FleetSearch(NamedTuple):
     step_error: float
 
 
-def search(workload: Workload, options: FleetOptions, progress: Progress) -> FleetSearch:
+def search(workload: Workload, options: FleetRequest, progress: Progress) -> FleetSearch:
     """Return the fastest plan found for each card and number of ranks.
 
     Raises:
@@ -149,7 +149,7 @@ def joined(searches: Sequence[FleetSearch]) -> FleetSearch:
 
 
 class _Search:
-    def __init__(self, workload: Workload, options: FleetOptions, progress: Progress) -> None:
+    def __init__(self, workload: Workload, options: FleetRequest, progress: Progress) -> None:
         self.workload, self.options, self.progress = workload, options, progress
         self.samples = samples_of(workload)
         self.rows: list[FleetRow] = []

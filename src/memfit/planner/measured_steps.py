@@ -11,6 +11,7 @@ plan finds it there.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
 import random
@@ -21,15 +22,19 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from msgspec.structs import replace
 
 from memfit import hardware
 from memfit.capture import nothing_changes
 from memfit.cost import Pace, Paced, busy_notes, undisturbed_ratios
-from memfit.foundations import Progress, format_bytes, silent
+from memfit.errors import MemfitError
+from memfit.foundations import Progress, format_bytes, format_seconds, silent
 from memfit.hardware import free_bytes
-from memfit.ir import Device, Levers
+from memfit.ir import BETWEEN_STEPS, Device, Levers, MeasuredStep, Proof, uses_text
 from memfit.levers import applied_to_copy, compiles
-from memfit.planner.capture_failures import first_line
+from memfit.planner.candidate_search import Confirmed, MeasuredPlan, fastest_measured, weighed
+from memfit.planner.confirmation import Excluded, first_line
+from memfit.planner.verb_options import Measure
 from memfit.training import Step
 from memfit.workload import LoopWorkload, Workload, has_data, rng_preserved
 
@@ -206,13 +211,6 @@ def why_no_room(device: Device, peak_bytes: int) -> str:
     return f"the step needs {format_bytes(peak_bytes)} besides the workload, and {format_bytes(free)} is free"
 
 
-def limit_of(plans: Sequence[Levers], *, is_asked: bool = False) -> float:
-    """Return for how many seconds the steps of plans may run to choose among them; more where one asks to measure."""
-    if is_asked:
-        return ASKED_SECONDS
-    return LONGEST_SECONDS if any(map(compiles, plans)) else LIMIT_SECONDS
-
-
 def affordable(predicted_seconds: Sequence[float], limit_seconds: float = LIMIT_SECONDS) -> int:
     """Return how many plans, of the first ones, can be run often enough to compare them within a time."""
     least = _LEAST_ROUNDS * (1 + _STEPS)
@@ -278,7 +276,7 @@ def timed_in_turns(
 
     Args:
         plans: The levers of each plan, and its predicted seconds.
-        limit_seconds: Steps run no longer (`limit_of`), but for making code.
+        limit_seconds: Steps run no longer, but for making code.
         rounds: How many, at most.
         clocks: What is read before and after each step; None for this machine's clocks.
         progress: Told how many turns are done, of how many at most, and before and after code is made for how many
@@ -288,8 +286,8 @@ def timed_in_turns(
         WorkloadError: The loss function uses the original model.
     """
     clocks = clocks or CLOCKS
-    with nothing_changes(workload) as around, contextlib.ExitStack() as kept:
-        on_code = around.outside(lambda done, total: progress(CODE_STAGE, done, total))
+    with nothing_changes(workload), contextlib.ExitStack() as kept:
+        on_code = functools.partial(progress, CODE_STAGE)
         turns = _Turns(workload, plans, torch.device(device.name), clocks, kept, on_code)
         in_turns(
             turns,
@@ -298,7 +296,7 @@ def timed_in_turns(
             limit_seconds=limit_seconds,
             rounds=rounds,
             enough=lambda: turns.found.ratio_error <= _SURE,
-            progress=around.outside(lambda done, total: progress(STAGE, done, total)),
+            progress=functools.partial(progress, STAGE),
         )
     return turns.found
 
@@ -379,7 +377,6 @@ class _Turns:
         self._on_code(len(self._compiled), sum(compiles(levers) for levers, _ in self._plans))
 
     def _step(self, step: Step) -> float:
-        """Run a step, and return its seconds."""
         wall, own = self._clocks.wall(), self._clocks.own()
         step(step.workload.batch)
         hardware.accelerators.synchronize(self._place)  # or the next step would wait for this one's update
@@ -400,3 +397,121 @@ def notes_of(found: Timed, device: Device) -> list[str]:
             " makes the optimizer's state"
         )
     return list(dict.fromkeys(notes))
+
+
+class ChosenPlan(NamedTuple):
+    """The plan that is taken.
+
+    Attributes:
+        confirmed: The plan.
+        proof: Whether what it recomputes was held against the user's step.
+        measured: The plans that were run, the fastest first.
+        notes: What is to be said of them.
+    """
+
+    confirmed: Confirmed
+    proof: Proof
+    measured: tuple[MeasuredStep, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def measured_choice(
+    predicted: ChosenPlan,
+    near: Callable[[], list[Confirmed]],
+    prove: Callable[[Confirmed], Proof],
+    *,
+    workload: Workload,
+    device: Device,
+    measure: Measure,
+    progress: Progress,
+) -> ChosenPlan:
+    """Return the fastest of the plans that are near the one predicted to be fastest, as they run here.
+
+    Args:
+        predicted: The plan predicted to be fastest.
+        near: Returns that plan and those that are near it.
+        prove: Holds what another plan recomputes against the user's step, before it is taken.
+        measure: "auto" runs steps where there are several plans and enough time to compare them; True for longer, and
+            also where one plan can be timed alone.
+    """
+    step_seconds = predicted.confirmed.prediction.step_seconds
+    predicted_to_take = f"a step is predicted to take {format_seconds(step_seconds)}"
+    if measure == "auto" and affordable([step_seconds] * 2, LONGEST_SECONDS) < 2:
+        return unmeasured(predicted, f"{predicted_to_take}, too long to compare plans in {LONGEST_SECONDS:.0f} s")
+    found = near()
+    is_code_made = any(compiles(plan.point.levers) for plan in found)
+    limit_seconds = ASKED_SECONDS if measure is True else LONGEST_SECONDS if is_code_made else LIMIT_SECONDS
+    too_long = f"{predicted_to_take}, too long to compare plans in {limit_seconds:.0f} s"
+    plans = found[: max(1, affordable([plan.prediction.step_seconds for plan in found], limit_seconds))]
+    if measure == "auto" and len(plans) == 1:
+        return predicted if len(found) == 1 else unmeasured(predicted, too_long)
+    # In memory are one step, and the copies that compiled ones keep meanwhile.
+    kept = [plan.prediction.by_category for plan in plans if compiles(plan.point.levers)]
+    kept_bytes = sum(each.get(category, 0) for each in kept for category in BETWEEN_STEPS)
+    if why := why_no_room(device, max(plan.prediction.peak_upper_bytes for plan in plans) + kept_bytes):
+        return unmeasured(predicted, why)
+    try:
+        timed = timed_in_turns(
+            workload,
+            [(plan.point.levers, plan.prediction.step_seconds) for plan in plans],
+            device,
+            limit_seconds=limit_seconds,
+            rounds=ASKED_ROUNDS if measure is True else ROUNDS,
+            progress=progress,
+        )
+    except MemfitError as e:
+        return unmeasured(predicted, first_line(e))
+    progress(STAGE, 1, 1)  # also where the time was over before all turns had been
+    if 0 in timed.errors:
+        return unmeasured(predicted, timed.errors[0])
+    return _taken(predicted, plans, timed, notes_of(timed, device), prove)
+
+
+def unmeasured(predicted: ChosenPlan, why: str) -> ChosenPlan:
+    """Return the plan predicted to be fastest, with a note that says why none was run."""
+    return predicted._replace(notes=(f"chosen by predicted times; no plan was run to measure it: {why}",))
+
+
+def _taken(
+    predicted: ChosenPlan,
+    plans: Sequence[Confirmed],
+    timed: Timed,
+    notes: Sequence[str],
+    prove: Callable[[Confirmed], Proof],
+) -> ChosenPlan:
+    """Return the fastest plan, as measured and as predicted, whose recomputation was not found to differ."""
+    left = timed.step_seconds
+    steps = [
+        MeasuredStep(
+            levers=plans[i].point.levers,
+            uses=plans[i].point.uses,
+            predicted_seconds=plans[i].prediction.step_seconds,
+            measured_seconds=seconds,
+            steps=timed.steps[i],
+        )
+        for i, seconds in left.items()
+    ]
+    measured = tuple(sorted(steps, key=lambda step: step.measured_seconds))
+    while True:
+        indices = list(left)
+        found = [
+            MeasuredPlan(left[i], plan.prediction.step_seconds, plan.point.numerics, len(plan.point.uses))
+            for i, plan in enumerate(plans)
+            if i in left
+        ]
+        index = indices[fastest_measured(weighed(found, timed.ratio_error))]
+        if index == 0:
+            return predicted._replace(measured=measured, notes=tuple(notes))
+        try:
+            proof = prove(plans[index])
+            break
+        except Excluded:
+            del left[index]
+    note = (
+        f"chosen by measured and predicted times together: {format_seconds(left[index])} a step. The fastest"
+        f" plan by prediction ({uses_text(plans[0].point.uses)}) took {format_seconds(left[0])}"
+    )
+    chosen, taken = predicted.confirmed.point, plans[index]
+    bound = min(chosen.bound_seconds, taken.prediction.step_seconds)  # of all combinations that were searched
+    point = replace(taken.point, status=chosen.status, bound_seconds=bound)
+    return ChosenPlan(Confirmed(point, taken.prediction), proof, measured, (note, *notes))

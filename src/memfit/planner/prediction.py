@@ -7,17 +7,18 @@ from typing import get_args
 
 from msgspec.structs import replace
 
-from memfit import hardware, levers
+from memfit import hardware
 from memfit.compiled import FUSED_ERROR
 from memfit.cost import calibrate, kernels_bytes, links_of, measured_costs, roofline, with_collectives
 from memfit.errors import UsageError
 from memfit.foundations import StageProgress
-from memfit.hardware import supports_bfloat16
+from memfit.hardware import find_device, supports_bfloat16
 from memfit.ir import (
-    AllocationEvent,
     CostTable,
     Device,
+    Levers,
     Matmul,
+    Plan,
     Precision,
     Prediction,
     Timeline,
@@ -31,6 +32,9 @@ from memfit.ir import (
     throughput,
     unfused,
 )
+from memfit.levers import check_lever_names, circumstances
+from memfit.planner.captures import capture_levers
+from memfit.ranks import of_engine
 from memfit.workload import Workload
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -45,21 +49,17 @@ def costs_of(traces: Iterable[Trace], device: Device, progress: StageProgress | 
     Traces in TF32 have the operators of those in fp32, and cost less: they need a table of their own.
     """
     traces = [unfused(trace) for trace in traces]
-    costs = _costs_of_one(traces, device, progress)
+    if device.kind == "cpu":
+        costs = calibrate(traces, progress)
+    elif device.is_here:
+        costs = measured_costs(traces, device, progress, matmul=_matmul(traces))
+    else:
+        costs = roofline(traces, device, matmul=_matmul(traces))
+        costs = costs if hardware.shim.is_loaded() else replace(costs, peak_error=_FALLBACK_ERROR)
     for sharding in {trace.sharding for trace in traces} - {None}:
         assert sharding is not None
         costs = with_collectives(costs, [t for t in traces if t.sharding == sharding], links_of(device, sharding))
     return costs
-
-
-def _costs_of_one(traces: list[Trace], device: Device, progress: StageProgress | None) -> CostTable:
-    """Return the costs of all but what ranks send."""
-    if device.kind == "cpu":
-        return calibrate(traces, progress)
-    if device.is_here:
-        return measured_costs(traces, device, progress, matmul=_matmul(traces))
-    costs = roofline(traces, device, matmul=_matmul(traces))
-    return costs if hardware.shim.is_loaded() else replace(costs, peak_error=_FALLBACK_ERROR)
 
 
 def _matmul(traces: list[Trace]) -> Matmul:
@@ -71,8 +71,7 @@ def predict(
 ) -> tuple[Prediction, Timeline]:
     """Return the prediction for a captured step, and its timeline."""
     timeline = simulate(trace, costs)
-    allocated, reserved, by_category = timeline.peak_bytes, None, timeline.at_peak()
-    retries = None
+    allocated, reserved, retries, by_category = timeline.peak_bytes, None, None, timeline.at_peak()
     if device.kind != "cpu":
         events = allocations(trace, costs)
         report = replay(events, device.allocator, total_bytes=device.memory_bytes)
@@ -80,7 +79,10 @@ def predict(
         by_category["rounding"] = allocated - timeline.peak_bytes
         if device.kind in CACHING:
             reserved = report.peak_reserved_bytes
-            retries = _retries(events, device) if reserved > device.usable_bytes else 0
+            retries = 0
+            if reserved > device.usable_bytes:  # how often a full device has its cache given back, where that is enough
+                full = replay(events, device.allocator, device.usable_bytes, total_bytes=device.memory_bytes)
+                retries = None if full.num_ooms else full.num_alloc_retries
     prediction = Prediction(
         peak_bytes=allocated,
         peak_reserved_bytes=reserved,
@@ -108,6 +110,13 @@ def predict(
     return prediction, timeline
 
 
+def predicted_under(plan: Plan, workload: Workload, levers: Levers | None = None) -> tuple[Prediction, Trace]:
+    """Capture a step under a plan that was made for others, or under levers in place of its own, and predict it."""
+    device = find_device(plan.device)
+    trace = of_engine(capture_levers(workload, levers or plan.levers, device), plan.engine)
+    return predict(trace, costs_of([trace], device), device)[0], trace
+
+
 def _upper_bytes(peak_bytes: int, trace: Trace, costs: CostTable) -> int:
     """Return the upper end of the interval around a peak; wider where a compiler orders kernels by itself."""
     compiled_bytes = 0.0
@@ -117,12 +126,6 @@ def _upper_bytes(peak_bytes: int, trace: Trace, costs: CostTable) -> int:
     return int((peak_bytes + compiled_bytes) * (1 + costs.peak_error) * (1 + trace.slack))
 
 
-def _retries(events: list[AllocationEvent], device: Device) -> int | None:
-    """Return how often the allocator gives its cache back to a full device; None where that is not enough."""
-    full = replay(events, device.allocator, device.usable_bytes, total_bytes=device.memory_bytes)
-    return None if full.num_ooms else full.num_alloc_retries
-
-
 def after_step_bytes(trace: Trace, costs: CostTable) -> int:
     """Return the bytes allocated after a step: weights, optimizer state, the batch, and what the loop holds."""
     left = sum(storage.nbytes for storage in trace.storages if storage.death >= len(trace.ops))
@@ -130,7 +133,6 @@ def after_step_bytes(trace: Trace, costs: CostTable) -> int:
 
 
 def _phase_seconds(trace: Trace, timeline: Timeline) -> dict[str, float]:
-    """Return the seconds of each phase that a step has."""
     found: dict[str, float] = dict.fromkeys(("forward", "backward", "recompute", "optimizer"), 0.0)
     for phase, seconds, times in zip(timeline.phases, timeline.seconds, repeats(trace).tolist(), strict=True):
         found[phase] += seconds * times
@@ -158,5 +160,5 @@ def check_precision(precision: str, argument: str, device: Device, workload: Wor
     """
     if precision not in PRECISIONS:
         raise UsageError(f"{argument}={precision!r} is unknown: use one of {', '.join(PRECISIONS)}")
-    used = {precision} | levers.registry.circumstances(workload, device)
-    levers.registry.check_lever_names(used, where=f"{argument}={precision!r} on {device.name}: ")
+    used = {precision} | circumstances(workload, device)
+    check_lever_names(used, where=f"{argument}={precision!r} on {device.name}: ")

@@ -96,15 +96,12 @@ class FullyShard:
         self.order, self.root = [], root
         for _, hook, each, position in sorted(hooks, key=lambda item: item[0]):
             hook(each, position)
-        if self.reducing is not None:
-            self.reducing.death = self.insertion.before(last)
-            self.reducing = None
-        for (
-            unit
-        ) in self.units.values():  # gathered ahead for a backward pass that never came, as frozen units have none
-            if unit.pending is not None:
-                unit.pending.death = self.insertion.before(last)
-                unit.pending = None
+        self._free(self.reducing, last)
+        self.reducing = None
+        # Gathered ahead for a backward pass that never came, as frozen units have none.
+        for unit in self.units.values():
+            self._free(unit.pending, last)
+            unit.pending = None
 
     def _passes(self, microbatch: int) -> list[_Pass]:
         """Return the forward calls of the units, the root's first."""
@@ -184,8 +181,8 @@ class FullyShard:
             if again and each is not self.root:
                 self._reshard(each.unit, position)
             self.order.append(each)
-        if each is self.root and self.held is not None:
-            self.held.death = self.insertion.before(position)
+        if each is self.root:
+            self._free(self.held, position)
             self.held = None
 
     def _pre_backward(self, each: _Pass, position: int) -> None:
@@ -196,8 +193,7 @@ class FullyShard:
             self._gather(each, position)
             gathered, unit.pending = unit.pending, None
             self._copy_out(each, position)
-            if gathered is not None:
-                gathered.death = self.insertion.before(position)
+            self._free(gathered, position)
         before = self.order.index(each) - 1
         if before >= 0 and not self.order[before].unit.full:
             self._gather(self.order[before], position)
@@ -205,9 +201,8 @@ class FullyShard:
     def _post_backward(self, each: _Pass, position: int) -> None:
         unit = each.unit
         self._reshard(unit, position)
-        if self.reducing is not None:
-            self.reducing.death = self.insertion.before(position)
-            self.reducing = None
+        self._free(self.reducing, position)
+        self.reducing = None
         microbatch = self.old.ops[position - 1].microbatch
         if self.sharding.reduces == "last" and microbatch < self.old.microbatches - 1:
             return
@@ -239,9 +234,14 @@ class FullyShard:
             for p in each.unit.parameters
         ]
 
+    def _free(self, storage: InsertedStorage | None, position: int) -> None:
+        """Free a storage, if there is one, right before an operator."""
+        if storage is not None:
+            storage.death = self.insertion.before(position)
+
     def _reshard(self, unit: _Unit, position: int) -> None:
-        for block in unit.full:
-            block.death = self.insertion.before(position)
+        for storage in unit.full:
+            self._free(storage, position)
         unit.full = []
 
     def _reduce(self, each: _Pass, position: int, ready: dict[int, int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import queue
 import threading
@@ -50,7 +51,13 @@ class BatchStream:
     def __init__(self, workload: Workload, prefetch_batches: int = 0) -> None:
         self._batches: Any = [workload.batch] if workload.batches is None else workload.batches
         self._device = next((p.device for p in workload.model.parameters()), torch.device("cpu"))
-        _check_prefetch(prefetch_batches, self._batches)
+        if isinstance(prefetch_batches, bool) or not isinstance(prefetch_batches, int) or prefetch_batches < 0:
+            raise UsageError(f"prefetch_batches={prefetch_batches!r} is not a whole number, 0 or above")
+        if prefetch_batches and (workers := getattr(self._batches, "num_workers", 0)):
+            raise UsageError(
+                f"prefetch_batches={prefetch_batches}: Workload.batches has num_workers={workers}, so it loads batches"
+                " ahead already. Set prefetch_batches=0"
+            )
         self._prefetch_batches = prefetch_batches
         self._is_safe_ahead = False
         self._ahead: Prefetcher[tuple[Any, Any]] | None = None
@@ -76,7 +83,14 @@ class BatchStream:
             try:
                 batch, own = self._make_here() if self._ahead is None else self._ahead.take()
             except StopIteration:
-                self._end_epoch()
+                self._stop()
+                if self.used == 0 and not self._may_be_empty:
+                    raise WorkloadError(
+                        f"Workload.batches gave no batch in epoch {self.epoch}: memfit iterates over it again in every"
+                        " epoch. Give a list or a DataLoader, not a generator"
+                    ) from None
+                self.epoch += 0 if self.used == 0 else 1
+                self.used, self._may_be_empty, self._iterator, self._own_after = 0, False, None, None
                 continue
             self._own_after = (own,)
             self.used += 1
@@ -87,7 +101,10 @@ class BatchStream:
     def position(self) -> dict[str, Any]:
         """Return the position before the next batch."""
         own = self._own_state() if self._own_after is None else self._own_after[0]
-        at_end = own is not None and self.used > 0 and self.used == self._epoch_length()
+        at_end = False
+        if own is not None and self.used > 0:
+            with contextlib.suppress(TypeError):  # batches without a length
+                at_end = self.used == len(self._batches)
         inside = self.used > 0 and not at_end
         return {
             "epoch": self.epoch + at_end,
@@ -126,7 +143,15 @@ class BatchStream:
             if position["own"] is None:
                 self._skip(position)
             else:
-                self._load(position)
+                try:
+                    self._batches.load_state_dict(position["own"])
+                except MemfitError:
+                    raise
+                except Exception as e:
+                    raise CheckpointError(
+                        f"Workload.batches could not continue at the checkpoint's position: {e!r}"
+                    ) from e
+                self._iterator, self._made = (iter(self._batches) if position["used"] else None), 0
         self.epoch, self.used = position["epoch"], position["used"]
         self._own_after = None if position["own"] is None else (position["own"],)
         self._epoch_start = position["epoch_start"]
@@ -148,9 +173,15 @@ class BatchStream:
             if self._iterator is None:
                 self._epoch_start = before
                 self._iterator, self._made = iter(self._batches), 0
-            item = self._make()
-            if self._prefetch_batches:
-                self._check_draws(before)
+            item = next(self._iterator), self._own_state()
+            if self._prefetch_batches and not self._is_safe_ahead and self._made:
+                if rng_state() != before["global"]:
+                    raise WorkloadError(
+                        "Workload.batches draws from the global random generators. With"
+                        f" prefetch_batches={self._prefetch_batches} its draws would mix with the step's: give it its"
+                        " own generator, use DataLoader(num_workers=...), or set prefetch_batches=0"
+                    )
+                self._is_safe_ahead = True
         except StopIteration:
             raise
         except BaseException:
@@ -161,26 +192,10 @@ class BatchStream:
             self._ahead = Prefetcher(self._make_ahead, self._prefetch_batches)
         return item
 
-    def _make(self) -> tuple[Any, Any]:
-        """Load the next batch; return it with the position after it."""
-        assert self._iterator is not None
-        return next(self._iterator), self._own_state()
-
     def _make_ahead(self) -> tuple[Any, Any]:
-        batch, own = self._make()
+        assert self._iterator is not None
+        batch, own = next(self._iterator), self._own_state()
         return (batch if self._device.type == "cpu" else pinned(batch)), own
-
-    def _check_draws(self, before: dict[str, Any]) -> None:
-        """Raise WorkloadError if a batch other than an iterator's first drew from the global generators."""
-        if self._is_safe_ahead or self._made == 0:
-            return
-        if rng_state() != before["global"]:
-            raise WorkloadError(
-                "Workload.batches draws from the global random generators. With"
-                f" prefetch_batches={self._prefetch_batches} its draws would mix with the step's: give it its own"
-                " generator, use DataLoader(num_workers=...), or set prefetch_batches=0"
-            )
-        self._is_safe_ahead = True
 
     def _own_state(self) -> Any:
         return copy.deepcopy(self._batches.state_dict()) if self._is_stateful() else None
@@ -190,38 +205,10 @@ class BatchStream:
             self._ahead.stop()
             self._ahead = None
 
-    def _end_epoch(self) -> None:
-        self._stop()
-        if self.used == 0 and not self._may_be_empty:
-            raise WorkloadError(
-                f"Workload.batches gave no batch in epoch {self.epoch}: memfit iterates over it again in every epoch."
-                " Give a list or a DataLoader, not a generator"
-            )
-        self.epoch += 0 if self.used == 0 else 1
-        self.used = 0
-        self._may_be_empty = False
-        self._iterator = None
-        self._own_after = None
-
     # The position
 
     def _is_stateful(self) -> bool:
         return all(callable(getattr(self._batches, name, None)) for name in ("state_dict", "load_state_dict"))
-
-    def _epoch_length(self) -> int | None:
-        try:
-            return len(self._batches)
-        except TypeError:
-            return None
-
-    def _load(self, position: dict[str, Any]) -> None:
-        try:
-            self._batches.load_state_dict(position["own"])
-        except MemfitError:
-            raise
-        except Exception as e:
-            raise CheckpointError(f"Workload.batches could not continue at the checkpoint's position: {e!r}") from e
-        self._iterator, self._made = (iter(self._batches) if position["used"] else None), 0
 
     def _skip(self, position: dict[str, Any]) -> None:
         """Iterate the epoch again, as it began, up to the position."""
@@ -249,17 +236,6 @@ class BatchStream:
         for generator, own in zip(generators, state["own"], strict=True):
             generator.set_state(bytes_tensor(own))
         set_rng_state(state["global"])
-
-
-def _check_prefetch(prefetch_batches: int, batches: Any) -> None:
-    if isinstance(prefetch_batches, bool) or not isinstance(prefetch_batches, int) or prefetch_batches < 0:
-        raise UsageError(f"prefetch_batches={prefetch_batches!r} is not a whole number, 0 or above")
-    workers = getattr(batches, "num_workers", 0)
-    if prefetch_batches and workers:
-        raise UsageError(
-            f"prefetch_batches={prefetch_batches}: Workload.batches has num_workers={workers}, so it loads batches"
-            " ahead already. Set prefetch_batches=0"
-        )
 
 
 def _generators(batches: Any) -> list[torch.Generator]:

@@ -58,7 +58,8 @@ class Window:
         if samples == 0:
             loss, count = loss * 0, count * 0
         if self.divisor is None:
-            estimate = count if whole else _at_least_one(count) * (self.samples / max(samples, 1))
+            least = count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)
+            estimate = count if whole else least * (self.samples / max(samples, 1))
             self.divisor, self._is_estimate = self._ranks.mean(estimate), not whole
         self.count = self.count + count
         self.total = self.total + (loss.detach() if whole else _widened(loss))
@@ -79,10 +80,6 @@ class Window:
     def mean_loss(self) -> float:
         """Return the mean loss of the window."""
         return float(self.total if self.divisor is None else self.total / self.count)
-
-
-def _at_least_one(count: torch.Tensor | float) -> torch.Tensor | float:
-    return count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)
 
 
 def gradient_values(gradient: torch.Tensor) -> torch.Tensor:
@@ -178,28 +175,27 @@ class FirstNotFinite:
 def watching(model: nn.Module) -> Iterator[FirstNotFinite]:
     """Watch every module's outputs and their gradients."""
     first = FirstNotFinite()
+
+    def see_gradient(what: str, gradient: torch.Tensor) -> None:
+        if first.backward is None and not torch.isfinite(gradient_values(gradient)).all():
+            first.backward = what
+
+    def see_outputs(name: str, module: nn.Module, args: Any, out: Any) -> None:
+        if current_graph_task_id() != -1:
+            return  # a region that runs again in the backward pass
+        for tensor in tensors_of(out):
+            if not tensor.is_floating_point():
+                continue
+            if first.forward is None and not torch.isfinite(tensor.detach()).all():  # autograd would save for abs()
+                first.forward = name or "the model"
+            if tensor.requires_grad:
+                tensor.register_hook(functools.partial(see_gradient, f"the output of {name or 'the model'!r}"))
+
     with contextlib.ExitStack() as stack:
         for name, module in model.named_modules():
-            stack.enter_context(module.register_forward_hook(functools.partial(_see_outputs, first, name)))
+            stack.enter_context(module.register_forward_hook(functools.partial(see_outputs, name)))
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                see = functools.partial(_see_gradient, first, f"the parameter {name!r}")
+                see = functools.partial(see_gradient, f"the parameter {name!r}")
                 stack.enter_context(parameter.register_hook(see))
         yield first
-
-
-def _see_outputs(first: FirstNotFinite, name: str, module: nn.Module, args: Any, out: Any) -> None:
-    if current_graph_task_id() != -1:
-        return  # a region that runs again in the backward pass
-    for tensor in tensors_of(out):
-        if not tensor.is_floating_point():
-            continue
-        if first.forward is None and not torch.isfinite(tensor.detach()).all():  # autograd would save for abs()
-            first.forward = name or "the model"
-        if tensor.requires_grad:
-            tensor.register_hook(functools.partial(_see_gradient, first, f"the output of {name or 'the model'!r}"))
-
-
-def _see_gradient(first: FirstNotFinite, what: str, gradient: torch.Tensor) -> None:
-    if first.backward is None and not torch.isfinite(gradient_values(gradient)).all():
-        first.backward = what

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -80,3 +80,25 @@ class Optimizers(torch.optim.Optimizer):
             optimizer.param_groups = self.param_groups[start : start + count]
             optimizer.state = self.state
             start += count
+
+
+class CombinedOptimizers:
+    """The optimizers of a loop, left unchanged, as one with all their parameters; the tape steps each by itself."""
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """The state of all optimizers."""
+        return {key: value for optimizer in self.optimizers for key, value in optimizer.state.items()}
+
+    def step(self) -> None:
+        """Step each optimizer."""
+        for optimizer in self.optimizers:
+            optimizer.step()

@@ -13,17 +13,27 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from memfit._torch import NormBase, foreach_copy_, is_shared, local_part, own_buffers, own_modules, own_parameters
+from memfit._torch import (
+    NormBase,
+    foreach_copy_,
+    is_shared,
+    local_part,
+    own_buffers,
+    own_modules,
+    own_parameters,
+    tree_map,
+)
 from memfit.errors import NonFiniteError, UsageError, WorkloadError
 from memfit.foundations import held_back, public, safe_point, undone
 from memfit.ir import Phase, Prediction
 from memfit.ranks import BatchPart, SingleProcess, T
 from memfit.training.batches import on_device
-from memfit.training.guards.ledger import Ledger, ledger_of
-from memfit.training.loss import FirstNotFinite, LossScaler, Window, gradient_entries, gradient_values, watching
+from memfit.training.guards.limits import Ledger, ledger_of
+from memfit.training.loop import TapePlayer
+from memfit.training.loss import LossScaler, Window, gradient_entries, gradient_values, watching
 from memfit.training.optimizers import parameters_of
 from memfit.training.refusals import checked_loss
-from memfit.workload import Workload, part_of, rng_preserved, samples_of, tensors_of
+from memfit.workload import Loop, LoopWorkload, Workload, part_of, rng_preserved, samples_of, tensors_of
 
 _CPU = torch.device("cpu")
 _log = logging.getLogger("memfit")
@@ -70,6 +80,9 @@ class StepResult:
     skips: int = 0
 
 
+_NO_RESULT = StepResult(math.nan, math.nan, False, 1.0, math.nan, None)
+
+
 @dataclass(frozen=True)
 class StepOptions:
     """The settings of a step.
@@ -89,6 +102,8 @@ class StepOptions:
         admit: Called with each batch before its step: has the step predicted on a batch that is larger than planned, or
             raises.
         after: Called after each step.
+        loop: The order of the user's own loop, in which the step runs to be captured: without checks, and without a
+            result. None for the order of `Step`.
     """
 
     microbatch_size: int | None = None
@@ -106,6 +121,7 @@ class StepOptions:
     proving: Callable[[], AbstractContextManager[object]] | None = None
     admit: Callable[[Any], object] | None = None
     after: Callable[[], object] | None = None
+    loop: Loop | None = None
 
     def __post_init__(self) -> None:
         size = self.microbatch_size
@@ -122,6 +138,9 @@ class Step:
     Gradients that are there before a step are dropped, those of parameters outside the optimizer too. A step that
     updates nothing, since its numbers are not finite, leaves everything as it was: running statistics of
     normalisations too.
+
+    The step of a `LoopWorkload` is its tape, run again: it holds what the loop does, and checks nothing by itself. So
+    does one in the order of `StepOptions.loop`. Both run to be captured, and return no results.
 
     Args:
         options: How the step runs; None for the defaults.
@@ -146,6 +165,12 @@ class Step:
         self.on_close: Callable[[], None] | None = None
         self.on_use: Callable[[], object] | None = None
         self.events: list[tuple[str, str]] = []
+        self._outputs: Any = None
+        self._loss: torch.Tensor | None = None
+        self._inputs: Any = None
+        self._player: TapePlayer | None = None
+        if isinstance(workload, LoopWorkload) and workload.tape.entries:
+            self._player = TapePlayer(workload, self.autocast)
 
     def note(self, kind: str, text: str) -> None:
         """Note an event, and log it."""
@@ -220,13 +245,23 @@ class Step:
         return ledger_of(self)
 
     def split(self, batch: Any) -> list[Any]:
-        """Return the microbatches of a batch, as views; the last may be smaller."""
+        """Return the microbatches of a batch, as views; the last may be smaller.
+
+        Of a tape, they are the tensors that each forward pass begins with.
+        """
+        if self._player is not None:
+            return self._player.split(batch)
         return [microbatch for microbatch, _ in self._microbatches(batch, samples_of(self.workload, batch))]
 
-    def compute_loss(self, microbatch: Any) -> tuple[torch.Tensor, torch.Tensor | float | None]:
-        """Return the loss of a microbatch, and its divisor (None for a mean)."""
+    def compute_loss(self, microbatch: Any) -> Any:
+        """Return the loss of a microbatch, and its divisor (None for a mean); of a tape, the tensors then held."""
+        if self._player is not None:
+            return self._player.forward(microbatch)
+        return self._loss_of(self._as_inputs(microbatch))
+
+    def _loss_of(self, inputs: Any) -> tuple[torch.Tensor, torch.Tensor | float | None]:
         with self.autocast():
-            return checked_loss(self.workload.loss_fn(self.workload.model, microbatch))
+            return checked_loss(self.workload.loss_fn(self.workload.model, inputs))
 
     def drop_forward(self) -> None:
         """Discard a forward pass without a backward pass: gathered parameters are cut again."""
@@ -267,6 +302,12 @@ class Step:
             return result
 
     def _once(self, batch: Any) -> StepResult:
+        if self._player is not None:
+            self._player.step(batch, self._phase)
+            return _NO_RESULT
+        if self.options.loop is not None:
+            self._run_in_order(self.options.loop, batch)
+            return _NO_RESULT
         started = time.perf_counter()
         share = self._arrived(batch)
         batch = share.batch
@@ -294,7 +335,13 @@ class Step:
         return self.options.ranks.outside(lambda: function(self.workload.model))
 
     def gradients(self, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
-        """Return the loss and the unclipped gradient of every parameter by FQN, and update nothing."""
+        """Return the loss and the unclipped gradient of every parameter by FQN, and update nothing.
+
+        A tape runs whole, for observers of its passes, and has no gradients to return.
+        """
+        if self._player is not None:
+            self(batch)
+            return math.nan, {}
         share, whole = self._arrived(batch), self.options.ranks.whole
         parameters = self.parameters()
         _clear(parameters)
@@ -304,7 +351,8 @@ class Step:
             self._check_loss(loss, share)
             if self.scaler is not None:
                 self.scaler.unscale(_gradients_of(parameters))
-            return loss, {name: _copy(whole(p.grad)) for name, p in self.named_owners() if p.grad is not None}
+            found = {name: whole(p.grad) for name, p in self.named_owners() if p.grad is not None}
+            return loss, {name: g.clone() if g.itemsize >= 4 else g.float() for name, g in found.items()}
         finally:
             _clear(parameters)
 
@@ -435,7 +483,21 @@ class Step:
         The second value tells whether it is that of the gradients, or of their entries, repeated ones not added up.
         """
         if self.options.in_backward is not None:
-            return self._norm_in_backward(self.options.in_backward.norms(), loss), True
+            norms = self.options.in_backward.norms()
+            if not norms:
+                raise WorkloadError(_UNRELATED)
+            norm = float(_norm_of(norms))
+            if not math.isfinite(norm):
+                raise NonFiniteError(
+                    f"the gradient norm is {norm} at step {self.steps} (loss {loss:g}), and the weights are updated"
+                    " already, since each gradient is used in the backward pass: resume from a checkpoint, lower the"
+                    " learning rate, or set levers.optimizer to 'as-is', which checks gradients before the update",
+                    step=self.steps,
+                    value=norm,
+                )
+            if self.workload.scheduler is not None:
+                self.workload.scheduler.step()
+            return norm, True
         updated = parameters_of(self.workload.optimizer)
         gradients = _gradients_of(updated)
         if not gradients:
@@ -458,60 +520,96 @@ class Step:
             self.workload.scheduler.step()
         return norm, is_whole
 
-    def _norm_in_backward(self, norms: list[torch.Tensor], loss: float) -> float:
-        """Return the norm of the gradients that the backward pass used."""
-        if not norms:
-            raise WorkloadError(_UNRELATED)
-        norm = float(_norm_of(norms))
-        if not math.isfinite(norm):
-            raise NonFiniteError(
-                f"the gradient norm is {norm} at step {self.steps} (loss {loss:g}), and the weights are updated"
-                " already, since each gradient is used in the backward pass: resume from a checkpoint, lower the"
-                " learning rate, or set levers.optimizer to 'as-is', which checks gradients before the update",
-                step=self.steps,
-                value=norm,
-            )
-        if self.workload.scheduler is not None:
-            self.workload.scheduler.step()
-        return norm
+    # The order of the user's own loop
+
+    def _run_in_order(self, loop: Loop, batch: Any) -> None:
+        scaler = self.scaler if loop.scales_loss else None
+        self._phase("optimizer", 0)
+        if loop.zero_grad == "before-forward":
+            self._zero_gradients(loop)
+        samples = samples_of(self.workload, batch)
+        for index, microbatch in enumerate(self.split(batch)):
+            self._phase("forward", index)
+            self._inputs = None
+            self._inputs = inputs = self._as_inputs(microbatch)
+            loss, count = self._loss_of(inputs)
+            mean = loss if count is None else loss / count
+            share = samples_of(self.workload, microbatch) / samples
+            self._loss = mean if share == 1 else mean * share
+            del loss, count, mean
+            if loop.zero_grad == "after-forward" and index == 0:
+                self._zero_gradients(loop)
+            self._phase("backward", index)
+            with self.autocast() if loop.autocast_backward else nullcontext():
+                (self._loss if scaler is None else scaler.scaled(self._loss)).backward(retain_graph=loop.retain_graph)
+            if loop.holds_outputs in ("", "backward"):
+                self._outputs = self._loss = None
+            del inputs
+        self._phase("optimizer", 0)
+        updated = parameters_of(self.workload.optimizer)
+        if scaler is not None:
+            scaler.unscale([p.grad for p in updated if p.grad is not None])
+        if self.workload.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(updated, self.workload.max_grad_norm)
+        self.update_parameters()
+        if loop.zero_grad == "after-step":
+            self._zero_gradients(loop)
+        if loop.holds_outputs == "step":
+            self._outputs = self._loss = None
+
+    def _zero_gradients(self, loop: Loop) -> None:
+        """Drop the gradients of every parameter, or fill them with zeros, as `Module.zero_grad` does."""
+        for parameter in self.parameters():
+            if not loop.set_to_none and parameter.grad is not None:
+                parameter.grad.detach_().zero_()
+            else:
+                parameter.grad = None
+
+    def _as_inputs(self, microbatch: Any) -> Any:
+        """Return a microbatch whose floating-point tensors require gradients, where the loop's do."""
+        if self.options.loop is None or not self.options.loop.inputs_require_grad:
+            return microbatch
+        return tree_map(
+            lambda leaf: (
+                leaf.detach().requires_grad_() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+            ),
+            microbatch,
+        )
 
     # What is not finite
 
     def _check_loss(self, loss: float, share: BatchPart) -> None:
         if self.scaler is None and not math.isfinite(loss):
-            where = self._diagnosis(share)
-            raise self._not_finite(
-                f"the loss is {loss} at step {self.steps} ({where}): nothing was updated. Look at the batch, lower the"
-                " learning rate, or give Workload.max_grad_norm",
-                loss,
-                where,
-            )
+            advice = "Look at the batch, lower the learning rate, or give Workload.max_grad_norm"
+            text = f"the loss is {loss} at step {self.steps}"
+            raise self._not_finite(share, loss, text, f": nothing was updated. {advice}")
 
     def _skip(self, norm: float, loss: float, share: BatchPart) -> None:
         """Count a skipped update."""
         parameter = self._first_not_finite()
         if self.scaler is None:
-            where = self._diagnosis(share)
-            raise self._not_finite(
-                f"the gradient norm is {norm} at step {self.steps} (loss {loss:g}), first in {parameter}"
-                f" ({where}): nothing was updated. Look at the batch, or lower the learning rate",
-                norm,
-                where,
-            )
+            text = f"the gradient norm is {norm} at step {self.steps} (loss {loss:g}), first in {parameter}"
+            advice = "Look at the batch, or lower the learning rate"
+            raise self._not_finite(share, norm, text, f": nothing was updated. {advice}")
         in_a_row, scale = self.scaler.skips_in_a_row + 1, self.scaler.scale
         if in_a_row >= self.scaler.settings.max_skips:
-            where = self._diagnosis(share)
             raise self._not_finite(
-                f"the gradients overflowed in {in_a_row} consecutive steps, up to step {self.steps}, last in"
-                f" {parameter} ({where}), and the loss scale fell to {scale:g}: nothing was updated. The model's"
-                " values exceed the range of fp16: use precision='bf16-mixed', or name the module in"
-                " Workload.fp32_modules",
+                share,
                 math.inf,
-                where,
+                f"the gradients overflowed in {in_a_row} consecutive steps, up to step {self.steps}, last in"
+                f" {parameter}",
+                f", and the loss scale fell to {scale:g}: nothing was updated. The model's values exceed the range of"
+                " fp16: use precision='bf16-mixed', or name the module in Workload.fp32_modules",
             )
         self.scaler.update(overflowed=True)
 
-    def _not_finite(self, text: str, value: float, where: FirstNotFinite) -> NonFiniteError:
+    def _not_finite(self, share: BatchPart, value: float, before: str, after: str) -> NonFiniteError:
+        """Return an error that says where values are not finite first: the batch runs again under watch."""
+        parameters = self.parameters()
+        _clear(parameters)  # of no use any more
+        with rng_preserved(), watching(self.workload.model) as where:
+            self._accumulate(share, parameters)
+        text = f"{before} ({where}){after}"
         return NonFiniteError(text, step=self.steps, value=value, forward=where.forward, backward=where.backward)
 
     def _first_not_finite(self) -> str:
@@ -521,13 +619,20 @@ class Step:
                 return name
         return "none of the parameters"
 
-    def _diagnosis(self, share: BatchPart) -> FirstNotFinite:
-        """Run the batch again and watch the modules; the gradients are of no use any more."""
-        parameters = self.parameters()
-        _clear(parameters)
-        with rng_preserved(), watching(self.workload.model) as found:
-            self._accumulate(share, parameters)
-        return found
+
+@contextmanager
+def in_order_of(loop: Loop, step: Step) -> Iterator[None]:
+    """Run steps in the order of the user's loop while the context is entered, and hold its variables' values."""
+    step.change(loop=loop)
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        step._outputs = output
+
+    with step.workload.model.register_forward_hook(keep) if loop.holds_outputs else nullcontext():
+        try:
+            yield
+        finally:
+            step._outputs = step._loss = None
 
 
 def _clear(parameters: list[nn.Parameter]) -> None:
@@ -538,11 +643,6 @@ def _clear(parameters: list[nn.Parameter]) -> None:
 def _gradients_of(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
     """Return the gradients that there are, of shards this rank's own."""
     return [local_part(p.grad) for p in parameters if p.grad is not None]
-
-
-def _copy(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a gradient, in fp32 at least."""
-    return gradient.clone() if gradient.itemsize >= 4 else gradient.float()
 
 
 def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:

@@ -6,11 +6,13 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
@@ -21,16 +23,17 @@ from memfit.errors import (
     MemoryLimitError,
     OutOfMemoryError,
     PlanMismatchError,
+    RankError,
     UsageError,
     WorkloadError,
 )
-from memfit.foundations import HeldSignals, format_bytes
+from memfit.foundations import HeldSignals, format_bytes, held_back
 from memfit.ir import Plan, RunRecord, uses_text
-from memfit.ranks import once
+from memfit.ranks import SingleProcess, once
 from memfit.training.batches import BatchStream
-from memfit.training.guards.ledger import allocation_retries, device_of
+from memfit.training.guards.limits import allocation_retries, device_of
 from memfit.training.guards.recovery import OutOfMemoryObserver, Recovery
-from memfit.training.runs import checkpoint, checkpoint_folders
+from memfit.training.runs import checkpoint
 from memfit.training.runs.folder import (
     METRICS,
     PLAN,
@@ -43,22 +46,30 @@ from memfit.training.runs.folder import (
 )
 from memfit.training.runs.log import (
     History,
-    NoRunLog,
     RunLog,
     StepRecord,
-    evaluation_line,
-    event_line,
+    finite,
     require_tensorboard,
     resumed_history,
-    step_line,
 )
 from memfit.training.runs.run_options import RunOptions
-from memfit.training.runs.tensor_files import HostBuffers
+from memfit.training.runs.state import HostBuffers
 from memfit.training.step import Step, StepResult, evaluation_mode
-from memfit.training.stopping import deferred_interrupts, meet
 from memfit.workload import fingerprint, rng_state, samples_of, set_rng_state
 
+PREEMPTED = 75
+"""Exit status after SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later", on which a scheduler requeues."""
+_FINE, _LIMIT, _FAILED, _INTERRUPTED, _TERMINATED = range(5)
+_AT_THE_END = -1
+_WRITTEN, _GOING_ON, _CANNOT = range(3)  # the largest counts: all hear of a rank that could not, whoever still writes
 _log = logging.getLogger("memfit")
+
+_Doing = Literal[
+    "nothing", "reading", "holding a batch to agree on", "holding a batch", "admitting", "a step", "logging"
+]
+"""What a run was doing when it failed, which tells what its last checkpoint can be of."""
+_READING: tuple[_Doing, ...] = ("reading", "holding a batch to agree on")
+_HOLDING: tuple[_Doing, ...] = ("holding a batch to agree on", "holding a batch")
 
 
 @dataclass(eq=False, repr=False)
@@ -109,8 +120,8 @@ class Trainer:
         self._saved_step: int | None = None
         self._writing: checkpoint.Writing | None = None
         self._buffers = HostBuffers() if self.options.async_checkpoints else None
-        self._is_between_steps = True
-        self._is_reading = self._is_unused = self._is_agreed = self._is_refused = self._is_logging = False
+        self._doing: _Doing = "nothing"
+        self._is_agreed = False
 
     def fit(self) -> RunRecord:
         """Train to the end, and return the record of the run. Call it once.
@@ -133,8 +144,8 @@ class Trainer:
             metrics, events = self.out / METRICS, self.out / TENSORBOARD if self.options.tensorboard else None
             with (
                 contextlib.closing(self._stream),
-                deferred_interrupts() as interrupt,
-                RunLog(metrics, events, self.step.steps) if self._is_first else NoRunLog() as self._log,
+                _deferred_interrupts() as interrupt,
+                RunLog(metrics, events, self.step.steps) if self._is_first else contextlib.nullcontext() as self._log,
             ):
                 try:
                     for kind, text in happened:
@@ -152,7 +163,7 @@ class Trainer:
         """Log an unusual event, such as a refused checkpoint."""
         if self._is_first:
             _log.warning("%s: %s", kind, text)
-        self._write_line(event_line(self.step.steps, self._stream.epoch, kind, text))
+        self._write_event(kind, text)
 
     # Before
 
@@ -180,7 +191,7 @@ class Trainer:
 
         def tidy() -> list[Path]:
             remove_leftovers(self.out)
-            aside = checkpoint_folders.set_aside_after(self.out, loaded.step_count)
+            aside = checkpoint.set_aside_after(self.out, loaded.step_count)
             ir.codec.write_atomic(self.out / PLAN, ir.codec.encode(self.plan))
             return aside
 
@@ -200,11 +211,11 @@ class Trainer:
             read = self._next_batch(interrupt)
             if read is None:
                 break
-            self._is_refused = True
+            self._doing = "admitting"
             self.step.admit(read[0])
-            self._is_refused = self._is_between_steps = False
+            self._doing = "a step"
             progress = self._run(*read)
-            self._is_between_steps = True
+            self._doing = "nothing"
             self._note_events(progress)
             self._after(progress)
         if not self._is_evaluated():
@@ -218,33 +229,37 @@ class Trainer:
         error: BaseException | None = None
         batch, samples, started = None, None, time.perf_counter()
         try:
-            self._is_reading = True
+            self._doing = "reading"
             interrupt.check()
             if self.watch is not None:
                 self.watch()
             started = time.perf_counter()
             batch = self._stream.next_batch(self.options.epochs)
-            self._is_unused = batch is not None
-            if batch is not None and self._ranks.size > 1:
-                samples = samples_of(self.step.workload, batch[0])
+            if batch is not None:
+                self._doing = "holding a batch to agree on"
+                samples = samples_of(self.step.workload, batch[0]) if self._ranks.size > 1 else None
         except BaseException as e:
             error = e
         seconds = time.perf_counter() - started
-        stop, is_written = meet(self._ranks, error, samples, self._writing)
+        stop, is_written = _meet(self._ranks, error, samples, self._writing)
         if stop is not None:
             self._is_agreed = True
             raise stop
-        self._is_reading = False
+        self._doing = "nothing" if batch is None else "holding a batch"
         if is_written:
             self._finish_writing()
-        self._is_unused = False
         return None if batch is None else (batch[0], seconds)
 
     def _run(self, batch: Any, data_seconds: float) -> StepRecord:
         """Run one step."""
         learning_rate = float(self.step.workload.optimizer.param_groups[0]["lr"])
         epoch, number = self._stream.epoch, self.step.steps + 1
-        result, peak_bytes = self._measured(batch) if self._is_measured(number) else (self.step(batch), None)
+        # DistributedDataParallel makes its buckets anew in the second step. That takes no more memory, since it drops
+        # the old ones first; but frees of what was there before a measurement are not seen in it.
+        first, every = 3 if self.step.held_bytes else 2, self.options.measure_every
+        is_due = number == first if every is None else number >= first and (number - first) % every == 0
+        is_measured = self.measure is not None and is_due
+        result, peak_bytes = self._measured(batch) if is_measured else (self.step(batch), None)
         predicted, retries = result.predicted_peak_bytes, allocation_retries(self.step)
         return StepRecord(
             step=number,
@@ -263,15 +278,6 @@ class Trainer:
             allocation_retries=None if retries is None else retries - self._retries_before,
         )
 
-    def _is_measured(self, number: int) -> bool:
-        # DistributedDataParallel makes its buckets anew in the second step. That takes no more memory, since it drops
-        # the old ones first; but frees of what was there before a measurement are not seen in it.
-        first = 3 if self.step.held_bytes else 2
-        if self.measure is None or number < first:
-            return False
-        every = self.options.measure_every
-        return number == first if every is None else (number - first) % every == 0
-
     def _measured(self, batch: Any) -> tuple[StepResult, int]:
         before, self.step.last = self.step.steps, None
         peak_bytes = self.measure(self.step, batch) if self.measure is not None else 0
@@ -282,7 +288,7 @@ class Trainer:
 
     def _after(self, progress: StepRecord) -> None:
         """Log a step, and evaluate and write a checkpoint where they are due."""
-        self._write_line(step_line(progress))
+        self._write_line({key: finite(value) for key, value in dataclasses.asdict(progress).items()})
         if self.options.on_step is not None:
             self.options.on_step(progress)
         if progress.skipped:
@@ -302,7 +308,7 @@ class Trainer:
                 f" {format_bytes(self.plan.budget_bytes)}; the prediction was {format_bytes(predicted)}",
             )
         for kind, text in self.step.events[self._events_noted :]:
-            self._write_line(event_line(self.step.steps, self._stream.epoch, kind, text))
+            self._write_event(kind, text)
         self._events_noted = len(self.step.events)
         recovery = self.step.recovery
         if not isinstance(recovery, OutOfMemoryObserver):
@@ -336,12 +342,19 @@ class Trainer:
                         " to next(model.parameters()).device"
                     )
                 raise
-        self._write_line(evaluation_line(self.step.steps, self._stream.epoch, _figures(values)))
+        figures = None
+        if isinstance(values, Mapping):
+            with contextlib.suppress(TypeError, ValueError, RuntimeError):
+                figures = {str(name): finite(float(value)) for name, value in values.items()}
+        if figures is None:
+            raise WorkloadError(f"Workload.evaluate returned {str(values)[:100]}: return a dict of names and floats")
+        self._write_line({"step": self.step.steps, "epoch": self._stream.epoch, "evaluation": figures})
 
     def _save(self, position: dict[str, Any] | None = None, buffers: HostBuffers | None = None) -> None:
         """Write a checkpoint; with `buffers`, a thread does, and `_finish_writing` comes later."""
         self._finish_writing()
-        self._log.sync()
+        if self._log is not None:
+            self._log.sync()
         self._writing = checkpoint.Writing(
             self.out,
             self.step,
@@ -362,12 +375,16 @@ class Trainer:
             self._write_record(self._history.record("running", self.step.steps))
 
     def _write_line(self, line: dict[str, Any]) -> None:
-        self._log.write(line)
+        if self._log is not None:
+            self._log.write(line)
         self._history.add(line)
         if self.options.log is not None and self._is_first:
-            self._is_logging = True
+            self._doing = "logging"
             self.options.log(copy.deepcopy(line))  # its own, to change
-            self._is_logging = False
+            self._doing = "nothing"
+
+    def _write_event(self, kind: str, text: str) -> None:
+        self._write_line({"step": self.step.steps, "epoch": self._stream.epoch, "event": {"kind": kind, "text": text}})
 
     def _write_record(self, record: RunRecord) -> None:
         if self._is_first:
@@ -387,10 +404,12 @@ class Trainer:
             self._note_events()
         is_interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
         is_stopped = is_interrupted or isinstance(error, MemoryLimitError)
-        is_resumable = self._is_between_steps and (is_stopped or self._is_reading or self._is_logging)
+        is_between_steps, is_reading = self._doing != "a step", self._doing in _READING
+        is_resumable = is_between_steps and (is_stopped or is_reading or self._doing == "logging")
         text = f"interrupted after step {self.step.steps}" if is_interrupted else f"{type(error).__name__}: {error}"
-        recovers = isinstance(self.step.recovery, Recovery) and not self._is_between_steps
+        recovers = isinstance(self.step.recovery, Recovery) and not is_between_steps
         is_undone = isinstance(error, OutOfMemoryError) and not error.is_torn and recovers
+        is_undone = is_undone or self._doing == "admitting"  # the batch that a plan does not hold
         is_alone = self._ranks.size > 1 and not self._is_agreed  # the others don't write their parts
         if not is_alone:
             try:
@@ -399,15 +418,14 @@ class Trainer:
                 error.add_note(f"memfit: {e}")
         elif self._writing is not None:
             self._writing.discard()
-        is_undone = is_undone or self._is_refused  # the batch that a plan does not hold
         if (is_resumable or is_undone) and self._saved_step != self.step.steps and not is_alone:
             with contextlib.suppress(MemfitError):
-                self._save(self._stream.take_back() if is_undone or self._is_unused else None)
+                self._save(self._stream.take_back() if is_undone or self._doing in _HOLDING else None)
         if is_alone and not isinstance(error, MemfitError):
             error.add_note(
                 f"memfit: on rank {self._ranks.rank}; if the error is a lost connection, another rank ended first"
             )
-        newest = checkpoint_folders.latest(self.out)
+        newest = checkpoint.latest(self.out)
         advice = "no checkpoint was written" if newest is None else f"resume=True continues from {newest}"
         error.add_note(f"memfit: {advice}")
         if is_interrupted:
@@ -427,31 +445,100 @@ def _events_of_resuming(
         )
         for damage, place in zip(damages, aside, strict=True)
     ]
-    if loaded.plan.levers.precision != plan.levers.precision:
-        events.append(("another precision", _precision_text(loaded, step, plan)))
-    if replace(loaded.plan.levers, precision=plan.levers.precision) != plan.levers:
-        was, is_now = uses_text(loaded.plan.uses), uses_text(plan.uses)
-        events.append(("another plan", f"{loaded.path} was written with {was}; training continues with {is_now}"))
+    was, is_now = loaded.plan.levers.precision, plan.levers.precision
+    if was != is_now:
+        had_scaler = loaded.state.training["scaler"] is not None
+        done = []
+        if step.scaler is not None and not had_scaler:
+            done.append(f"a new loss scaler starts at {step.scaler.scale:g}")
+        if step.scaler is None and had_scaler:
+            done.append("the loss scaler's state is dropped")
+        if step.workload.bf16_updates == "stochastic-rounding" and "bf16-true" in (was, is_now):
+            done.append(f"weights are {'widened from' if was == 'bf16-true' else 'rounded to'} bf16")
+        text = f"{loaded.path} was written with precision={was!r}; training continues with {is_now!r}"
+        done = done or ["weights and optimizer state are unchanged"]
+        events.append(("another precision", "; ".join([text, *done])))
+    if replace(loaded.plan.levers, precision=is_now) != plan.levers:
+        text = f"{loaded.path} was written with {uses_text(loaded.plan.uses)}"
+        events.append(("another plan", f"{text}; training continues with {uses_text(plan.uses)}"))
     return events
 
 
-def _precision_text(loaded: checkpoint.Loaded, step: Step, plan: Plan) -> str:
-    """Return a text on how the state was converted for another precision."""
-    was, is_now = loaded.plan.levers.precision, plan.levers.precision
-    had_scaler = loaded.state.training["scaler"] is not None
-    done = []
-    if step.scaler is not None and not had_scaler:
-        done.append(f"a new loss scaler starts at {step.scaler.scale:g}")
-    if step.scaler is None and had_scaler:
-        done.append("the loss scaler's state is dropped")
-    if step.workload.bf16_updates == "stochastic-rounding" and "bf16-true" in (was, is_now):
-        done.append(f"weights are {'widened from' if was == 'bf16-true' else 'rounded to'} bf16")
-    text = f"{loaded.path} was written with precision={was!r}; training continues with {is_now!r}"
-    return "; ".join([text, *(done or ["weights and optimizer state are unchanged"])])
+# Where a run stops: at signals, deferred until a step is complete, and where ranks meet before each step
 
 
-def _figures(values: Mapping[str, float]) -> dict[str, float]:
-    if isinstance(values, Mapping):
-        with contextlib.suppress(TypeError, ValueError, RuntimeError):
-            return {str(name): float(value) for name, value in values.items()}
-    raise WorkloadError(f"Workload.evaluate returned {str(values)[:100]}: return a dict of names and floats")
+@contextlib.contextmanager
+def _deferred_interrupts() -> Iterator[HeldSignals]:
+    """Defer what signals' handlers raise until `HeldSignals.check`, or until the context is left.
+
+    Where SIGTERM has no handler, it raises SystemExit. Ctrl-C after another signal stops at once.
+    """
+
+    def preempted(number: int, frame: Any) -> None:
+        raise SystemExit(PREEMPTED)
+
+    def announce(number: signal.Signals) -> None:
+        _log.warning("%s: stopping after this step, with a checkpoint; Ctrl-C to stop at once", number.name)
+
+    with held_back(ends_steps=False) as held:
+        is_main = threading.current_thread() is threading.main_thread()
+        ours = [signal.SIGTERM] if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else []
+        before = held.on_first, held.stops_at_once
+        held.on_first = announce
+        held.stops_at_once = lambda number, _: number == signal.SIGINT  # schedulers may send SIGTERM more than once
+        try:
+            for number in ours:
+                held.hold(number, preempted)
+            yield held
+        finally:
+            held.let_go(ours)
+            held.on_first, held.stops_at_once = before
+        held.check()
+
+
+def _meet(
+    ranks: SingleProcess, error: BaseException | None, samples: int | None, writing: checkpoint.Writing | None
+) -> tuple[BaseException | None, bool]:
+    """Meet the other ranks before a step.
+
+    Args:
+        error: Why this rank stops by itself; None where it would go on.
+        samples: Samples of the batch to run; None at the end of the data.
+        writing: The checkpoint that is being written, of the same step on all ranks; None where there is none.
+
+    Returns:
+        Why this rank must stop, None where it goes on; and whether no rank still writes its files of a checkpoint, or
+        one of them could not.
+    """
+    written: float = _WRITTEN
+    if writing is not None and (writing.is_going_on or writing.has_failed):
+        written = _GOING_ON if writing.is_going_on else _CANNOT
+    if ranks.size == 1:
+        return error, written != _GOING_ON
+    kinds = (SystemExit, _TERMINATED), (KeyboardInterrupt, _INTERRUPTED), (MemoryLimitError, _LIMIT)
+    code = next((code for kind, code in kinds if isinstance(error, kind)), _FINE if error is None else _FAILED)
+    count = _AT_THE_END if samples is None else samples
+    counts = [count, -count] if code == _FINE else [-float("inf")] * 2
+    worst, who, most, least, written = ranks.most([code, ranks.rank + 1 if code else 0, *counts, written])
+    stop = error
+    if stop is None and worst != _FINE:
+        stop = _like_others(int(worst), int(who) - 1)
+    elif stop is None and most != -least:
+        told = ["no more batches" if n == _AT_THE_END else f"a batch of {n:.0f} samples" for n in (-least, most)]
+        stop = RankError(
+            f"Workload.batches gave {told[0]} on one rank and {told[1]} on another: every rank must give the"
+            " same global batches; memfit takes the rank's part. Shuffle with the same seed on every rank"
+        )
+    return stop, written != _GOING_ON
+
+
+def _like_others(code: int, rank: int) -> BaseException:
+    """Return the error of a rank that stops since another one does."""
+    if code == _TERMINATED:
+        return SystemExit(PREEMPTED)
+    if code == _INTERRUPTED:
+        return KeyboardInterrupt()
+    text = f"rank {rank} stopped before the step: read that rank's output"
+    if code == _LIMIT:
+        return MemoryLimitError(text, limit_bytes=0, held_bytes=0, requested_bytes=0, by_category={}, where="")
+    return RankError(text)

@@ -53,22 +53,27 @@ def set_values(func: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
     name = str(func)
     if "grouped_mm" in name:
         _spread_groups(args)
-    if "embedding_bag" in name and "backward" in name:
-        _fill_bags(func, args)
+    arguments = {a.name: value for a, value in zip(schema_of(func).arguments, args, strict=False)} | kwargs
+    if "embedding_bag" in name and "backward" in name:  # the gradient of a maximum selects the bags that are not empty
+        sizes, indices = arguments.get("bag_size"), arguments.get("indices")
+        if isinstance(sizes, torch.Tensor) and isinstance(indices, torch.Tensor) and sizes.numel():
+            sizes.fill_(max(1, indices.numel() // sizes.numel()))
     if "ctc_loss" in name:
         if "backward" in name:  # which writes as many scores as the forward pass made room for
             _spread_labels(args[1:5], (args[6].shape[-1] - 1) // 2)
         else:
             _spread_labels(args[:4])
-    if "pack_padded_sequence" in name and "backward" not in name:
-        _fill_lengths(func, args)
+    if "pack_padded_sequence" in name and "backward" not in name and arguments["lengths"].device.type != "meta":
+        arguments["lengths"].fill_(arguments["input"].shape[1 if arguments["batch_first"] else 0])
     if "index_put" in name:
-        _select_as_many(func, args)
+        for at, mask in _masks(arguments["indices"]):  # it selects as many places as there are values to write
+            if arguments["values"].dim() == arguments["self"].dim() - mask.dim() + 1:
+                _select(mask, arguments["values"].shape[at])
     if any(part in name for part in _SOLVING) and "check_errors" not in name:  # codes of errors, of which 0 is none
         _make_regular([*args, *kwargs.values()])
     if "segment_reduce" in name:
-        _fill_segments(_arguments_of(func, args, kwargs))
-    for indices, count in _indices_of(name, _arguments_of(func, args, kwargs)):
+        _fill_segments(arguments)
+    for indices, count in _indices_of(name, arguments):
         if indices.device.type != "meta":
             _spread(indices, count)
 
@@ -117,10 +122,6 @@ def _masks(indices: Any) -> list[tuple[int, torch.Tensor]]:
     """Return the mask among indices with its position, where it is the only index."""
     given = [(at, index) for at, index in enumerate(indices) if index is not None]
     return given if len(given) == 1 and given[0][1].dtype is torch.bool else []
-
-
-def _arguments_of(func: Any, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {a.name: value for a, value in zip(schema_of(func).arguments, args, strict=False)} | kwargs
 
 
 def _indices_of(name: str, arguments: dict[str, Any]) -> list[tuple[torch.Tensor, int]]:
@@ -179,14 +180,6 @@ def _spread_labels(args: list[Any], most: int = 2**31) -> None:
         counts.copy_(ends.diff().clamp_(max=most))
 
 
-def _fill_lengths(func: Any, args: list[Any]) -> None:
-    """Give sequences that are packed their maximal length."""
-    arguments = _arguments_of(func, args, {})
-    lengths = arguments["lengths"]
-    if lengths.device.type != "meta":
-        lengths.fill_(arguments["input"].shape[1 if arguments["batch_first"] else 0])
-
-
 def _fill_segments(arguments: dict[str, Any]) -> None:
     """Make segments equally long, by their lengths or their offsets."""
     axis = arguments.get("axis", 0)
@@ -197,23 +190,6 @@ def _fill_segments(arguments: dict[str, Any]) -> None:
             segments = marks.shape[axis] - 1 + first
             ends = torch.arange(segments + 1, device=marks.device) * count // max(1, segments)
             marks.copy_((ends.diff() if first else ends).to(marks.dtype))
-
-
-def _fill_bags(func: Any, args: list[Any]) -> None:
-    """Make the bags of embeddings equally large: the gradient of a maximum selects the nonempty ones."""
-    arguments = _arguments_of(func, args, {})
-    sizes, indices = arguments.get("bag_size"), arguments.get("indices")
-    if isinstance(sizes, torch.Tensor) and isinstance(indices, torch.Tensor) and sizes.numel():
-        sizes.fill_(max(1, indices.numel() // sizes.numel()))
-
-
-def _select_as_many(func: Any, args: list[Any]) -> None:
-    """Make a mask among indices select as many places as there are values to write."""
-    arguments = _arguments_of(func, args, {})
-    written, indices, values = (arguments[name] for name in ("self", "indices", "values"))
-    for at, mask in _masks(indices):
-        if values.dim() == written.dim() - mask.dim() + 1:
-            _select(mask, values.shape[at])
 
 
 def _spread_groups(args: list[Any]) -> None:

@@ -331,46 +331,57 @@ _REMEDIES: dict[str, Callable[[Workload], str]] = {
 
 def _check_fields(workload: Workload) -> None:
     """Check the kinds of a workload's other fields, so that none is found wrong after minutes of planning."""
-    for name, what, remedy in (
-        ("name", isinstance(workload.name, str), "give a text"),
-        (
-            "batches",
-            workload.batches is None or _is_iterable(workload.batches),
+
+    def is_whole(value: object) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool)
+
+    def is_iterable(value: object) -> bool:
+        """Tell whether `iter` takes a value: by its class, so that nothing of the user's runs."""
+        kind = type(value)
+        return not isinstance(value, type) and (hasattr(kind, "__iter__") or hasattr(kind, "__getitem__"))
+
+    def steps_alone(scheduler: object) -> bool:
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+        return callable(getattr(scheduler, "step", None)) and not isinstance(scheduler, plateau | type)
+
+    checks: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "name": (lambda value: isinstance(value, str), "give a text"),
+        "batches": (
+            lambda value: value is None or is_iterable(value),
             "give an iterable that is iterated once an epoch: a list, a DataLoader, an object with __iter__. Call a"
             " function that yields batches; for several epochs put its code into __iter__ of a class",
         ),
-        ("evaluate", _is_function(workload.evaluate), "give a function evaluate(model), or None"),
-        (
-            "scheduler",
-            workload.scheduler is None or _steps_alone(workload.scheduler),
+        "evaluate": (lambda value: value is None or callable(value), "give a function evaluate(model), or None"),
+        "scheduler": (
+            lambda value: value is None or steps_alone(value),
             "give a learning-rate scheduler whose step() takes no metric, or None",
         ),
-        (
-            "max_grad_norm",
-            workload.max_grad_norm is None or _is_norm(workload.max_grad_norm),
+        "max_grad_norm": (
+            lambda value: value is None or (not isinstance(value, bool | str) and value > 0),
             "give a number > 0, or None",
         ),
-        ("loss_scaling", isinstance(workload.loss_scaling, LossScaling), "give memfit.LossScaling(...)"),
-        (
-            "bf16_updates",
-            workload.bf16_updates in (None, "master-weights", "stochastic-rounding"),
+        "loss_scaling": (lambda value: isinstance(value, LossScaling), "give memfit.LossScaling(...)"),
+        "bf16_updates": (
+            lambda value: value in (None, "master-weights", "stochastic-rounding"),
             "give 'master-weights', 'stochastic-rounding', or None",
         ),
-        (
-            "fp32_modules",
-            not isinstance(workload.fp32_modules, str) and _is_iterable(workload.fp32_modules),
+        "fp32_modules": (
+            lambda value: not isinstance(value, str) and is_iterable(value),
             "give a tuple of patterns, ('head',) for one",
         ),
-        ("values", isinstance(workload.values, Mapping), "give a dict from reading lines to values"),
-        (
-            "batch_size",
-            _is_function(workload.batch_size) or _is_whole(workload.batch_size),
+        "values": (lambda value: isinstance(value, Mapping), "give a dict from reading lines to values"),
+        "batch_size": (
+            lambda value: value is None or callable(value) or is_whole(value),
             "give a whole number, a function batch_size(batch), or None",
         ),
-        ("split", _is_function(workload.split), "give a function split(batch, start, stop), or None"),
-        ("loop", workload.loop is None or isinstance(workload.loop, Loop), "give memfit.Loop(...), or None"),
-    ):
-        if not what:
+        "split": (
+            lambda value: value is None or callable(value),
+            "give a function split(batch, start, stop), or None",
+        ),
+        "loop": (lambda value: value is None or isinstance(value, Loop), "give memfit.Loop(...), or None"),
+    }
+    for name, (is_right, remedy) in checks.items():
+        if not is_right(getattr(workload, name)):
             raise WorkloadError(f"Workload.{name} is {described(getattr(workload, name))}: {remedy}")
 
 
@@ -396,29 +407,6 @@ def described(value: object) -> str:
 
 def _name_of(function: object) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
-
-
-def _is_function(value: object) -> bool:
-    return value is None or callable(value)
-
-
-def _is_iterable(value: object) -> bool:
-    """Tell whether `iter` takes a value: by its class, so that nothing of the user's runs."""
-    kind = type(value)
-    return not isinstance(value, type) and (hasattr(kind, "__iter__") or hasattr(kind, "__getitem__"))
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_norm(value: Any) -> bool:
-    return value is None or (not isinstance(value, bool | str) and value > 0)
-
-
-def _steps_alone(scheduler: object) -> bool:
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-    return callable(getattr(scheduler, "step", None)) and not isinstance(scheduler, plateau | type)
 
 
 class StepProgram(Protocol):

@@ -1,8 +1,9 @@
-"""A limit counts what the allocator reports, to the byte, and fails before it is exceeded."""
+"""A limit counts what the allocator reports, and fails before it is exceeded; a ledger tells it by category."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,10 @@ from memfit.capture import measure_peak_bytes
 from memfit.errors import MemoryLimitError, UsageError
 from memfit.hardware import allocated
 from memfit.ir import Plan
-from memfit.training import AcceleratorLimit, CpuLimit
-from memfit.training.guards.limits import has_room
+from memfit.training import AcceleratorLimit, CpuLimit, Step
+from memfit.training.guards import limits
+from memfit.training.guards.limits import IN_THE_STEP, allocation_retries, has_room
+from memfit.workload import tensors_of
 from tests.models import BUILDERS, LARGE
 
 CPU = torch.device("cpu")
@@ -157,3 +160,65 @@ def test_on_a_gpu_the_allocator_keeps_the_limit(monkeypatch: pytest.MonkeyPatch)
         raise out
     assert (caught.value.held_bytes, caught.value.requested_bytes) == (300, 150)
     assert caught.value.by_category == {"parameters": 200, "inputs": 20, "activations and temporaries": 80}
+
+
+# The ledger
+
+
+def test_under_a_limit_predicted_and_measured_agree_by_category() -> None:
+    workload = BUILDERS["transformer"](**LARGE["transformer"])
+    plan = plan_of(workload)
+    with memfit.apply(plan, workload, limit_bytes=2**30) as step:
+        for _ in range(2):
+            step(workload.batch)
+        found = step.memory_summary()
+    parameters = sum(p.nbytes for p in workload.model.parameters())
+    assert found.measured_bytes["parameters"] == parameters
+    assert found.measured_bytes["inputs"] == sum(t.nbytes for t in tensors_of(workload.batch))
+    state = sum(t.nbytes for values in workload.optimizer.state.values() for t in tensors_of(values))
+    assert found.measured_bytes["optimizer state"] == state
+    assert found.measured_bytes == found.predicted_bytes
+    assert found.peak_bytes == found.predicted_peak_bytes == sum(found.measured_bytes.values())
+    assert found.limit_bytes == 2**30 and found.allocation_retries is None and found.pinned_bytes is None
+    assert found.host_bytes > found.peak_bytes and found.host_free_bytes > 0
+    lines = str(found).splitlines()
+    assert lines[0] == "Memory after step 2"
+    assert lines[2].split() == ["parameters", *2 * [f"{parameters / 2**10:.1f}", "KiB"]]
+
+
+def test_without_a_plan_or_a_limit_it_says_what_is_known() -> None:
+    workload = BUILDERS["convnet"]()
+    step = Step(workload)
+    step(workload.batch)
+    found = step.memory_summary()
+    assert found.predicted_bytes == {} and found.peak_bytes is None and IN_THE_STEP not in found.measured_bytes
+    assert found.measured_bytes["buffers"] == sum(b.nbytes for b in workload.model.buffers())
+
+
+def test_allocation_retries_are_those_of_the_step_s_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(BUILDERS["twice"]())
+    assert allocation_retries(step) is None
+    asked = []
+
+    def memory_stats(device: torch.device) -> dict[str, int]:
+        asked.append(device)
+        return {"num_alloc_retries": 5}
+
+    device = torch.device("cuda", 1)
+    monkeypatch.setattr(limits, "device_of", lambda step: device)
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(memory_stats=memory_stats))
+    assert allocation_retries(step) == 5 and asked == [device]
+
+
+def test_warnings() -> None:
+    workload = BUILDERS["twice"]()
+    found = Step(workload).memory_summary()
+    quiet = dataclasses.replace(found, host_bytes=100, host_free_bytes=100)
+    assert quiet.warnings == []
+    for changes, word in (
+        ({"allocation_retries": 3}, "3 times"),
+        ({"limit_bytes": 100, "peak_bytes": 99}, "limit_bytes=100"),
+        ({"host_free_bytes": 1}, "host"),
+    ):
+        loud = dataclasses.replace(quiet, **changes)  # type: ignore[arg-type]
+        assert len(loud.warnings) == 1 and word in loud.warnings[0] and f"Warning: {loud.warnings[0]}" in str(loud)

@@ -24,9 +24,8 @@ from memfit import ir
 from memfit.errors import CheckpointError, OutputError
 from memfit.training import LossScaler, Step, StepOptions, write_tensors
 from memfit.training.batches import BatchStream
-from memfit.training.runs import checkpoint, checkpoint_folders
-from memfit.training.runs.state import pack, unpack
-from memfit.training.runs.tensor_files import HostBuffers, read_tensors
+from memfit.training.runs import checkpoint
+from memfit.training.runs.state import HostBuffers, pack, read_tensors, unpack
 from memfit.workload import LossScaling, Workload, check_rng_state, rng_preserved, rng_state, set_rng_state
 from tests.training.conftest import restored
 
@@ -93,7 +92,9 @@ values = st.recursive(
 def test_packed_values_come_back_bitwise(value: Any, cases: SimpleNamespace) -> None:
     packed_tensors: dict[str, torch.Tensor] = {}
     node = json.loads(json.dumps(pack(value, packed_tensors, "value"), allow_nan=False))
-    assert without_strides(cases.describe(unpack(node, packed_tensors))) == without_strides(cases.describe(value))
+    assert without_strides(cases.describe(unpack(node, packed_tensors.__getitem__))) == without_strides(
+        cases.describe(value)
+    )
 
 
 def without_strides(described: Any) -> Any:
@@ -109,13 +110,15 @@ def test_strides_come_back(cases: SimpleNamespace) -> None:
     images = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     packed_tensors: dict[str, torch.Tensor] = {}
     node = pack([images, images.mT, images[:, :, ::2]], packed_tensors, "images")
-    channels_last, transposed, part = unpack(node, packed_tensors)
+    channels_last, transposed, part = unpack(node, packed_tensors.__getitem__)
     assert cases.describe([channels_last, transposed]) == cases.describe([images, images.mT])
     assert torch.equal(part, images[:, :, ::2]) and part.is_contiguous()
 
 
 def test_special_values_come_back() -> None:
-    counter, nan, inf = unpack(json.loads(json.dumps(pack([Counter("aab"), float("nan"), -float("inf")], {}, "x"))), {})
+    counter, nan, inf = unpack(
+        json.loads(json.dumps(pack([Counter("aab"), float("nan"), -float("inf")], {}, "x"))), {}.__getitem__
+    )
     assert type(counter) is Counter and counter == {"a": 2, "b": 1}
     assert nan != nan and inf == -float("inf")
 
@@ -150,7 +153,7 @@ def test_what_only_a_pickle_could_hold_is_refused_by_name(value: Any, message: s
 @pytest.mark.parametrize("node", [{}, {"strange": 1}, {"tensor": "gone", "order": []}, {"dict": [1]}, {"float": "x"}])
 def test_json_of_another_kind_is_refused(node: Any) -> None:
     with pytest.raises(CheckpointError):
-        unpack(node, {})
+        unpack(node, {}.__getitem__)
 
 
 def test_tensors_that_share_a_storage_are_written_each(tmp_path: Path) -> None:
@@ -328,7 +331,7 @@ def test_extra_state_of_modules_comes_back(extra: Any, cases: SimpleNamespace, t
 
 def test_there_is_no_pickle(trained: Step, cases: SimpleNamespace, tmp_path: Path) -> None:
     path = save(tmp_path, trained, cases)
-    assert {p.name for p in path.iterdir()} == {checkpoint_folders.MANIFEST, *checkpoint_folders.FILES}
+    assert {p.name for p in path.iterdir()} == {checkpoint.MANIFEST, *checkpoint.FILES}
     for file in path.glob("*.json"):
         json.loads(file.read_bytes())
     for file in path.glob("*.safetensors"):
@@ -346,7 +349,7 @@ def test_what_was_begun_holds_the_state_of_that_moment(trained: Step, cases: Sim
         expected, step_count = cases.training_state(trained), trained.steps
         writing = checkpoint.Writing(tmp_path, trained, cases.plan(trained.workload), position, buffers=buffers)
         advanced(trained)
-        assert checkpoint_folders.latest(tmp_path) == (tmp_path / "checkpoint-3" if number else None)
+        assert checkpoint.latest(tmp_path) == (tmp_path / "checkpoint-3" if number else None)
         path = writing.finish()
         other = Step(cases.workload(seed=1))
         assert restored(path, other).step_count == writing.step_count == step_count
@@ -379,13 +382,13 @@ def test_copies_that_find_no_memory_leave_nothing(
 
 
 def test_old_checkpoints_go_and_the_newest_is_found(trained: Step, cases: SimpleNamespace, tmp_path: Path) -> None:
-    assert checkpoint_folders.latest(tmp_path) is None and checkpoint_folders.latest(tmp_path / "none") is None
+    assert checkpoint.latest(tmp_path) is None and checkpoint.latest(tmp_path / "none") is None
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "checkpoint-1" / "model.safetensors").write_bytes(b"of another tool")
     for n in range(4, 14):
         trained.steps = n
         path = save(tmp_path, trained, cases, keep_checkpoints=3)
-        assert checkpoint_folders.latest(tmp_path) == path
+        assert checkpoint.latest(tmp_path) == path
         if n == 9:
             (path / "notes.txt").write_text("the best one")
     assert sorted(p.name for p in tmp_path.iterdir()) == [
@@ -449,11 +452,11 @@ def test_a_crash_anywhere_leaves_the_earlier_checkpoint(
         second = None
     monkeypatch.undo()
     assert second is None
-    found = checkpoint_folders.latest(tmp_path)
+    found = checkpoint.latest(tmp_path)
     assert found == first or call == 9  # the last call, after the checkpoint was moved to its place
     names = {p.name for p in tmp_path.iterdir()}
     assert not is_clean or names <= {"checkpoint-3", "checkpoint-6"}
-    checkpoint_folders.remove_leftovers(tmp_path)
+    checkpoint.remove_leftovers(tmp_path)
     assert {p.name for p in tmp_path.iterdir()} <= {"checkpoint-3", "checkpoint-6"}
     if found == first:
         restored(found, trained)
@@ -478,7 +481,7 @@ def assert_refused(path: Path, step: Step, cases: SimpleNamespace, *texts: str) 
     assert cases.training_state(step) == before and rng_state() == rng
 
 
-@pytest.mark.parametrize("name", [*checkpoint_folders.FILES, checkpoint_folders.MANIFEST])
+@pytest.mark.parametrize("name", [*checkpoint.FILES, checkpoint.MANIFEST])
 @pytest.mark.parametrize("damage", ["missing", "truncated", "empty"])
 def test_damage_is_named_with_what_to_do(
     name: str, damage: str, trained: Step, cases: SimpleNamespace, tmp_path: Path
@@ -488,10 +491,8 @@ def test_damage_is_named_with_what_to_do(
     if damage == "missing":
         file.unlink()
     else:
-        file.write_bytes(
-            file.read_bytes()[:-1] if damage == "truncated" and name != checkpoint_folders.MANIFEST else b""
-        )
-    assert checkpoint_folders.latest(tmp_path) == tmp_path / "checkpoint-3"
+        file.write_bytes(file.read_bytes()[:-1] if damage == "truncated" and name != checkpoint.MANIFEST else b"")
+    assert checkpoint.latest(tmp_path) == tmp_path / "checkpoint-3"
     assert_refused(path, trained, cases, str(file))
     loaded, damages = checkpoint.read_newest(tmp_path, trained)
     assert loaded.path == tmp_path / "checkpoint-3" and str(file) in str(damages[0]) and len(damages) == 1
@@ -499,7 +500,7 @@ def test_damage_is_named_with_what_to_do(
 
 @settings(max_examples=25, deadline=None)
 @given(
-    name=st.sampled_from((checkpoint_folders.MANIFEST, *checkpoint_folders.FILES)),
+    name=st.sampled_from((checkpoint.MANIFEST, *checkpoint.FILES)),
     place=st.floats(0, 1, exclude_max=True),
     flip=st.integers(1, 255),
 )
@@ -517,13 +518,13 @@ def test_a_flipped_byte_anywhere_is_seen(
 def forged(path: Path, name: str, data: bytes) -> None:
     """Replace a file, its entry in the manifest, and the manifest's own hash."""
     (path / name).write_bytes(data)
-    manifest = ir.codec.read(path / checkpoint_folders.MANIFEST, checkpoint_folders.Checkpoint)
-    entry = checkpoint_folders.FileEntry(hashlib.sha256(data).hexdigest(), len(data))
+    manifest = ir.codec.read(path / checkpoint.MANIFEST, checkpoint.Checkpoint)
+    entry = checkpoint.FileEntry(hashlib.sha256(data).hexdigest(), len(data))
     manifest = msgspec.structs.replace(manifest, files={**manifest.files, name: entry}).sealed()
-    (path / checkpoint_folders.MANIFEST).write_bytes(ir.codec.encode(manifest))
+    (path / checkpoint.MANIFEST).write_bytes(ir.codec.encode(manifest))
 
 
-@pytest.mark.parametrize("name", checkpoint_folders.FILES)
+@pytest.mark.parametrize("name", checkpoint.FILES)
 @pytest.mark.parametrize("data", [b"{}", b"[]", b"\x80\x04K\x01.", b"null"])
 def test_foreign_files_with_right_hashes_are_refused(
     name: str, data: bytes, trained: Step, cases: SimpleNamespace, tmp_path: Path
@@ -540,8 +541,8 @@ def test_a_folder_that_is_not_there(trained: Step, cases: SimpleNamespace, tmp_p
 @pytest.mark.parametrize("schema", ["memfit.checkpoint/2", "memfit.plan/1", None])
 def test_another_schema_is_refused(schema: str | None, trained: Step, cases: SimpleNamespace, tmp_path: Path) -> None:
     path = save(tmp_path, trained, cases)
-    manifest = json.loads((path / checkpoint_folders.MANIFEST).read_bytes())
-    (path / checkpoint_folders.MANIFEST).write_text(json.dumps(manifest | {"schema": schema}))
+    manifest = json.loads((path / checkpoint.MANIFEST).read_bytes())
+    (path / checkpoint.MANIFEST).write_text(json.dumps(manifest | {"schema": schema}))
     assert_refused(path, trained, cases, repr(schema), "memfit.checkpoint/1")
 
 
@@ -625,3 +626,39 @@ def test_a_place_that_cannot_be_written_is_an_output_error(
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="can't write"):
         save(tmp_path / "file", trained, cases)
+
+
+# Copies in host memory, which a thread writes
+
+
+def test_copies_stay_as_they_are_and_are_contiguous() -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    given = {
+        "a": {"turned": base.T, "part": base[1:, :2], "none": torch.empty(0, 3)},
+        "b": {"part": base[0].bfloat16()},
+    }
+    expected = {file: {key: t.clone() for key, t in tensors.items()} for file, tensors in given.items()}
+    copies = HostBuffers().copied(given)
+    base.zero_()
+    given["b"]["part"].zero_()
+    assert copies.keys() == given.keys() and all(copies[file].keys() == given[file].keys() for file in given)
+    for file, tensors in copies.items():
+        for key, copy in tensors.items():
+            assert copy.dtype is expected[file][key].dtype and torch.equal(copy, expected[file][key])
+            assert copy.is_contiguous() and not copy.requires_grad
+    assert copies["a"]["part"].untyped_storage().data_ptr() != copies["a"]["turned"].untyped_storage().data_ptr()
+
+
+def test_memory_is_used_again_for_what_has_the_same_shape_and_let_go_for_what_is_gone() -> None:
+    buffers = HostBuffers()
+    first = buffers.copied({"a": {"x": torch.ones(3), "y": torch.ones(3), "gone": torch.ones(3)}})["a"]
+    second = buffers.copied({"a": {"x": torch.zeros(3), "y": torch.zeros(4), "new": torch.zeros(1)}})["a"]
+    assert second["x"] is first["x"] and second["y"] is not first["y"]
+    assert all(torch.equal(copy, torch.zeros_like(copy)) for copy in second.values())
+    assert {key for _, key in buffers._buffers} == {"x", "y", "new"}
+
+
+def test_gradients_are_not_recorded() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    copy = HostBuffers().copied({"a": {"x": parameter}})["a"]["x"]
+    assert copy.grad_fn is None and not copy.requires_grad

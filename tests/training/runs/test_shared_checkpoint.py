@@ -17,7 +17,7 @@ from memfit import ir
 from memfit.errors import CheckpointError, OutputError
 from memfit.ir import Sharding
 from memfit.training.batches import BatchStream
-from memfit.training.runs import checkpoint, checkpoint_folders
+from memfit.training.runs import checkpoint
 from tests.processes import on_ranks
 from tests.ranks.trainings import DDP, FOUR, HYBRID, ZERO2, ZERO3, Kind, is_same, plan_for, state_of, step_of, workload
 
@@ -102,7 +102,7 @@ def with_shards_of_others(path: Path) -> None:
     """As if a rank had been left out, with sums that agree."""
     manifest = json.loads((path / "checkpoint.json").read_text())
     manifest["files"] = {name: entry for name, entry in manifest["files"].items() if "00002-of" not in name}
-    record = ir.codec.decode(json.dumps(manifest).encode(), checkpoint_folders.Checkpoint, source="")
+    record = ir.codec.decode(json.dumps(manifest).encode(), checkpoint.Checkpoint, source="")
     (path / "checkpoint.json").write_bytes(ir.codec.encode(record.sealed()))
 
 

@@ -19,7 +19,7 @@ from memfit.foundations import format_bytes
 from memfit.hardware import free_bytes, own_bytes
 from memfit.ir import Plan
 from memfit.training.optimizers import state_of
-from memfit.training.runs import checkpoint_folders
+from memfit.training.runs import checkpoint
 from memfit.training.runs.run_options import RunOptions
 from memfit.training.step import Step
 from memfit.workload import Workload, tensors_of
@@ -46,6 +46,9 @@ def host_needs(
     is_on_host = all(p.device.type == "cpu" for p in parameters)
     batch_bytes = bytes_of(tensors_of(workload.batch))
     there = bytes_of([*parameters, *workload.model.buffers(), *state_of(workload.optimizer)]) + batch_bytes
+    sharding = plan.levers.sharding  # a rank copies its shards for a checkpoint; or all, where the first writes all
+    copies = sharding.shards if sharding is not None and sharding.is_fully_sharded else 1
+    copied_bytes = -(-sum(stored_bytes(plan, workload)) // copies)
     ahead = options.prefetch_batches
     made = (ahead + 1) * batch_bytes if ahead else 0
     needs = {
@@ -53,7 +56,7 @@ def host_needs(
         **levers_bytes,
         f"prefetch_batches={ahead}": made if is_on_host else 2 * made,  # for a GPU, in pinned memory too
         "writing checkpoints": checkpoint_bytes(workload),
-        "async_checkpoints=True": _copied_bytes(plan, workload) if options.async_checkpoints else 0,
+        "async_checkpoints=True": copied_bytes if options.async_checkpoints else 0,
         "recover=True": bytes_of(workload.model.buffers()) if options.recover and is_on_host else 0,
     }
     return {name: count for name, count in needs.items() if count}
@@ -70,13 +73,6 @@ def stored_bytes(plan: Plan, workload: Workload) -> tuple[int, int]:
     model_bytes = bytes_of([*workload.model.parameters(), *workload.model.buffers()])
     predicted = plan.plain.by_category.get("optimizer state", 0)
     return model_bytes, max(predicted, bytes_of(state_of(workload.optimizer)))
-
-
-def _copied_bytes(plan: Plan, workload: Workload) -> int:
-    """Return the bytes of what a rank copies for a checkpoint: its shards, or all where the first rank writes all."""
-    sharding = plan.levers.sharding
-    ranks = sharding.shards if sharding is not None and sharding.is_fully_sharded else 1
-    return -(-sum(stored_bytes(plan, workload)) // ranks)
 
 
 def check_host(needs: dict[str, int], budget_bytes: int | None) -> None:
@@ -167,7 +163,8 @@ def check_disk(plan: Plan, workload: Workload, options: RunOptions) -> None:
     every = options.checkpoint_every
     written = 1 if every is None else 2 + (keep_checkpoints if steps is None else steps // every)
     at_once = min(written, keep_checkpoints + 1)  # the oldest is removed after the newest is written
-    replaced_bytes = _bytes_there(out)
+    there = [path for path in out.iterdir() if checkpoint.is_ours(path)] if out.is_dir() else []
+    replaced_bytes = sum(os.stat(file).st_size for path in there for file in path.iterdir())
     needed = at_once * each + _REST_BYTES + _LINE_BYTES * (steps or 0)
     place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     total, _, free = shutil.disk_usage(place)
@@ -188,11 +185,3 @@ def check_disk(plan: Plan, workload: Workload, options: RunOptions) -> None:
             f"this process may write files of at most {format_bytes(limit)} (ulimit -f), and the run's largest file"
             f" needs {format_bytes(largest)}: raise the limit with ulimit -f"
         )
-
-
-def _bytes_there(out: Path) -> int:
-    """Return the bytes of the checkpoints in a folder, which those of the run replace."""
-    if not out.is_dir():
-        return 0
-    files = (f for path in out.iterdir() if checkpoint_folders.is_ours(path) for f in path.iterdir())
-    return sum(os.stat(file).st_size for file in files)

@@ -1,26 +1,35 @@
-"""Limits on the bytes of a step, which fail before they are exceeded; and a check for free memory.
+"""The bytes of a step: by category, predicted and measured, their limits, and a check for free memory.
 
-On accelerators PyTorch's allocator keeps the limit itself. Its allocator for the CPU can't, and the operating system
-counts something else: `RLIMIT_AS` limits address space, which the C library keeps after tensors are freed. So on the
-CPU a dispatch mode adds up the storages alive, and the new bytes of each operator, known since its first call with
-arguments of these shapes.
+A step fails before it exceeds its limit. On accelerators PyTorch's allocator keeps the limit itself. Its allocator for
+the CPU can't, and the operating system counts something else: `RLIMIT_AS` limits address space, which the C library
+keeps after tensors are freed. So on the CPU a dispatch mode adds up the storages alive, and the new bytes of each
+operator, known since its first call with arguments of these shapes.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
+import psutil
 import torch
 
 from memfit import hardware
 from memfit._torch import EagerMode, FakeTensorMode, storage_key_of, tree_leaves, tree_map
 from memfit.errors import MemoryLimitError
 from memfit.foundations import format_bytes
-from memfit.hardware import allocations_can_fail, out_of_memory
+from memfit.hardware import allocations_can_fail, free_bytes, out_of_memory
+from memfit.ir import BETWEEN_STEPS
+from memfit.training.optimizers import parameters_of, state_of
 from memfit.workload import signature, tensors_of
 
+if TYPE_CHECKING:
+    from memfit.training.step import Step
+
+IN_THE_STEP = "in the step"
+"""Category of bytes alive only while a step runs: gradients, activations, temporaries, workspaces."""
 _BLOCK_BYTES = 2**26  # memory is requested in pieces, as an optimizer does
 
 Named = Callable[[Any], Mapping[str, Iterable[torch.Tensor]]]
@@ -36,7 +45,41 @@ class _LiveStorage(weakref.ref[Any]):
     nbytes: int
 
 
-class CpuLimit(EagerMode):
+class _StepLimit:
+    """A limit on the bytes held at a time, to be entered around every step.
+
+    Args:
+        limit_bytes: The most bytes.
+    """
+
+    def __init__(self, limit_bytes: int, named: Named) -> None:
+        super().__init__()
+        self.limit_bytes, self._named = limit_bytes, named
+        self._batch: Any = None
+
+    def __call__(self, batch: Any) -> Self:
+        """Return this limit, to be entered around a step on a batch."""
+        self._batch = batch
+        return self
+
+    def _error(self, held_bytes: int, requested_bytes: int, where: str) -> MemoryLimitError:
+        """Return the error of a step that would exceed the limit, with what it holds by category."""
+        by_category = held_by_category(self._named(self._batch))
+        by_category["activations and temporaries"] = held_bytes - sum(by_category.values())
+        ledger = ", ".join(f"{name} {format_bytes(count)}" for name, count in by_category.items() if count)
+        return MemoryLimitError(
+            f"the step would exceed limit_bytes={self.limit_bytes} ({format_bytes(self.limit_bytes)}):"
+            f" {format_bytes(held_bytes)} are allocated ({ledger}), and {where} needs {format_bytes(requested_bytes)}"
+            " more. Nothing was updated. Raise limit_bytes=, or make a plan with a lower budget=",
+            limit_bytes=self.limit_bytes,
+            held_bytes=held_bytes,
+            requested_bytes=requested_bytes,
+            by_category=by_category,
+            where=where,
+        )
+
+
+class CpuLimit(_StepLimit, EagerMode):
     """A limit on the CPU: the operator that would exceed it fails before it runs. Enter it around every step.
 
     It counts the storages of operators' outputs, those of `named`, and operators' workspaces as `workspace_bytes`
@@ -61,21 +104,13 @@ class CpuLimit(EagerMode):
         workspace_bytes: Callable[[str], int] = lambda text: 0,
         as_run: Callable[[Any, Any, Any], tuple[Any, Any]] = lambda func, args, kwargs: (func, args),
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.limit_bytes = limit_bytes
+        super().__init__(limit_bytes, named)
         self.held_bytes = self.peak_bytes = 0
-        self._named, self._workspace_bytes = named, workspace_bytes
-        self._as_run = as_run
+        self._workspace_bytes, self._as_run = workspace_bytes, as_run
         self.has_looked_up = False
         self._held: dict[int, _LiveStorage] = {}
         self._needed: dict[Any, tuple[int, int]] = {}
         self._outer: CpuLimit | None = None
-        self._batch: Any = None
-
-    def __call__(self, batch: Any) -> CpuLimit:
-        """Return this limit, to be entered around a step on a batch."""
-        self._batch = batch
-        return self
 
     def __enter__(self) -> CpuLimit:
         for tensors in self._named(self._batch).values():
@@ -105,8 +140,7 @@ class CpuLimit(EagerMode):
         output_bytes, workspace_bytes = self._need(func, args, kwargs)
         total = self.held_bytes + output_bytes + workspace_bytes
         if total > self.limit_bytes:
-            needed_bytes, named = output_bytes + workspace_bytes, self._named(self._batch)
-            raise _limit_error(self.limit_bytes, self.held_bytes, needed_bytes, named, str(func))
+            raise self._error(self.held_bytes, output_bytes + workspace_bytes, str(func))
         self.peak_bytes = max(self.peak_bytes, total)
         out = func(*args, **kwargs)
         for tensor in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
@@ -141,7 +175,7 @@ class CpuLimit(EagerMode):
         return needed
 
 
-class AcceleratorLimit:
+class AcceleratorLimit(_StepLimit):
     """A limit on an accelerator, kept by PyTorch's allocator. Enter it around every step.
 
     It counts the bytes that the allocator reserves, which it takes from the device.
@@ -151,15 +185,8 @@ class AcceleratorLimit:
     """
 
     def __init__(self, limit_bytes: int, named: Named, device: torch.device) -> None:
-        self.limit_bytes, self.device = limit_bytes, device
-        self._named, self._fraction = named, hardware.accelerators.MemoryFraction(device)
-        self._batch: Any = None
-        self._before = 1.0
-
-    def __call__(self, batch: Any) -> AcceleratorLimit:
-        """Return this limit, to be entered around a step on a batch."""
-        self._batch = batch
-        return self
+        super().__init__(limit_bytes, named)
+        self.device, self._fraction, self._before = device, hardware.accelerators.MemoryFraction(device), 1.0
 
     def __enter__(self) -> AcceleratorLimit:
         self._before = self._fraction.get()
@@ -168,12 +195,14 @@ class AcceleratorLimit:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self._fraction.set(self._before)
-        batch, self._batch = self._batch, None
         record = None if error is None else out_of_memory(error)
-        if record is None or record.kind != "allocator":
-            return
-        held_bytes, named = hardware.accelerators.allocated_bytes(self.device), self._named(batch)
-        raise _limit_error(self.limit_bytes, held_bytes, record.requested_bytes or 0, named, "an operator") from error
+        exceeded = None
+        if record is not None and record.kind == "allocator":
+            held_bytes = hardware.accelerators.allocated_bytes(self.device)
+            exceeded = self._error(held_bytes, record.requested_bytes or 0, "an operator")
+        self._batch = None
+        if exceeded is not None:
+            raise exceeded from error
 
 
 def held_by_category(named: Mapping[str, Iterable[torch.Tensor]]) -> dict[str, int]:
@@ -185,25 +214,6 @@ def held_by_category(named: Mapping[str, Iterable[torch.Tensor]]) -> dict[str, i
         by_category[category] = sum(nbytes for key, nbytes in storages.items() if key not in seen)
         seen |= storages.keys()
     return by_category
-
-
-def _limit_error(
-    limit_bytes: int, held_bytes: int, requested_bytes: int, named: Mapping[str, Iterable[torch.Tensor]], where: str
-) -> MemoryLimitError:
-    """Return the error of a step that would exceed its limit, with what it holds by category."""
-    by_category = held_by_category(named)
-    by_category["activations and temporaries"] = held_bytes - sum(by_category.values())
-    ledger = ", ".join(f"{name} {format_bytes(count)}" for name, count in by_category.items() if count)
-    return MemoryLimitError(
-        f"the step would exceed limit_bytes={limit_bytes} ({format_bytes(limit_bytes)}): {format_bytes(held_bytes)}"
-        f" are allocated ({ledger}), and {where} needs {format_bytes(requested_bytes)} more. Nothing was updated."
-        " Raise limit_bytes=, or make a plan with a lower budget=",
-        limit_bytes=limit_bytes,
-        held_bytes=held_bytes,
-        requested_bytes=requested_bytes,
-        by_category=by_category,
-        where=where,
-    )
 
 
 def _key(func: Any, args: Any, kwargs: Any) -> Any:
@@ -265,3 +275,130 @@ def _can_take(wanted_bytes: int, device: torch.device) -> bool:
             raise
         return False
     return True
+
+
+# The ledger
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The bytes of a step by category; `print` shows a table.
+
+    Attributes:
+        steps: Number of optimizer updates done.
+        predicted_bytes: The plan's predicted bytes at the peak, by category; empty where it has none.
+        measured_bytes: Bytes held now, by category; "in the step" are the bytes beyond them at the last step's peak,
+            where it was measured: on a GPU since its peak was last reset, on the CPU under a limit.
+        predicted_peak_bytes: Predicted peak; None without a plan.
+        peak_bytes: Measured peak; None where it was not measured.
+        limit_bytes: The step's limit; None without.
+        reserved_bytes: Most bytes that PyTorch's allocator took from the GPU; None on the CPU.
+        allocation_retries: How often the GPU's allocator released its cache and retried an allocation: each retry
+            stops the GPU, and is a sign that memory runs out. None on the CPU.
+        host_bytes: Host memory of this process (resident set).
+        host_free_bytes: Host memory left for this process, within its control group's limit.
+        pinned_bytes: Page-locked host memory of PyTorch's allocator; None if unknown.
+    """
+
+    steps: int
+    predicted_bytes: dict[str, int]
+    measured_bytes: dict[str, int]
+    predicted_peak_bytes: int | None
+    peak_bytes: int | None
+    limit_bytes: int | None
+    reserved_bytes: int | None
+    allocation_retries: int | None
+    host_bytes: int
+    host_free_bytes: int
+    pinned_bytes: int | None
+
+    @property
+    def warnings(self) -> list[str]:
+        """Signs that memory runs out."""
+        warnings = []
+        if self.allocation_retries:
+            warnings.append(
+                f"the allocator released its cache and retried {self.allocation_retries} times. Each retry stops the"
+                " GPU: make a plan with a lower budget="
+            )
+        if self.limit_bytes and self.peak_bytes and self.peak_bytes > 0.98 * self.limit_bytes:
+            warnings.append(f"the step is within 2 % of limit_bytes={self.limit_bytes}")
+        if self.host_free_bytes < 0.05 * (self.host_free_bytes + self.host_bytes):
+            warnings.append(f"the host has {format_bytes(self.host_free_bytes)} free for this process")
+        return warnings
+
+    def __str__(self) -> str:
+        rows = [("", "predicted", "measured")]
+        for name in [*self.measured_bytes, *(n for n in self.predicted_bytes if n not in self.measured_bytes)]:
+            rows.append((name, _text(self.predicted_bytes.get(name)), _text(self.measured_bytes.get(name))))
+        rows.append(("peak", _text(self.predicted_peak_bytes), _text(self.peak_bytes)))
+        singles = {
+            "limit": self.limit_bytes,
+            "reserved": self.reserved_bytes,
+            "this process on the host": self.host_bytes,
+            "free on the host": self.host_free_bytes,
+            "pinned": self.pinned_bytes,
+        }
+        rows += [(name, "", _text(value)) for name, value in singles.items() if value is not None]
+        lines = [f"{name:26}{predicted:>14}{measured:>14}" for name, predicted, measured in rows]
+        return "\n".join([f"Memory after step {self.steps}", *lines, *(f"Warning: {w}" for w in self.warnings)])
+
+
+def _text(count: int | None) -> str:
+    return "" if count is None else format_bytes(count)
+
+
+def ledger_of(step: Step) -> Ledger:
+    """Return the bytes of a step by category, predicted and measured."""
+    device = device_of(step)
+    held = held_by_category(held_tensors(step, step.workload.batch))
+    held.pop("gradients", None)
+    peaks = hardware.accelerators.peaks(device)
+    if peaks is None:
+        peak_bytes = step.limit.peak_bytes or None if isinstance(step.limit, CpuLimit) else None
+    else:
+        peak_bytes = peaks.allocated_bytes
+    if peak_bytes is not None:
+        held[IN_THE_STEP] = peak_bytes - sum(held.values())
+    pinned = None
+    if torch.cuda.is_initialized():
+        pinned = int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+    predicted: Mapping[str, int] = {} if step.options.prediction is None else step.options.prediction.by_category
+    between_steps: dict[str, int] = {name: predicted.get(name, 0) for name in BETWEEN_STEPS} if predicted else {}
+    in_the_step = {IN_THE_STEP: sum(predicted.values()) - sum(between_steps.values())} if predicted else {}
+    return Ledger(
+        steps=step.steps,
+        predicted_bytes={**between_steps, **in_the_step},
+        measured_bytes=held,
+        predicted_peak_bytes=step.options.predicted_peak_bytes,
+        peak_bytes=peak_bytes,
+        limit_bytes=getattr(step.limit, "limit_bytes", None),
+        reserved_bytes=None if peaks is None else peaks.reserved_bytes,
+        allocation_retries=None if peaks is None else allocation_retries(step),
+        host_bytes=psutil.Process().memory_info().rss,
+        host_free_bytes=free_bytes(),
+        pinned_bytes=pinned,
+    )
+
+
+def device_of(step: Step) -> torch.device:
+    """Return the device of a step's parameters."""
+    return next((p.device for p in step.workload.model.parameters()), torch.device("cpu"))
+
+
+def allocation_retries(step: Step) -> int | None:
+    """Return how often the allocator of a step's accelerator released its cache and retried; None on the CPU."""
+    return hardware.accelerators.allocation_retries(device_of(step))
+
+
+def held_tensors(step: Step, batch: Any) -> dict[str, list[torch.Tensor]]:
+    """Return the tensors that a step holds when it begins on a batch, by category."""
+    model, optimizer = step.workload.model, step.workload.optimizer
+    parameters = [*model.parameters(), *parameters_of(optimizer)]
+    return {
+        "parameters": [*parameters],
+        "buffers": list(model.buffers()),
+        "optimizer state": state_of(optimizer),
+        "inputs": [*tensors_of(step.workload.batch), *tensors_of(batch)],
+        "gradients": [p.grad for p in parameters if p.grad is not None],
+    }

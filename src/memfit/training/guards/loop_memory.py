@@ -6,7 +6,9 @@ checkpoint is used by no step, so no plan counts it. It takes the memory of the 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import itertools
 import linecache
 import re
 import sys
@@ -110,18 +112,13 @@ class Growth:
             return
         self._samples.append(Sample(self._step, nbytes))
         self._next = max(self._step + 1, int(_SPACING * self._step))
-        if len(self._samples) == _SAMPLES and self._is_growing():
+        samples = list(self._samples)
+        slopes = [(b.nbytes - a.nbytes) / (b.step - a.step) for a, b in itertools.pairwise(samples)]
+        if len(samples) < _SAMPLES or min(slopes) <= 0 or max(slopes) > _STEADY * min(slopes):
+            return
+        if samples[-1].nbytes - samples[0].nbytes >= max(_LEAST_BYTES, _LEAST_SHARE * self._budget()[0]):
             self._before = dict(self._weighed())
             self._next = self._step + 1
-
-    def _is_growing(self) -> bool:
-        samples = list(self._samples)
-        slopes = [(b.nbytes - a.nbytes) / (b.step - a.step) for a, b in zip(samples[:-1], samples[1:], strict=True)]
-        budget, _ = self._budget()
-        grown = samples[-1].nbytes - samples[0].nbytes
-        if grown < max(_LEAST_BYTES, _LEAST_SHARE * budget) or min(slopes) <= 0:
-            return False
-        return max(slopes) <= _STEADY * min(slopes)
 
     def _explain(self) -> None:
         before, self._before = self._before or {}, None
@@ -138,18 +135,14 @@ class Growth:
             self.begin_anew()
             return
         holder = "memfit did not find the variable that keeps it" if found is None else str(found[0])
-        self._tell(
-            f"memory grows by {format_bytes(int(slope))} a step: {holder}. {self._outlook(slope, first, nbytes)}"
-        )
-        self._next = sys.maxsize
-
-    def _outlook(self, slope: float, first: Sample, nbytes: int) -> str:
         budget, peak = self._budget()
         room = budget - peak - (nbytes - first.nbytes)
-        if room < 0:
-            return f"Steps now exceed the budget of {format_bytes(budget)}"
-        step = self._step + int(room / slope) + 1
-        return f"From step {step:,} on, steps will exceed the budget of {format_bytes(budget)}"
+        outlook = "Steps now" if room < 0 else f"From step {self._step + int(room / slope) + 1:,} on, steps will"
+        self._tell(
+            f"memory grows by {format_bytes(int(slope))} a step: {holder}. {outlook} exceed the budget of"
+            f" {format_bytes(budget)}"
+        )
+        self._next = sys.maxsize
 
     def _weighed(self) -> Iterator[tuple[tuple[int, str], _Weight]]:
         """Yield what the user's variables hold, by the namespace that has them and their name."""
@@ -222,22 +215,17 @@ def namespaces(named: Mapping[str, Any]) -> Iterator[Space]:
     while frame is not None:
         if is_users(frame.f_code.co_filename):
             if frame.f_code.co_flags & inspect.CO_NEWLOCALS:
-                yield Space(frame.f_code, _variables(frame), frame.f_code)
+                variables = frame.f_locals
+                copied = dict(variables)
+                if type(variables) is dict:  # before Python 3.13 it would keep the values alive
+                    variables.clear()
+                yield Space(frame.f_code, copied, frame.f_code)
             if id(frame.f_globals) not in seen:
                 seen.add(id(frame.f_globals))
                 yield Space(frame.f_globals, dict(frame.f_globals), frame.f_code)
         frame = frame.f_back
     if named:
         yield Space(None, named)
-
-
-def _variables(frame: types.FrameType) -> dict[str, Any]:
-    """Return a frame's variables; before Python 3.13 the frame would keep their values alive in a dict of its own."""
-    variables = frame.f_locals
-    copied = dict(variables)
-    if type(variables) is dict:
-        variables.clear()
-    return copied
 
 
 def _holders(value: Any, path: str, seen: set[int], deepest: int) -> Iterator[tuple[str, Any]]:
@@ -261,10 +249,8 @@ def _holders(value: Any, path: str, seen: set[int], deepest: int) -> Iterator[tu
     if isinstance(value, types.FunctionType):
         seen.add(id(value))
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            try:
+            with contextlib.suppress(ValueError):  # an empty cell
                 yield from _holders(cell.cell_contents, name, seen, deepest - 1)
-            except ValueError:  # an empty cell
-                continue
         return
     if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)) or not hasattr(value, "__dict__"):
         return
@@ -407,7 +393,10 @@ def _inner(held: Any) -> list[Any]:
         if isinstance(held, kind):
             return list(kind.__iter__(held))
     if isinstance(held, types.FunctionType):
-        cells = [cell.cell_contents for cell in held.__closure__ or () if _is_full(cell)]
+        cells = []
+        for cell in held.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty one
+                cells.append(cell.cell_contents)
         return [*cells, *(held.__defaults__ or ())]
     if isinstance(held, types.MethodType):
         return [held.__self__]
@@ -421,10 +410,3 @@ def _inner(held: Any) -> list[Any]:
         return [*object.__getattribute__(held, "__dict__").values(), type(held)]
     except AttributeError:
         return []
-
-
-def _is_full(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False

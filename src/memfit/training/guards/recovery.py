@@ -72,13 +72,13 @@ class OutOfMemoryEvent:
     def __str__(self) -> str:
         said = f"step {self.step} under the plan of {format_bytes(self.plan.predicted.peak_bytes)}: {self.error.text}"
         held = f"; {format_bytes(self.held_bytes)} stayed allocated" if self.held_bytes else ""
-        snapshot = f"; {self.snapshot}" if self.snapshot else ""
-        if self.lower is None:
-            return f"{said}{held}; no plan with a lower peak is left{snapshot}"
-        return (
-            f"{said}{held}; memfit undid the step, and ran its batch again under the plan of"
-            f" {format_bytes(self.lower.predicted.peak_bytes)}: {uses_text(self.lower.uses)}{snapshot}"
-        )
+        then = "no plan with a lower peak is left"
+        if self.lower is not None:
+            then = (
+                "memfit undid the step, and ran its batch again under the plan of"
+                f" {format_bytes(self.lower.predicted.peak_bytes)}: {uses_text(self.lower.uses)}"
+            )
+        return f"{said}{held}; {then}{f'; {self.snapshot}' if self.snapshot else ''}"
 
 
 class OutOfMemoryObserver:
@@ -128,7 +128,6 @@ class Recovery(OutOfMemoryObserver):
     Args:
         step: The step to run; use as `step.change(recovery=Recovery(step, plan, lower))`.
         lower: Applies the plan after a given one to the step, and returns it; None where there is none.
-        retries: Most lower plans to try for one batch (≥ 0).
         snapshots: Writes a snapshot each time that memory runs out; None for none.
     """
 
@@ -138,11 +137,10 @@ class Recovery(OutOfMemoryObserver):
         plan: Plan,
         lower: Callable[[Plan], Plan | None],
         *,
-        retries: int = RETRIES,
         snapshots: Snapshots | None = None,
     ) -> None:
         super().__init__(step, plan, snapshots)
-        self._lower, self._retries = lower, retries
+        self._lower = lower
         self._rollback = Rollback(step)
         self._ranks = step.options.ranks
         try:
@@ -165,7 +163,7 @@ class Recovery(OutOfMemoryObserver):
             MemfitError: Another rank failed otherwise. Nothing was updated.
         """
         before_bytes = hardware.accelerators.held_bytes()
-        for attempt in range(self._retries + 1):
+        for attempt in range(RETRIES + 1):
             outcome = self._attempt(run, batch)
             if isinstance(outcome, StepResult):
                 self._rollback.settle()
@@ -177,7 +175,7 @@ class Recovery(OutOfMemoryObserver):
             self._tell(outcome)
             is_restored, plan = self._ranks.all(self._rollback.restore()), self.plan
             snapshot = "" if outcome.kind == "another rank" else self._write_snapshot(batch)
-            lowered = self._lower(plan) if is_restored and attempt < self._retries else None
+            lowered = self._lower(plan) if is_restored and attempt < RETRIES else None
             lowered = lowered if self._ranks.all(lowered is not None) else None
             held_bytes = max(0, hardware.accelerators.held_bytes() - before_bytes)
             self.events.append(OutOfMemoryEvent(self.step.steps + 1, outcome, held_bytes, plan, lowered, snapshot))
@@ -323,7 +321,11 @@ class Rollback:
         self._scaler_state = {} if self.step.scaler is None else self.step.scaler.state_dict()
         with torch.no_grad():
             if self._buffers is None:
-                self._buffers = [_Buffer(*place, place[-1].clone()) for place in _buffers(self.step.workload.model)]
+                modules = self.step.workload.model.modules()
+                places = [(m, name, b) for m in modules for name, b in own_buffers(m).items() if b is not None]
+                self._buffers = [
+                    _Buffer(*place, place[-1].clone()) for place in {id(p[-1]): p for p in places}.values()
+                ]
             else:
                 self._buffers = [now for buffer in self._buffers if (now := buffer.marked()) is not None]
         self._is_marked = True
@@ -364,14 +366,20 @@ class Rollback:
 
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         ranks = self.step.options.ranks
-        tensors = self._tensors()
-        is_sure = has_room(needed_bytes(self._optimizer), tensors[0].device if tensors else torch.device("cpu"))
-        self._is_guarded = not ranks.agree(is_sure and not (ranks.size > 1 and self._begins_state(tensors)))
+        tensors = [*parameters_of(optimizer), *state_of(optimizer)]  # all that it changes
+        is_sure = has_room(needed_bytes(optimizer), tensors[0].device if tensors else torch.device("cpu"))
+        if ranks.size > 1 and any(p.grad is not None and not optimizer.state.get(p) for p in parameters_of(optimizer)):
+            # It creates state: all ranks can undo that, as far as the host's memory goes.
+            is_sure = is_sure and sum(local_part(tensor).nbytes for tensor in tensors) * ranks.size >= free_bytes()
+        self._is_guarded = not ranks.agree(is_sure)
         if self._is_guarded:
             self._copies = [(part, part.detach().to("cpu", copy=True)) for part in map(local_part, tensors)]
-        if _changes_in_place(self._optimizer):
+        optimizers = optimizer.optimizers if isinstance(optimizer, Optimizers) else [optimizer]
+        # Version counters show which tensors an optimizer changed: true of PyTorch's.
+        changes_in_place = all(type(o).__module__.startswith("torch.optim.") for o in optimizers)
+        if changes_in_place:
             self._versions = [(tensor, version_of(tensor)) for tensor in tensors]
-        if _changes_in_place(self._optimizer) or self._copies:
+        if changes_in_place or self._copies:
             self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             self._state = {parameter: dict(values) for parameter, values in optimizer.state.items()}
         if self._is_guarded and ranks.size > 1:
@@ -387,16 +395,6 @@ class Rollback:
             ranks.commit()
         self._has_updated = True
         self._copies = []
-
-    def _begins_state(self, tensors: list[torch.Tensor]) -> bool:
-        """Tell whether the next update creates state, and all ranks can undo it, as far as the host's memory goes."""
-        is_new = any(p.grad is not None and not self._optimizer.state.get(p) for p in parameters_of(self._optimizer))
-        copied_bytes = sum(local_part(tensor).nbytes for tensor in tensors) * self.step.options.ranks.size
-        return is_new and copied_bytes < free_bytes()
-
-    def _tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that the optimizer changes: its parameters and its state."""
-        return [*parameters_of(self._optimizer), *state_of(self._optimizer)]
 
     def _restore_update(self) -> bool:
         if not self._has_begun:
@@ -434,17 +432,6 @@ def needed_bytes(optimizer: torch.optim.Optimizer) -> int:
     return state + temporaries
 
 
-def _changes_in_place(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether version counters show which tensors an optimizer changed: true of PyTorch's optimizers."""
-    optimizers = optimizer.optimizers if isinstance(optimizer, Optimizers) else [optimizer]
-    return all(type(o).__module__.startswith("torch.optim.") for o in optimizers)
-
-
-def _buffers(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    buffers = [(m, name, b) for m in model.modules() for name, b in own_buffers(m).items() if b is not None]
-    return list({id(buffer): (module, name, buffer) for module, name, buffer in buffers}.values())
-
-
 Predicted = Callable[[Plan, Any, Path], object]
 """Writes the snapshot of a step that is predicted to run a plan on a batch."""
 
@@ -478,7 +465,11 @@ class Snapshots:
         """Write the snapshot of a step, and return a text on it: its name, or why there is none. Raises nothing."""
         record, self._record = self._record, None
         try:
-            path = self._new_path(step_number)
+            if len(all_snapshots(self.folder)) >= MOST_SNAPSHOTS:
+                raise OutputError(f"{self.folder} already has {MOST_SNAPSHOTS} snapshots")
+            numbers = itertools.chain([""], (f".{n}" for n in itertools.count(2)))
+            paths = (self.folder / f"out-of-memory-{step_number}{n}.pickle" for n in numbers)
+            path = next(path for path in paths if not path.exists())
             if self._device.type != "cuda":
                 self._predicted(plan, batch, path)
                 return f"predicted memory snapshot: {path.name}"
@@ -488,13 +479,6 @@ class Snapshots:
             return f"memory snapshot: {path.name}"
         except Exception as e:  # must not hide the out-of-memory error
             return f"no memory snapshot ({repr(e)[:200]})"
-
-    def _new_path(self, step_number: int) -> Path:
-        if len(all_snapshots(self.folder)) >= MOST_SNAPSHOTS:
-            raise OutputError(f"{self.folder} already has {MOST_SNAPSHOTS} snapshots")
-        names = itertools.chain([""], (f".{n}" for n in itertools.count(2)))
-        paths = (self.folder / f"out-of-memory-{step_number}{n}.pickle" for n in names)
-        return next(path for path in paths if not path.exists())
 
 
 def all_snapshots(folder: Path) -> list[Path]:

@@ -26,8 +26,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -36,30 +38,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from memfit import ir
-from memfit.errors import CheckpointError, DamagedCheckpointError, OutputError
+from memfit.errors import CheckpointError, DamagedCheckpointError, OutputError, UsageError
 from memfit.ir import Plan, Precision
 from memfit.ranks import SingleProcess, each, once
-from memfit.training.runs.checkpoint_folders import (
-    FILES,
-    MANIFEST,
-    PLAN,
-    Checkpoint,
-    FileEntry,
-    is_ours,
-    newest_first,
-    prune,
-    remove,
-    step_of,
-)
-from memfit.training.runs.state import TrainingState, collect, prepare_restore
-from memfit.training.runs.tensor_files import (
+from memfit.training.runs.state import (
     HostBuffers,
     Stored,
+    TrainingState,
+    collect,
     has_shards,
+    is_shard_name,
     own_shards,
+    prepare_restore,
     read_tensors,
     shard_count,
     shard_name,
@@ -69,7 +63,49 @@ from memfit.training.step import Step
 from memfit.version import __version__
 from memfit.workload import check_rng_state, fingerprint
 
+MANIFEST = "checkpoint.json"
+PLAN = "plan.json"
+FILES = (
+    PLAN,
+    "model.safetensors",
+    "optimizer.json",
+    "optimizer.safetensors",
+    "training.json",
+    "training.safetensors",
+)
+_FOLDER = re.compile(r"checkpoint-([0-9]+)")
+_ASIDE = re.compile(r"damaged-checkpoint-[0-9]+(\.[0-9]+)?")
+_TEMPORARY = re.compile(r"\.checkpoint-[0-9]+\.[0-9]+\.(new|old)\.tmp")
 _IN_SHARDS = ("model", "optimizer")
+
+
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of a checkpoint."""
+
+    sha256: str
+    size_bytes: int
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The contents of `checkpoint.json`.
+
+    Attributes:
+        sha256: SHA-256 of this record with this field empty.
+    """
+
+    schema: str = "memfit.checkpoint/1"
+    memfit_version: str
+    torch_version: str
+    workload: str
+    fingerprint: str
+    step: int
+    files: dict[str, FileEntry]
+    sha256: str = ""
+
+    def sealed(self) -> Checkpoint:
+        """Return this record with its own SHA-256."""
+        bare = msgspec.structs.replace(self, sha256="")
+        return msgspec.structs.replace(bare, sha256=hashlib.sha256(ir.codec.encode(bare)).hexdigest())
 
 
 @dataclass(frozen=True)
@@ -206,7 +242,12 @@ class Writing:
             )
             ir.codec.write_atomic(self._new / MANIFEST, ir.codec.encode(manifest.sealed()))
             _sync(self._new)
-            _move(self._new, self.path)
+            if self.path.exists():
+                if not is_ours(self.path):
+                    raise OutputError(f"{self.path} has files that memfit did not write: move it, or give another out=")
+                remove(self.path)
+            self._new.rename(self.path)
+            _sync(self.path.parent)
             prune(self.path.parent, self.step_count, self._keep)
 
 
@@ -248,9 +289,7 @@ def read(path: Path, step: Step, precision: Precision | None = None, *, is_check
     manifest = _manifest_of(path)
     if step_of(path) not in (None, manifest.step):
         raise DamagedCheckpointError(f"{path} was renamed: it is the checkpoint of step {manifest.step}")
-    _check_names(path, manifest)
-    if not is_checked:
-        _check_files(path, manifest)
+    _check_files(path, manifest, only_names=is_checked)
     own = fingerprint(step.workload)
     if manifest.fingerprint != own:
         raise CheckpointError(
@@ -260,7 +299,15 @@ def read(path: Path, step: Step, precision: Precision | None = None, *, is_check
         )
     try:
         plan = ir.codec.read(path / PLAN, Plan, error=DamagedCheckpointError)
-        state = _read_state(path, manifest)
+        model, optimizer = (_stored(path, manifest, stem) for stem in _IN_SHARDS)
+        state = TrainingState(
+            model=model,
+            aliases=model.notes,
+            optimizer=json.loads((path / "optimizer.json").read_bytes()),
+            optimizer_tensors=optimizer,
+            training=json.loads((path / "training.json").read_bytes()),
+            training_tensors=read_tensors(path / "training.safetensors")[0],
+        )
         check_rng_state(state.rng)
         restore_state = prepare_restore(step, state, converts=precision not in (None, plan.levers.precision))
     except CheckpointError as e:
@@ -282,7 +329,6 @@ def read_model(path: Path) -> Stored:
         DamagedCheckpointError: The checkpoint is missing or damaged.
     """
     manifest = _manifest_of(path)
-    _check_names(path, manifest)
     _check_files(path, manifest)
     return _stored(path, manifest, "model")
 
@@ -329,13 +375,7 @@ def read_newest(
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a rank writes of a checkpoint, by the names of files.
-
-    Attributes:
-        texts: JSON.
-        tensors: Tensors of each safetensors file.
-        metadata: Metadata of each of these that has some.
-    """
+    """What a rank writes of a checkpoint, by the names of files: JSON, tensors, and metadata of files of tensors."""
 
     texts: dict[str, str]
     tensors: dict[str, dict[str, torch.Tensor]]
@@ -344,9 +384,7 @@ class _Parts:
 
 def _parts_of(state: TrainingState, ranks: SingleProcess) -> _Parts:
     """Return a rank's files of a state. Their tensors are those of the state."""
-    texts: dict[str, str] = {}
-    tensors: dict[str, dict[str, torch.Tensor]] = {}
-    metadata: dict[str, dict[str, str]] = {}
+    texts, tensors, metadata = {}, {}, {}
     if ranks.rank == 0:
         texts["optimizer.json"] = json.dumps(state.optimizer, allow_nan=False)
         texts["training.json"] = json.dumps(state.training, allow_nan=False)
@@ -361,16 +399,6 @@ def _parts_of(state: TrainingState, ranks: SingleProcess) -> _Parts:
             if stem == "model":
                 metadata[f"{stem}.safetensors"] = {"format": "pt", **notes}
     return _Parts(texts, tensors, metadata)
-
-
-def _move(new: Path, path: Path) -> None:
-    """Move a whole checkpoint to its place; an older one there is moved away first."""
-    if path.exists():
-        if not is_ours(path):
-            raise OutputError(f"{path} has files that memfit did not write: move it, or give another out=")
-        remove(path)
-    new.rename(path)
-    _sync(path.parent)
 
 
 def _sync(path: Path) -> None:
@@ -396,8 +424,8 @@ def _manifest_of(path: Path) -> Checkpoint:
     return manifest
 
 
-def _check_names(path: Path, manifest: Checkpoint) -> None:
-    """Raise DamagedCheckpointError unless a checkpoint has the files that belong to one."""
+def _check_files(path: Path, manifest: Checkpoint, *, only_names: bool = False) -> None:
+    """Raise DamagedCheckpointError unless the files are those of a checkpoint, with the recorded sizes and SHA-256."""
     count = shard_count(list(manifest.files))
     expected = set(FILES)
     if count:
@@ -407,11 +435,7 @@ def _check_names(path: Path, manifest: Checkpoint) -> None:
         raise DamagedCheckpointError(
             f"{path / MANIFEST} names the files {sorted(manifest.files)}, not {sorted(expected)}"
         )
-
-
-def _check_files(path: Path, manifest: Checkpoint) -> None:
-    """Raise DamagedCheckpointError unless all files have the recorded size and SHA-256."""
-    for name, entry in manifest.files.items():
+    for name, entry in () if only_names else manifest.files.items():
         file = path / name
         try:
             size_bytes = file.stat().st_size
@@ -425,19 +449,114 @@ def _check_files(path: Path, manifest: Checkpoint) -> None:
             raise DamagedCheckpointError(f"can't read {file}: {e.strerror or e}") from e
 
 
-def _read_state(path: Path, manifest: Checkpoint) -> TrainingState:
-    model, optimizer = (_stored(path, manifest, stem) for stem in _IN_SHARDS)
-    return TrainingState(
-        model=model,
-        aliases=model.notes,
-        optimizer=json.loads((path / "optimizer.json").read_bytes()),
-        optimizer_tensors=optimizer,
-        training=json.loads((path / "training.json").read_bytes()),
-        training_tensors=read_tensors(path / "training.safetensors")[0],
-    )
-
-
 def _stored(path: Path, manifest: Checkpoint, stem: str) -> Stored:
     """Return the tensors of a checkpoint's model or optimizer."""
     own = (f"{stem}.safetensors", f"{stem}-shard-")
     return Stored([path / name for name in sorted(manifest.files) if name.startswith(own)])
+
+
+# Folders of checkpoints
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """Return the folders named as checkpoints, by step."""
+    try:
+        steps = {path: n for path in folder.iterdir() if (n := step_of(path)) is not None}
+    except OSError:
+        return []
+    return sorted(steps, key=lambda path: -steps[path])
+
+
+def set_aside_after(folder: Path, step_count: int) -> list[Path]:
+    """Set aside the damaged checkpoints after a step.
+
+    Raises:
+        OutputError: A checkpoint can't be renamed.
+    """
+    return [set_aside(path) for path in newest_first(folder) if (step_of(path) or 0) > step_count]
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint to `damaged-checkpoint-<step>`, with a number appended where that exists.
+
+    Raises:
+        OutputError: The checkpoint can't be renamed.
+    """
+    numbers = itertools.chain([""], (f".{n}" for n in itertools.count(2)))
+    place = next(p for n in numbers if not (p := path.with_name(f"damaged-{path.name}{n}")).exists())
+    try:
+        return path.rename(place)
+    except OSError as e:
+        raise OutputError(f"can't rename {path} to {place}: {e.strerror or e}") from e
+
+
+def latest(folder: Path) -> Path | None:
+    """Return the newest complete checkpoint in a folder: it has all its files in full size."""
+    return next((path for path in newest_first(folder) if _is_complete(path)), None)
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step in the name of a checkpoint's folder; None for other names."""
+    match = _FOLDER.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def is_ours(path: Path) -> bool:
+    """Tell whether a folder is a checkpoint of memfit, complete or not, and holds nothing else."""
+    return has_schema(path / MANIFEST, "memfit.checkpoint/") and holds_only_ours(path)
+
+
+def has_schema(path: Path, prefix: str = "memfit.") -> bool:
+    """Tell whether a file is JSON of memfit, by the beginning of its schema."""
+    try:
+        return str(json.loads(path.read_bytes())["schema"]).startswith(prefix)
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+
+
+def holds_only_ours(path: Path) -> bool:
+    """Tell whether all files of a folder have names that `save` gives, as in a checkpoint without its manifest."""
+    try:
+        return all(name in (MANIFEST, *FILES) or is_shard_name(name) for name in os.listdir(path))
+    except OSError:
+        return False
+
+
+def all_set_aside(folder: Path) -> list[Path]:
+    """Return the damaged checkpoints that were set aside in a folder."""
+    return [path for path in folder.iterdir() if _ASIDE.fullmatch(path.name) and holds_only_ours(path)]
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint atomically: it is renamed first.
+
+    Raises:
+        OSError: The checkpoint can't be removed.
+    """
+    old = path.with_name(f".{path.name}.{os.getpid()}.old.tmp")
+    shutil.rmtree(old, ignore_errors=True)
+    path.rename(old)
+    shutil.rmtree(old)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove temporary folders that a crash during `save` or `remove` left behind."""
+    for path in folder.iterdir():
+        if _TEMPORARY.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def prune(folder: Path, step_count: int, keep: int) -> None:
+    """Remove the oldest checkpoints up to a step, except `keep`; those with files that memfit did not write stay."""
+    earlier = [path for path in newest_first(folder) if (step_of(path) or 0) <= step_count]
+    complete = [path for path in earlier if is_ours(path) and _is_complete(path)]
+    for path in complete[keep:]:
+        remove(path)
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        manifest = ir.codec.read(path / MANIFEST, Checkpoint, error=CheckpointError)
+        return all((path / name).stat().st_size == entry.size_bytes for name, entry in manifest.files.items())
+    except (OSError, UsageError):
+        return False

@@ -35,7 +35,7 @@ import psutil
 from memfit.errors import CheckpointError, OutputError, UsageError
 from memfit.ranks import SingleProcess, once
 from memfit.training.guards.recovery import all_snapshots
-from memfit.training.runs import checkpoint_folders
+from memfit.training.runs import checkpoint
 from memfit.training.runs.log import read_lines
 
 RUN, PLAN, METRICS, TENSORBOARD = "run.json", "plan.json", "metrics.jsonl", "tensorboard"
@@ -60,8 +60,7 @@ def held_folder(out: Path, *, overwrite: bool, resume: bool) -> Iterator[None]:
     Raises:
         OutputError: Another run holds the folder; and all that `check_folder` raises.
     """
-    _check_arguments(overwrite, resume)
-    _check_writable(out)
+    _check_usable(out, overwrite=overwrite, resume=resume)
     with locked(out):
         check_folder(out, overwrite=overwrite, resume=resume)
         yield
@@ -81,7 +80,7 @@ def held_by_ranks(ranks: SingleProcess, out: Path, *, overwrite: bool, resume: b
 
 def is_begun(out: Path) -> bool:
     """Tell whether a folder holds a checkpoint, whole or not, of a run that can go on."""
-    return out.is_dir() and bool(_checkpoints(out) or checkpoint_folders.all_set_aside(out))
+    return out.is_dir() and bool(_checkpoints(out) or checkpoint.all_set_aside(out))
 
 
 def holds_a_start(out: Path) -> bool:
@@ -98,17 +97,16 @@ def check_folder(out: Path, *, overwrite: bool, resume: bool) -> None:
         OutputError: The folder can't be written, or holds files that must not be overwritten.
         CheckpointError: There is nothing to resume from.
     """
-    _check_arguments(overwrite, resume)
-    _check_writable(out)
+    _check_usable(out, overwrite=overwrite, resume=resume)
     try:
         names = sorted(path.name for path in out.iterdir() if path.name != LOCK) if out.exists() else []
     except OSError as e:
         raise OutputError(f"can't read out={str(out)!r}: {e.strerror or e}") from e
     if resume:
-        newest = checkpoint_folders.latest(out)
+        newest = checkpoint.latest(out)
         if newest is None:
             raise CheckpointError(f"out={str(out)!r} has no complete checkpoint: start again with overwrite=True")
-        _check_only_own_in_the_way(out, after_step=checkpoint_folders.step_of(newest))
+        _check_only_own_in_the_way(out, after_step=checkpoint.step_of(newest) or 0)
     elif names and not overwrite:
         raise OutputError(
             f"out={str(out)!r} is not empty; it has {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}: give"
@@ -125,11 +123,11 @@ def clear_folder(out: Path) -> None:
         OutputError: A file can't be removed.
     """
     try:
-        for path in [*_checkpoints(out), *checkpoint_folders.all_set_aside(out)]:
-            if checkpoint_folders.is_ours(path):
-                checkpoint_folders.remove(path)
-            elif checkpoint_folders.step_of(path) is not None:
-                checkpoint_folders.set_aside(path)
+        for path in [*_checkpoints(out), *checkpoint.all_set_aside(out)]:
+            if checkpoint.is_ours(path):
+                checkpoint.remove(path)
+            elif checkpoint.step_of(path) is not None:
+                checkpoint.set_aside(path)
         remove_leftovers(out)
         for path in [*all_snapshots(out), *(out / name for name in _FILES)]:
             path.unlink(missing_ok=True)
@@ -144,17 +142,14 @@ def clear_folder(out: Path) -> None:
 
 def remove_leftovers(out: Path) -> None:
     """Remove temporary files that a crash left behind."""
-    checkpoint_folders.remove_leftovers(out)
+    checkpoint.remove_leftovers(out)
     for path in (path for name in (*_FILES, "out-of-memory-*.pickle") for path in out.glob(f".{name}.*.tmp")):
         path.unlink(missing_ok=True)
 
 
-def _check_arguments(overwrite: bool, resume: bool) -> None:
+def _check_usable(out: Path, *, overwrite: bool, resume: bool) -> None:
     if overwrite and resume:
         raise UsageError("overwrite=True and resume=True contradict each other: give one of them")
-
-
-def _check_writable(out: Path) -> None:
     existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise OutputError(f"can't write to out={str(out)!r}: {existing} is a file")
@@ -162,24 +157,18 @@ def _check_writable(out: Path) -> None:
         raise OutputError(f"can't write to out={str(out)!r}: no permission to write to {existing}")
 
 
-def _check_only_own_in_the_way(out: Path, *, after_step: int | None = None) -> None:
+def _check_only_own_in_the_way(out: Path, *, after_step: int = -1) -> None:
     """Raise OutputError if the run would overwrite files that memfit did not write; checkpoints come after a step."""
-    first = -1 if after_step is None else after_step
-    foreign = [
-        p
-        for p in _checkpoints(out)
-        if (checkpoint_folders.step_of(p) or 0) > first and not checkpoint_folders.holds_only_ours(p)
-    ]
-    foreign += [
-        out / name for name in (RUN, PLAN) if (out / name).exists() and not checkpoint_folders.has_schema(out / name)
-    ]
+    after = [path for path in _checkpoints(out) if (checkpoint.step_of(path) or 0) > after_step]
+    foreign = [path for path in after if not checkpoint.holds_only_ours(path)]
+    foreign += [path for name in (RUN, PLAN) if (path := out / name).exists() and not checkpoint.has_schema(path)]
     if foreign:
         raise OutputError(f"{foreign[0]} exists, and memfit did not write it: move it, or give another out=")
     read_lines(out / METRICS)
 
 
 def _checkpoints(out: Path) -> list[Path]:
-    return [path for path in out.iterdir() if checkpoint_folders.step_of(path) is not None]
+    return [path for path in out.iterdir() if checkpoint.step_of(path) is not None]
 
 
 class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,12 +194,15 @@ class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def here(cls) -> LockHolder:
         """Return the record of this process."""
+        processes = ""
+        with contextlib.suppress(OSError):
+            processes = os.readlink("/proc/self/ns/pid")
         return cls(
             pid=os.getpid(),
             started=psutil.Process().create_time(),
             host=socket.gethostname(),
             machine=_machine(),
-            processes=_process_space(),
+            processes=processes,
             group=_group(),
             since=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
             command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])[:300],
@@ -267,7 +259,10 @@ def locked(folder: Path) -> Iterator[None]:
         with _guard:
             is_held = _held.pop(folder, None) is not None
         if is_held:  # a forked process holds nothing
-            _release(folder / LOCK, descriptor)
+            with contextlib.suppress(OSError):  # before the lock is released: who waits for it sees another file
+                if _is_at(folder / LOCK, descriptor):
+                    (folder / LOCK).unlink()
+            os.close(descriptor)
             _remove_empty(created)
 
 
@@ -301,11 +296,25 @@ def _acquire(path: Path, own: LockHolder) -> int | None:
 
 def _try(path: Path, descriptor: int, own: LockHolder) -> Literal["held", "shared", "again"]:
     """Try to take the lock; return "again" where it is being taken or released at this moment."""
-    is_locked = _lock(descriptor)
+    is_locked: bool | None = True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        is_locked = False
+    except OSError as e:
+        if e.errno not in _NO_LOCKS:
+            raise
+        is_locked = None  # the file system has no locks
     holder = holder_of(path.parent)
     if is_locked is False and (holder is None or _has_ended(holder, own)):
         return "again"  # the holder has not written its name yet
-    if holder is not None and _is_alive(path, holder, own, is_locked):
+    is_alive = is_locked is False
+    if holder is not None and not is_alive and holder.machine != own.machine:
+        is_alive = _beats(path, holder)
+    elif holder is not None and not is_alive and not is_locked:  # on one machine that lock is certain
+        same = holder.processes == own.processes
+        is_alive = not _has_ended(holder, own) if same else _beats(path, holder)
+    if holder is not None and is_alive:
         if own.group and own.group == holder.group:
             return "shared"
         raise _refusal(path.parent, own, str(holder), holder)
@@ -324,35 +333,6 @@ def _try(path: Path, descriptor: int, own: LockHolder) -> Literal["held", "share
     return "held"
 
 
-def _lock(descriptor: int) -> bool | None:
-    """Tell whether the operating system's lock was free; None where the file system has no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
-    except OSError as e:
-        if e.errno in _NO_LOCKS:
-            return None
-        raise
-
-
-def _is_alive(path: Path, holder: LockHolder, own: LockHolder, is_locked: bool | None) -> bool:
-    """Tell whether the process that a lock's file names still runs.
-
-    Args:
-        is_locked: Whether this process has the operating system's lock; None where there is none.
-    """
-    if is_locked is False:
-        return True
-    if holder.machine == own.machine:
-        if is_locked:  # on one machine that lock is certain
-            return False
-        if holder.processes == own.processes:
-            return not _has_ended(holder, own)
-    return _beats(path, holder)
-
-
 def _has_ended(holder: LockHolder, own: LockHolder) -> bool:
     """Tell whether a process on this host has ended; one with its id and another start time is another process."""
     if (holder.machine, holder.processes) != (own.machine, own.processes):
@@ -368,26 +348,25 @@ def _has_ended(holder: LockHolder, own: LockHolder) -> bool:
 
 def _beats(path: Path, holder: LockHolder) -> bool:
     """Tell whether a run is alive: it updates the file's modification time."""
+
+    def modified() -> int:
+        try:
+            with path.open("rb") as file:  # opening it makes NFS ask the server
+                return os.fstat(file.fileno()).st_mtime_ns
+        except OSError:
+            return 0
+
     _log.warning(
         "%s is in use by %s, on another host or in another container: waiting to see whether that run still writes",
         path.parent,
         holder,
     )
-    first, ends = _modified(path), time.monotonic() + SILENT_SECONDS
+    first, ends = modified(), time.monotonic() + SILENT_SECONDS
     while time.monotonic() < ends:
-        if _modified(path) != first:
+        if modified() != first:
             return True
         time.sleep(SILENT_SECONDS / 20)
     return False
-
-
-def _modified(path: Path) -> int:
-    """Return a file's modification time; opening the file makes NFS ask the server."""
-    try:
-        with path.open("rb") as file:
-            return os.fstat(file.fileno()).st_mtime_ns
-    except OSError:
-        return 0
 
 
 def _beat(path: Path, descriptor: int, over: threading.Event) -> None:
@@ -395,14 +374,6 @@ def _beat(path: Path, descriptor: int, over: threading.Event) -> None:
     while not over.wait(BEAT_SECONDS):
         with contextlib.suppress(OSError):
             os.utime(descriptor)
-
-
-def _release(path: Path, descriptor: int) -> None:
-    """Remove the file, then release the lock: a waiting process then sees that the file is another."""
-    with contextlib.suppress(OSError):
-        if _is_at(path, descriptor):
-            path.unlink()
-    os.close(descriptor)
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
@@ -445,12 +416,6 @@ def _machine() -> str:
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()}, up since {psutil.boot_time():.0f}"
-
-
-def _process_space() -> str:
-    with contextlib.suppress(OSError):
-        return os.readlink("/proc/self/ns/pid")
-    return ""
 
 
 def _group() -> str:

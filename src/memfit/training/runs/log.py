@@ -1,4 +1,4 @@
-"""The log of a run: a line for each step in `metrics.jsonl`, its record, and TensorBoard scalars on request."""
+"""A run's log: a line for each step in `metrics.jsonl`, its record, and TensorBoard's scalars."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,30 +84,30 @@ class RunLog:
     def __init__(self, metrics: Path, tensorboard: Path | None, step_count: int) -> None:
         self._path = metrics
         self._writer = None if tensorboard is None else _summary_writer()(str(tensorboard), purge_step=step_count + 1)
-        try:
+        with self._as_output_error():
             self._file = metrics.open("a", encoding="utf-8")
+
+    @contextlib.contextmanager
+    def _as_output_error(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as e:
-            raise OutputError(f"can't write {metrics}: {e.strerror or e}") from e
+            raise OutputError(f"can't write {self._path}: {e.strerror or e}") from e
 
     def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        try:
+        with self._as_output_error() if error is None else contextlib.suppress(OSError):
             self._file.close()
-        except OSError as e:
-            if error is None:
-                raise OutputError(f"can't write {self._path}: {e.strerror or e}") from e
         if self._writer is not None:
             self._writer.close()
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append the line of a step, an evaluation or an event."""
-        try:
+        with self._as_output_error():
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
-        except OSError as e:
-            raise OutputError(f"can't write {self._path}: {e.strerror or e}") from e
         if self._writer is not None:
             for tag, value in _scalars(line).items():
                 self._writer.add_scalar(tag, value, line["step"])
@@ -118,43 +118,10 @@ class RunLog:
         Raises:
             OutputError: The file could not be written.
         """
-        try:
+        with self._as_output_error():
             os.fsync(self._file.fileno())
-        except OSError as e:
-            raise OutputError(f"can't write {self._path}: {e.strerror or e}") from e
         if self._writer is not None:
             self._writer.flush()
-
-
-class NoRunLog(RunLog):
-    """The log of a rank that writes none: the first one's is that of the run."""
-
-    def __init__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        pass
-
-    def write(self, line: Mapping[str, Any]) -> None:
-        pass
-
-    def sync(self) -> None:
-        pass
-
-
-def step_line(progress: StepRecord) -> dict[str, Any]:
-    """Return the line of a step."""
-    return {key: _finite(value) for key, value in asdict(progress).items()}
-
-
-def evaluation_line(step: int, epoch: int, values: Mapping[str, float]) -> dict[str, Any]:
-    """Return the line of an evaluation."""
-    return {"step": step, "epoch": epoch, "evaluation": {name: _finite(value) for name, value in values.items()}}
-
-
-def event_line(step: int, epoch: int, kind: str, text: str) -> dict[str, Any]:
-    """Return the line of an unusual event after a step."""
-    return {"step": step, "epoch": epoch, "event": {"kind": kind, "text": text}}
 
 
 def read_lines(metrics: Path) -> list[dict[str, Any]]:
@@ -175,26 +142,6 @@ def read_lines(metrics: Path) -> list[dict[str, Any]]:
             if number == len(raw) - 1 and not text.endswith(b"\n"):
                 break
             raise OutputError(f"line {number + 1} of {metrics} was not written by memfit: move the file") from e
-    return lines
-
-
-def lines_until(metrics: Path, step_count: int) -> list[dict[str, Any]]:
-    """Return the lines of a log up to a step.
-
-    Raises:
-        OutputError: The file is not such a log.
-    """
-    return [line for line in read_lines(metrics) if line["step"] <= step_count]
-
-
-def cut_lines(metrics: Path, step_count: int) -> list[dict[str, Any]]:
-    """Remove the lines after a step, atomically, and return the remaining ones.
-
-    Raises:
-        OutputError: The file is not such a log, or can't be written.
-    """
-    lines = lines_until(metrics, step_count)
-    ir.codec.write_atomic(metrics, "".join(json.dumps(line) + "\n" for line in lines).encode())
     return lines
 
 
@@ -234,7 +181,8 @@ def _scalars(line: Mapping[str, Any]) -> dict[str, float]:
     return {tag: value for tag, value in scalars.items() if value is not None}
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return a value as a line has it: null for a number that is not finite."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -282,6 +230,10 @@ class History:
     ) -> RunRecord:
         """Return the record. Its seconds leave out measured steps, which are slower, unless all were measured."""
         seconds = self._seconds[1:] or self._measured_seconds or self._seconds
+        waited_seconds, step_seconds = (sum(column) for column in zip((0.0, 0.0), *self._waited[1:], strict=True))
+        whole_seconds = waited_seconds + step_seconds
+        program, *words = sys.argv or [""]
+        is_ours = Path(program).stem == "memfit" or Path(program).parts[-2:] == ("memfit", "__main__.py")
         return RunRecord(
             workload=self._workload,
             fingerprint=self._fingerprint,
@@ -295,27 +247,13 @@ class History:
             step_seconds=statistics.median(seconds) if seconds else None,
             first_loss=self._losses[0],
             last_loss=self._losses[1],
-            data_share=_share(self._waited[1:]),
+            data_share=waited_seconds / whole_seconds if whole_seconds else None,
             allocation_retries=self._allocation_retries,
-            command=_command(),
+            command=words if is_ours and words[:1] == ["train"] else [],  # empty where another program trains
             evaluations=list(self.evaluations),
             events=list(self.events),
             error=error,
         )
-
-
-def _command() -> list[str]:
-    """Return the arguments of the running `memfit train`; empty where another program trains."""
-    program, *words = sys.argv or [""]
-    is_ours = Path(program).stem == "memfit" or Path(program).parts[-2:] == ("memfit", "__main__.py")
-    return words if is_ours and words[:1] == ["train"] else []
-
-
-def _share(waited: list[tuple[float, float]]) -> float | None:
-    """Return the share of the time that steps waited for their batches."""
-    data_seconds, step_seconds = (sum(column) for column in zip(*waited, strict=True)) if waited else (0.0, 0.0)
-    whole = data_seconds + step_seconds
-    return data_seconds / whole if whole else None
 
 
 def resumed_history(
@@ -330,7 +268,10 @@ def resumed_history(
     with contextlib.suppress(UsageError):
         started = ir.codec.read(run, RunRecord, error=UsageError).started
     history = History(workload, started)
-    for line in cut_lines(metrics, step_count) if is_writing else lines_until(metrics, step_count):
+    lines = [line for line in read_lines(metrics) if line["step"] <= step_count]
+    if is_writing:
+        ir.codec.write_atomic(metrics, "".join(json.dumps(line) + "\n" for line in lines).encode())
+    for line in lines:
         history.add(line)
     return history
 
