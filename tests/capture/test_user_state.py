@@ -61,7 +61,12 @@ class Config:
 
 
 class Slots:
-    __slots__ = ("held",)
+    __slots__ = ("__own", "held")
+
+    def own(self, length: int) -> torch.Tensor:
+        if not hasattr(self, "_Slots__own"):
+            self.__own = made(length)
+        return self.__own
 
 
 class Windows:
@@ -182,6 +187,10 @@ def in_slot(length: int) -> torch.Tensor:
     return found
 
 
+def in_private_slot(length: int) -> torch.Tensor:
+    return SLOTS.own(length)
+
+
 def by_weak_key(length: int) -> torch.Tensor:
     if CONFIG not in BY_CONFIG:
         BY_CONFIG[CONFIG] = made(length)
@@ -229,6 +238,7 @@ WAYS: dict[str, Table] = {
     "cached property": on_object,
     "lru_cache of methods": by_method,
     "slot": in_slot,
+    "private slot": in_private_slot,
     "weak key": by_weak_key,
     "thread": by_thread,
     "namespace": in_namespace,
