@@ -30,7 +30,7 @@ _MOST_SITES = 6  # guesses, up to which each one's other answer is tried by itse
 _SEEDS = 2
 _GUESSED = 0.1  # chosen, not measured: a guessed number may change more than the branch taken
 _WORDS = 624  # of the Mersenne twister's state
-_ONES = 0xFFFFFFFF
+_TEMPERED_TO_ONES = 0x12DD9BB3  # M. Matsumoto, T. Nishimura (1998), *Mersenne Twister*, section 2.1
 
 
 @dataclass(frozen=True)
@@ -47,22 +47,21 @@ class GeneratorStates:
     of_torch: torch.Tensor = field(default_factory=lambda: default_generator().get_state(), compare=False)
 
     @classmethod
-    def now(cls) -> GeneratorStates:
-        """Return the present states."""
-        name, keys, *rest = np.random.get_state()
-        return cls(random.getstate(), (name, tuple(np.asarray(keys).tolist()), *rest))
+    def now(cls, python: Any = random, of_numpy: Any = np.random) -> GeneratorStates:
+        """Return the present states; of other generators of Python and NumPy where they are given."""
+        name, keys, *rest = of_numpy.get_state()
+        return cls(python.getstate(), (name, tuple(np.asarray(keys).tolist()), *rest))
 
     @classmethod
     def seeded(cls, seed: int) -> GeneratorStates:
         """Return the states of generators with a seed."""
-        name, keys, *rest = np.random.RandomState(seed).get_state()
-        return cls(random.Random(seed).getstate(), (name, tuple(np.asarray(keys).tolist()), *rest))
+        return cls.now(random.Random(seed), np.random.RandomState(seed))
 
     @classmethod
     def drawing(cls, extreme: Literal["low", "high"]) -> GeneratorStates:
         """Return states from which Python's and NumPy's generators draw extreme numbers, some hundreds of times."""
         # Both are the Mersenne twister, whose next words are its state's, tempered.
-        word = 0 if extreme == "low" else _untempered(_ONES)
+        word = 0 if extreme == "low" else _TEMPERED_TO_ONES
         last = random.Random(0)  # other words at the end: code that draws until a number differs comes to an end
         words = (*[word] * (_WORDS - 24), *(last.getrandbits(32) for _ in range(24)))
         return cls((3, (*words, 0), None), ("MT19937", words, 0, 0, 0.0), extreme)
@@ -77,22 +76,6 @@ class GeneratorStates:
         name, keys, *rest = self.numpy
         np.random.set_state((name, np.array(keys, np.uint32), *rest))
         default_generator().set_state(self.of_torch)
-
-
-def _untempered(word: int) -> int:
-    """Return the word of the Mersenne twister's state that is tempered to a given word.
-
-    M. Matsumoto, T. Nishimura (1998), *Mersenne Twister*, section 2.1; each line undoes one of its shifts.
-    """
-    word ^= word >> 18
-    word ^= (word << 15) & 0xEFC60000
-    state = word
-    for _ in range(5):
-        state = word ^ ((state << 7) & 0x9D2C5680)
-    word = state
-    for _ in range(3):
-        state = word ^ (state >> 11)
-    return state & _ONES
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ from memfit._torch import (
 )
 from memfit.capture.fake_workload import parameter_of
 from memfit.capture.known_values import KnownValues, is_followed
-from memfit.capture.notes import warn_if_untested
 from memfit.capture.object_graph import attributes
+from memfit.capture.step_capture import warn_if_untested
 from memfit.errors import WorkloadError
 from memfit.foundations import Progress
 from memfit.workload import Workload, assembled, parts
