@@ -22,7 +22,6 @@ from memfit._torch import (
     FakeTensor,
     FakeTensorMode,
     apply_as_its_class,
-    converted_by,
     disabled_torch_function,
     dispatches,
     inner_tensors,
@@ -71,8 +70,41 @@ class _ConvertTensors(TorchFunctionMode):
 
 def _convert_workload(workload: Workload, convert: Convert) -> Workload:
     """Return a copy with converted tensors; references to one tensor stay references to one."""
+
+    def made() -> Workload:
+        memo: dict[int, Any] = {}
+        for packed in packed_in(workload.batch):  # PyTorch's C++ reads its lengths, on the CPU
+            memo[id(packed.batch_sizes)] = packed.batch_sizes.clone()
+
+        def deep_copied(parameter: nn.Parameter, memo: dict[int, Any]) -> Any:
+            return _converted(parameter, memo, convert)
+
+        def attempt(value: Any) -> None:
+            """Copy an object; an attempt that fails, at a lock, leaves nothing half-made for the next one."""
+            made = dict(memo)
+            copy.deepcopy(value, made)
+            memo.setdefault(id(memo), []).extend(made.pop(id(made), ()))  # what `copy` keeps as long as its memo
+            memo.update(made)
+
+        graph, apart = graph_of(workload)
+        for tensor in graph.tensors():  # whatever their classes make of `copy.deepcopy`
+            _converted(tensor, memo, convert)
+        # Parameters that were made meanwhile are converted too, whose cloning no mode sees.
+        with _ConvertTensors(convert), replaced_here(nn.Parameter, "__deepcopy__", deep_copied):
+            batch = copy.deepcopy(workload.batch, memo)
+            for value in graph.nodes.values():
+                if isinstance(value, nn.Module | torch.optim.Optimizer) and id(value) not in memo:
+                    _copied(functools.partial(attempt, value))
+            rebinding = Rebinding(graph, memo, apart, workload.model)
+            rebinding.complete()
+            model, optimizer = rebinding.of(workload.model, False), rebinding.of(workload.optimizer, False)
+            rebinding.bind_hooks_of_all(optimizer)
+            loss_fn = rebinding.of(workload.loss_fn)
+        parts = {"model": model, "optimizer": optimizer, "batch": batch, "loss_fn": loss_fn}
+        return dataclasses.replace(workload, **parts, scheduler=None)
+
     try:
-        model, optimizer, batch, loss_fn = _copied(lambda: _converted_parts(workload, convert))
+        return _copied(made)
     except MemfitError:
         raise
     except Exception as e:
@@ -80,41 +112,6 @@ def _convert_workload(workload: Workload, convert: Convert) -> Workload:
             f"the workload can't be copied ({type(e).__name__}: {e}). memfit runs a copy, so that yours does not"
             " change: make Workload.model, .optimizer and .batch work with copy.deepcopy"
         ) from e
-    return dataclasses.replace(workload, model=model, optimizer=optimizer, batch=batch, loss_fn=loss_fn, scheduler=None)
-
-
-def _converted_parts(
-    workload: Workload, convert: Convert
-) -> tuple[nn.Module, torch.optim.Optimizer, Any, Callable[..., Any]]:
-    memo: dict[int, Any] = {}
-    for packed in packed_in(workload.batch):  # PyTorch's C++ reads its lengths, on the CPU
-        memo[id(packed.batch_sizes)] = packed.batch_sizes.clone()
-
-    def deep_copied(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-        return _converted(parameter, memo, convert)  # type: ignore[return-value]
-
-    def attempt(value: Any) -> None:
-        """Copy an object; an attempt that fails, at a lock, leaves nothing half-made for the next one."""
-        made = dict(memo)
-        copy.deepcopy(value, made)
-        memo.setdefault(id(memo), []).extend(made.pop(id(made), ()))  # what `copy` keeps alive as long as its memo
-        memo.update(made)
-
-    graph, apart = graph_of(workload)
-    for tensor in graph.tensors():  # whatever their classes make of `copy.deepcopy`
-        _converted(tensor, memo, convert)
-    # Parameters that were made meanwhile are converted too, whose cloning no mode sees.
-    with _ConvertTensors(convert), replaced_here(nn.Parameter, "__deepcopy__", deep_copied):
-        batch = copy.deepcopy(workload.batch, memo)
-        for value in graph.nodes.values():
-            if isinstance(value, nn.Module | torch.optim.Optimizer) and id(value) not in memo:
-                _copied(functools.partial(attempt, value))
-        rebinding = Rebinding(graph, memo, apart, workload.model)
-        rebinding.complete()
-        model, optimizer = rebinding.of(workload.model, False), rebinding.of(workload.optimizer, False)
-        rebinding.bind_hooks_of_all(optimizer)
-        loss_fn = rebinding.of(workload.loss_fn)
-    return model, optimizer, batch, loss_fn
 
 
 def _converted(tensor: torch.Tensor, memo: dict[int, Any], convert: Convert) -> torch.Tensor:
@@ -137,7 +134,7 @@ def _converted(tensor: torch.Tensor, memo: dict[int, Any], convert: Convert) -> 
     if isinstance(tensor, nn.Parameter):
         memo[id(tensor)] = parameter_of(kind, new, tensor.requires_grad)
     else:
-        memo[id(tensor)] = as_class_of(new, tensor, memo)
+        memo[id(tensor)] = _as_class_of(new, tensor, memo)
     made = memo[id(tensor)]
     return made
 
@@ -166,8 +163,9 @@ def _of_parts(tensor: torch.Tensor, convert: Convert) -> torch.Tensor:
 def parameter_of(kind: type, tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
     """Return a tensor as a parameter of a class, made without the class's constructor."""
     made: Any = nn.Parameter(tensor, requires_grad)
-    if kind is not nn.Parameter and issubclass(kind, nn.Parameter) and not is_wrapper(kind):
-        made.__class__ = _fake_kind(kind) if isinstance(made, FakeTensor) and not issubclass(kind, FakeTensor) else kind
+    if kind is nn.Parameter or not issubclass(kind, nn.Parameter) or is_wrapper(kind):
+        return made  # type: ignore[no-any-return]
+    made.__class__ = _fake_kind(kind) if isinstance(made, FakeTensor) and not issubclass(kind, FakeTensor) else kind
     return made  # type: ignore[no-any-return]
 
 
@@ -177,7 +175,7 @@ def _fake_kind(kind: type) -> type:
     return type(kind.__name__, (FakeTensor, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 
-def as_class_of(new: torch.Tensor, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+def _as_class_of(new: torch.Tensor, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     """Return a converted tensor as the subclass of the original, with its attributes; a fake one is marked instead."""
     kind = type(tensor)
     if isinstance(new, FakeTensor):
@@ -362,9 +360,8 @@ def _reduced_by(kind: type, reduce: Callable[[Any], Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            del copyreg.dispatch_table[kind]
-        else:
+        del copyreg.dispatch_table[kind]
+        if before is not None:
             copyreg.dispatch_table[kind] = before
 
 
@@ -380,8 +377,7 @@ class _AsIs:
 
 def _clone(held: _AsIs) -> torch.Generator:
     with DisableTorchFunction():
-        clone: torch.Generator = held.value.clone_state()
-    return clone
+        return held.value.clone_state()  # type: ignore[no-any-return]
 
 
 def _shared(value: Any) -> str:
@@ -411,14 +407,9 @@ def _may_be_shared(value: Any) -> bool:
 # a weak reference exists.
 
 
-@contextlib.contextmanager
-def in_place_conversions() -> Iterator[None]:
-    """Convert modules with fake parameters as modules with data, until the context is left."""
-    with converted_by(_applied_in_place):
-        yield
+def applied_in_place(original: Apply) -> Apply:
+    """Return the conversion of modules with fake parameters that works as on modules with data."""
 
-
-def _applied_in_place(original: Apply) -> Apply:
     def apply(self: nn.Module, fn: Convert, recurse: bool = True) -> nn.Module:
         if recurse:
             for child in self.children():

@@ -29,12 +29,13 @@ from memfit._torch import (
     UnfollowedOperatorError,
     UnsupportedOperatorException,
     compiled_call,
+    converted_by,
     is_compiled_function,
     own_modules,
 )
 from memfit.capture.composites import composites_without_mode
 from memfit.capture.control_flow import ControlFlowPath, ControlFlowPaths, GeneratorStates, Readings
-from memfit.capture.fake_workload import fake_copy, in_place_conversions, mode_of, nothing_changes, real_copy
+from memfit.capture.fake_workload import applied_in_place, fake_copy, mode_of, nothing_changes, real_copy
 from memfit.capture.known_values import KnownValues, fake_paths_disabled
 from memfit.capture.recorder import Recorder
 from memfit.capture.step_recording import (
@@ -194,7 +195,7 @@ def _fake_copied(
             part = _shortened(moved, microbatch_size)
         copied = _unwrapped(fake_copy(part, values, place))
         eager = torch.compiler.set_stance("force_eager")
-        with _explained(), eager, fake_paths_disabled(), in_place_conversions():
+        with _explained(), eager, fake_paths_disabled(), converted_by(applied_in_place):
             yield copied, values, attention, around
 
 
