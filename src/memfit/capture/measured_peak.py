@@ -7,11 +7,10 @@ import weakref
 
 import torch
 
-from memfit import hardware
 from memfit._torch import storage_key
 from memfit.capture.external_state import external_tensors
 from memfit.errors import UsageError
-from memfit.hardware import allocated
+from memfit.hardware import accelerators, allocated
 from memfit.workload import StepProgram, parts, tensors_of
 
 _BLOCK_BYTES = 512  # to which accelerators' allocators round
@@ -44,7 +43,7 @@ def _place_of(step: StepProgram) -> torch.device:
     return next((p.device for p in step.workload.model.parameters()), torch.device("cpu"))
 
 
-def measure_peaks(step: StepProgram, batch: object) -> hardware.accelerators.Peaks | None:
+def measure_peaks(step: StepProgram, batch: object) -> accelerators.Peaks | None:
     """Run one step on an accelerator, from an empty cache; return its peaks of allocated and reserved bytes.
 
     None for a step on the CPU, which then did not run.
@@ -53,11 +52,11 @@ def measure_peaks(step: StepProgram, batch: object) -> hardware.accelerators.Pea
     if place.type == "cpu":
         return None
     gc.collect()
-    hardware.accelerators.release_cache()
+    accelerators.release_cache()
     return _peak_there(step, batch, place)
 
 
-def _peak_there(step: StepProgram, batch: object, place: torch.device) -> hardware.accelerators.Peaks:
+def _peak_there(step: StepProgram, batch: object, place: torch.device) -> accelerators.Peaks:
     """Run a step on an accelerator; return its peaks without the device's other tensors."""
     resident = resident_bytes(step, place.type)
     for reference in _external_storages(step):
@@ -65,21 +64,18 @@ def _peak_there(step: StepProgram, batch: object, place: torch.device) -> hardwa
             resident[storage_key(storage)] = storage.nbytes()
         del storage
     own_bytes = sum(-(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES for nbytes in resident.values())
-    hardware.accelerators.synchronize(place)
-    held_bytes, reserved_bytes = (
-        hardware.accelerators.allocated_bytes(place),
-        hardware.accelerators.reserved_bytes(place),
-    )
-    hardware.accelerators.reset_peaks(place)
+    accelerators.synchronize(place)
+    held_bytes, reserved_bytes = accelerators.allocated_bytes(place), accelerators.reserved_bytes(place)
+    accelerators.reset_peaks(place)
     step(batch)
-    hardware.accelerators.synchronize(place)
-    found = hardware.accelerators.peaks(place)
+    accelerators.synchronize(place)
+    found = accelerators.peaks(place)
     if found is None:
         raise UsageError(f"PyTorch does not count the peak of {place}: steps there can't be measured")
     beside_bytes = max(0, held_bytes - own_bytes)
     cached_bytes = max(0, reserved_bytes - held_bytes)
     # What others hold was reserved for them; the cache at the beginning was this step's, or anybody's.
-    return hardware.accelerators.Peaks(
+    return accelerators.Peaks(
         found.allocated_bytes - beside_bytes, max(0, found.reserved_bytes - beside_bytes - cached_bytes)
     )
 
