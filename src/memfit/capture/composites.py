@@ -210,7 +210,11 @@ class _Prod(_OwnBackward):
         dim, keepdim = ctx.options
         if not keepdim:
             grad, result = grad.unsqueeze(dim), result.unsqueeze(dim)
-        return None, _gradient_along(grad, given, result, dim), None, None
+        is_zero = given == 0
+        zeros = is_zero.sum(dim, True)
+        if not zeros.any().item():  # PyTorch reads the number of zeros, which differs from step to step
+            return None, grad * (result / given).conj(), None, None
+        return None, _gradient_beside_zeros(grad, given, dim % given.dim()), None, None
 
 
 def _whole_gradient(grad: Tensor, given: Tensor, result: Tensor) -> Tensor:
@@ -224,14 +228,6 @@ def _whole_gradient(grad: Tensor, given: Tensor, result: Tensor) -> Tensor:
     if len(zeros) > 1 and not torch.is_grad_enabled():
         return torch.zeros_like(given, memory_format=torch.contiguous_format)
     return _gradient_beside_zeros(grad, given.contiguous().view(-1), 0).view_as(given)
-
-
-def _gradient_along(grad: Tensor, given: Tensor, result: Tensor, dim: int) -> Tensor:
-    is_zero = given == 0
-    zeros = is_zero.sum(dim, True)
-    if not zeros.any().item():  # PyTorch reads the number of zeros, which differs from step to step
-        return grad * (result / given).conj()
-    return _gradient_beside_zeros(grad, given, dim % given.dim())
 
 
 def _gradient_beside_zeros(grad: Tensor, given: Tensor, dim: int) -> Tensor:
@@ -269,15 +265,31 @@ class _Cumprod(_OwnBackward):
             return None, torch.autograd.grad(ctx.run(given), given, grad, create_graph=True)[0], None
         gradient = torch.zeros(given.shape, dtype=grad.dtype, device=grad.device)
         zeros = is_zero.cumsum(dim)
-        is_before = zeros == 0
+        chosen = zeros == 0
         factors = given.conj()
-        others = ~is_before
+        others = ~chosen
         filled = weighted.masked_fill(others, 0.0)
         before = _sums_from_here(filled, dim).div_(factors)
         del factors, others, filled
-        gradient = torch.where(is_before, before, gradient)
-        is_before = zeros == 1
-        return None, _with_first_zeros(gradient, is_before, zeros, grad, given.conj(), result.conj(), dim), None
+        gradient = torch.where(chosen, before, gradient)
+        # The entry of each line's first zero: the product of the factors before it, times a sum over the products that
+        # follow it, up to the second one.
+        chosen = zeros == 1
+        given, result = given.conj(), result.conj()
+        first = chosen.max(dim, keepdim=True)[1]
+        is_first = torch.zeros_like(chosen).scatter_(dim, first, 1).logical_and_(chosen)
+        chosen &= ~is_first
+        others = ~chosen
+        filled = given.masked_fill(others, 1.0)
+        products = filled.cumprod(dim)
+        del others, filled
+        counted = grad.masked_fill(zeros != 1, 0.0)
+        position = (first - 1).relu_()
+        factor = result.gather(dim, position).masked_fill_(first == 0, 1.0)
+        del position
+        sums = products.mul_(counted).sum(dim, keepdim=True)
+        del products
+        return None, torch.where(is_first, sums.mul_(factor), gradient), None
 
 
 def _sums_from_here(values: Tensor, dim: int) -> Tensor:
@@ -285,34 +297,6 @@ def _sums_from_here(values: Tensor, dim: int) -> Tensor:
     flipped = values.flip(dim)
     sums = flipped.cumsum(dim)
     return sums.flip(dim)
-
-
-def _with_first_zeros(
-    gradient: Tensor, is_between: Tensor, zeros: Tensor, grad: Tensor, given: Tensor, result: Tensor, dim: int
-) -> Tensor:
-    """Return a gradient with the entries of each line's first zero.
-
-    Such an entry is the product of the factors before the zero, times a sum over the products that follow it.
-
-    Args:
-        gradient: The gradient of the other elements.
-        is_between: Whether exactly one zero is at or before the element; is written to.
-        zeros: The number of zeros at or before the element.
-    """
-    first = is_between.max(dim, keepdim=True)[1]
-    is_first = torch.zeros_like(is_between).scatter_(dim, first, 1).logical_and_(is_between)
-    is_between &= ~is_first
-    others = ~is_between
-    filled = given.masked_fill(others, 1.0)
-    products = filled.cumprod(dim)
-    del others, filled
-    counted = grad.masked_fill(zeros != 1, 0.0)
-    position = (first - 1).relu_()
-    before = result.gather(dim, position).masked_fill_(first == 0, 1.0)
-    del position
-    sums = products.mul_(counted).sum(dim, keepdim=True)
-    del products
-    return torch.where(is_first, sums.mul_(before), gradient)
 
 
 # The backward pass of `linalg.householder_product` writes the gradient of each reflector into one tensor; under a mode
