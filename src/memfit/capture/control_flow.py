@@ -141,9 +141,8 @@ class ControlFlowPath:
     @property
     def draws(self) -> bool:
         """Whether random numbers may have decided the operators that ran."""
-        began = self._at.get((self._step, 0))
-        moved = began is not None and self._ended is not None and not self._ended.has_states_of(began)
-        return moved or self.reads_draws
+        began, ended = self._at.get((self._step, 0)), self._ended
+        return self.reads_draws or (began is not None and ended is not None and not ended.has_states_of(began))
 
 
 class ControlFlowPaths:
@@ -179,25 +178,22 @@ class ControlFlowPaths:
             path, trace = self._worst_guess(path, trace)
         slack = _GUESSED if replay.guesses else 0.0
         if differ and not path.draws:
-            log, start = path.replay.logs[0], path.starts[0]
-            replay = ReadReplay((log, log), self.stated, path.replay.policy)
-            same = self._tried(ControlFlowPath(replay, (start, start)))
-            slack += _GUESSED if same is None else abs(live_peak_bytes(same) / live_peak_bytes(trace) - 1)
+            same = self._tried(path, logs=path.replay.logs[:1] * 2, starts=path.starts[:1] * 2)
+            slack += _GUESSED if same is None else abs(live_peak_bytes(same[1]) / live_peak_bytes(trace) - 1)
         if path.draws or slack:
-            replay = ReadReplay(path.replay.logs, self.stated, path.replay.policy)
-            first = self._tried(ControlFlowPath(replay, path.starts, records_first=True))
-            trace = trace if first is None else max(trace, first, key=live_peak_bytes)
+            first = self._tried(path, records_first=True)
+            trace = trace if first is None else max(trace, first[1], key=live_peak_bytes)
         if path.draws:
             slack += self._excess_of_draws(path, live_peak_bytes(trace))
         return replace(trace, slack=trace.slack + slack, notes=[*trace.notes, *self.notes])
 
     def _first_path(self) -> tuple[ControlFlowPath, Trace]:
         """Return the path taken from the present states, and its trace; readings are replayed where known."""
-        if self.reading is not None and self.reading.known is not None:
-            known = self._path_with_data()
-            assert known is not None
-            return known
-        policy = None if self.reading is None else self.reading.policy
+        policy = None
+        if self.reading is not None:
+            if self.reading.known is not None and (known := self._path_with_data()) is not None:
+                return known
+            policy = self.reading.policy
         path = ControlFlowPath(ReadReplay(stated=self.stated, policy=policy), (self.start, None))
         try:
             trace = self.run(path)
@@ -215,10 +211,14 @@ class ControlFlowPaths:
         path = ControlFlowPath(ReadReplay(readings.logs, self.stated), readings.starts)
         return path, self.run(path)
 
-    def _tried(self, path: ControlFlowPath) -> Trace | None:
-        """Return the trace on a path; None where it can't be captured."""
+    def _tried(
+        self, path: ControlFlowPath, starts: Any = None, records_first: bool = False, **read: Any
+    ) -> tuple[ControlFlowPath, Trace] | None:
+        """Return a path that differs from another in what is given, and its trace; None where it can't be captured."""
+        replay = ReadReplay(**{"logs": path.replay.logs, "stated": self.stated, "policy": path.replay.policy} | read)
+        other = ControlFlowPath(replay, starts or path.starts, records_first)
         try:
-            return self.run(path)
+            return other, self.run(other)
         except MemfitError:
             return None
 
@@ -245,13 +245,10 @@ class ControlFlowPaths:
         if 1 < len(guesses) <= _MOST_SITES:
             policies += [dataclasses.replace(policy, flipped=policy.flipped ^ {site}) for site in guesses]
         for other in policies if any(guess.is_number for guess in guesses.values()) else ():
-            tried = ControlFlowPath(ReadReplay(path.replay.logs, self.stated, other), path.starts)
-            tried_trace = self._tried(tried)
-            if tried_trace is None:
-                continue
-            guesses = {**tried.replay.guesses, **guesses}
-            best = max(best, (tried, tried_trace), key=lambda pair: live_peak_bytes(pair[1]))
-        self.notes += [f"a guess: {guess}" for guess in guesses.values()]
+            if (tried := self._tried(path, policy=other)) is not None:
+                guesses = {**tried[0].replay.guesses, **guesses}
+                best = max(best, tried, key=lambda pair: live_peak_bytes(pair[1]))
+        self.notes += [f"a guess: {guess.as_guess()}" for guess in guesses.values()]
         if self.reading is not None:
             self.reading.policy = best[0].replay.policy
         return best
@@ -260,9 +257,8 @@ class ControlFlowPaths:
         """Return the share by which the worst of other draws exceeds a peak, and note it."""
         starts = [GeneratorStates.drawing("low"), GeneratorStates.drawing("high")]
         starts += [GeneratorStates.seeded(seed) for seed in range(_SEEDS)]
-        policy = path.replay.policy
-        tried = (ControlFlowPath(ReadReplay(path.replay.logs, self.stated, policy), (start, start)) for start in starts)
-        peaks = [live_peak_bytes(trace) for one in tried if (trace := self._tried(one)) is not None]
+        tried = (self._tried(path, starts=(start, start)) for start in starts)
+        peaks = [live_peak_bytes(one[1]) for one in tried if one is not None]
         if all(peak == peak_bytes for peak in peaks):
             return 0.0
         worst = max(peaks) / peak_bytes - 1

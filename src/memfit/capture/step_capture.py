@@ -123,7 +123,7 @@ def capture(job: CaptureJob) -> Trace:
 
     def run(path: ControlFlowPath) -> Trace:
         trace, reads_batch = recorded(path, job.microbatch_size)
-        may_differ = reads_batch or any(log.microbatches_differ for log in path.replay.logs)
+        may_differ = reads_batch or any(len(set(log.forward.values())) > 1 for log in path.replay.logs)
         return _standing_for_all(trace, may_differ) or recorded(path, None)[0]
 
     trace = ControlFlowPaths(run, workload.values, job.reading).worst()
