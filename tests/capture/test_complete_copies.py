@@ -8,21 +8,27 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import threading
 import types
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+import memfit
 from memfit.capture import differences, external_tensors, real_copy
+from memfit.errors import WorkloadError
 from memfit.hardware import allocated, find_device
 from memfit.ir import Levers
 from memfit.planner import capture_levers, costs_of, predict
 from memfit.workload import Workload
+from tests.capture.steps import mean_square, squared
 from tests.covering import some
 
 _SCALARS = 16  # bytes: the sum of the losses, which memfit's step holds and the plain loop does not
@@ -36,22 +42,18 @@ def table() -> Tensor:
     return torch.randn(128, 64)
 
 
-def square(model: nn.Module, x: Tensor) -> Any:
-    return model(x).square().mean()
-
-
 def of_loss(loss_fn: Callable[..., Any]) -> Workload:
     model = network()
-    return Workload(model, torch.randn(32, 64), loss_fn, torch.optim.AdamW(model.parameters()))
+    return squared(model, torch.randn(32, 64), torch.optim.AdamW(model.parameters()), loss_fn=loss_fn)
 
 
 def of_model(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Workload:
     optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    return Workload(model, torch.randn(32, 64), square, optimizer)
+    return squared(model, torch.randn(32, 64), optimizer)
 
 
 def adding(read: Callable[[], Tensor]) -> Callable[..., Any]:
-    return lambda model, x: square(model, x) + read().mean()
+    return lambda model, x: mean_square(model, x) + read().mean()
 
 
 # What a loss function holds
@@ -84,7 +86,7 @@ def in_a_queue() -> Workload:
 
     def loss_fn(model: nn.Module, x: Tensor) -> Any:
         recent.append(table())
-        return square(model, x) + recent[0].mean()
+        return mean_square(model, x) + recent[0].mean()
 
     return of_loss(loss_fn)
 
@@ -120,7 +122,7 @@ def in_many_modules() -> Workload:
 
 def in_a_partial() -> Workload:
     def loss_fn(memory: Any, model: nn.Module, x: Tensor, *, other: Any) -> Any:
-        return square(model, x) + memory["x"][0].mean() + other[0].mean()
+        return mean_square(model, x) + memory["x"][0].mean() + other[0].mean()
 
     return of_loss(functools.partial(loss_fn, {"x": [table()]}, other=collections.OrderedDict({0: table()})))
 
@@ -129,7 +131,7 @@ def in_a_default() -> Workload:
     kept = {"t": table()}
 
     def loss_fn(model: nn.Module, x: Tensor, held: Any = kept) -> Any:
-        return square(model, x) + held["t"].mean()
+        return mean_square(model, x) + held["t"].mean()
 
     return of_loss(loss_fn)
 
@@ -150,7 +152,7 @@ def filled_by_the_step() -> Workload:
 
     def loss_fn(model: nn.Module, x: Tensor) -> Any:
         memory["last"] = model(x).detach()
-        return square(model, x)
+        return mean_square(model, x)
 
     return of_loss(loss_fn)
 
@@ -159,7 +161,7 @@ def of_functions_that_call_each_other() -> Workload:
     teacher = network()
 
     def even(model: nn.Module, x: Tensor, n: int = 2) -> Any:
-        return square(model, x) + teacher(x).detach().mean() if n == 0 else odd(model, x, n - 1)
+        return mean_square(model, x) + teacher(x).detach().mean() if n == 0 else odd(model, x, n - 1)
 
     def odd(model: nn.Module, x: Tensor, n: int) -> Any:
         return even(model, x, n - 1)
@@ -191,6 +193,71 @@ class Only(nn.Linear):
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self
+
+
+class Noisy(nn.Linear):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 64)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.rand(x.shape, generator=self.generator))
+
+
+class Locked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(64, 64)
+        self.locks = {"one": threading.Lock(), "other": threading.RLock()}
+        self.log = Path(__file__).open()
+        weakref.finalize(self, self.log.close)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.locks["one"], self.locks["other"]:
+            return super().forward(x)
+
+
+class Closing(nn.Module):
+    """Calls its layer through a function that refers to it, and another by a default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(64, 64), nn.Linear(64, 64)
+        other = self.other
+        self.functions = [lambda x: self.layer(x), lambda x, layer=other: layer(x)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for function in self.functions:
+            x = function(x)
+        return x
+
+
+class Child(nn.Module):
+    def __init__(self, parent: nn.Module) -> None:
+        super().__init__()
+        self.parent = weakref.ref(parent)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.parent().layer(x)
+
+
+class Parent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.child = Child(self)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.child(x)
+
+
+class Keeping(nn.Linear):
+    """Holds a tensor that is no leaf."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 64)
+        self.doubled = self.weight + self.weight
 
 
 def with_a_weak_dictionary() -> Workload:
@@ -247,7 +314,7 @@ def with_optimizers_in_hooks() -> Workload:
     model.register_parameter("scale", nn.Parameter(torch.ones(())))
 
     def loss_fn(model: Any, x: Tensor) -> Any:
-        return square(model, x) * model.scale
+        return mean_square(model, x) * model.scale
 
     return dataclasses.replace(of_model(model, torch.optim.SGD([model.scale], 0.1)), loss_fn=loss_fn)  # type: ignore[list-item]
 
@@ -383,6 +450,13 @@ STEPS: dict[str, Callable[[], Workload]] = {
     "functions that call each other": of_functions_that_call_each_other,
     "a class that leaves things out": lambda: of_model(Forgetful()),
     "a class that takes itself for its copy": lambda: of_model(nn.Sequential(Only(64, 64), nn.Linear(64, 64))),
+    "a generator of the model": lambda: of_model(Noisy()),
+    "locks and files": lambda: of_model(Locked()),
+    "closures of a module": lambda: of_model(Closing()),
+    "a weak reference to the parent": lambda: of_model(Parent()),
+    "a tensor that is no leaf": lambda: of_model(Keeping()),
+    "parametrized": lambda: of_model(parametrizations.weight_norm(nn.Linear(64, 64))),
+    "spectral norm": lambda: of_model(parametrizations.spectral_norm(nn.Linear(64, 64))),
     "a weak dictionary": with_a_weak_dictionary,
     "features in hooks": with_features_in_hooks,
     "a list's bound method": with_a_bound_method_of_a_list,
@@ -402,6 +476,13 @@ STEPS: dict[str, Callable[[], Workload]] = {
 QUICK = [
     "a replay memory",
     "far within",
+    "a generator of the model",
+    "locks and files",
+    "closures of a module",
+    "a weak reference to the parent",
+    "a tensor that is no leaf",
+    "parametrized",
+    "spectral norm",
     "a weak dictionary",
     "optimizers in hooks",
     "an average by id",
@@ -510,3 +591,34 @@ def test_hooks_of_all_optimizers_run_on_copies_of_what_they_hold() -> None:
         assert not any(torch.equal(held, before[p]) for p, held in average.shadow.items() if p.dim() > 1)
     finally:
         handle.remove()
+
+
+def test_estimates_leave_a_models_generator_where_it_was() -> None:
+    workload = of_model(Noisy())
+    before = workload.model.generator.get_state()  # type: ignore[union-attr, operator]
+    memfit.estimate(workload)
+    assert torch.equal(workload.model.generator.get_state(), before)  # type: ignore[union-attr, operator]
+
+
+def test_labels_on_parameters_and_attributes_of_tensor_classes_are_kept() -> None:
+    class Measured(torch.Tensor):
+        spacing: float
+
+    workload = of_model(nn.Linear(64, 64))
+    workload.model.weight.kind = "matrix"  # type: ignore[union-attr]
+    batch = workload.batch.as_subclass(Measured)
+    batch.spacing = 0.5
+
+    def loss_fn(model: Any, x: Any) -> Tensor:
+        assert model.weight.kind == "matrix"
+        return mean_square(model, x) * x.spacing
+
+    assert memfit.estimate(Workload(workload.model, batch, loss_fn, workload.optimizer)).peak_bytes > 0
+
+
+def test_what_is_used_up_by_reading_is_not_shared() -> None:
+    model = nn.Linear(64, 64)
+    model.stream = (i for i in range(3))  # type: ignore[assignment]
+    with pytest.raises(WorkloadError, match=r"can't be copied .*generator"):
+        memfit.estimate(of_model(model))
+    assert list(model.stream) == [0, 1, 2]  # type: ignore[arg-type]
