@@ -52,8 +52,8 @@ def of_model(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     return squared(model, torch.randn(32, 64), optimizer)
 
 
-def adding(read: Callable[[], Tensor]) -> Callable[..., Any]:
-    return lambda model, x: mean_square(model, x) + read().mean()
+def reading(held: Any, read: Callable[[Any], Tensor]) -> Workload:
+    return of_loss(lambda model, x: mean_square(model, x) + read(held).mean())
 
 
 # What a loss function holds
@@ -76,11 +76,6 @@ class Slots:
         self.held = held
 
 
-def in_a_replay_memory() -> Workload:
-    memory = {number: (table(), number) for number in range(20)}
-    return of_loss(adding(lambda: memory[3][0]))
-
-
 def in_a_queue() -> Workload:
     recent = collections.deque([table() for _ in range(5)], maxlen=5)
 
@@ -91,33 +86,24 @@ def in_a_queue() -> Workload:
     return of_loss(loss_fn)
 
 
-def in_a_tuple_without_length() -> Workload:
-    pair = Pair(table(), [table()])
-    return of_loss(adding(lambda: pair.second[0]))
-
-
-def in_a_set() -> Workload:
-    held = {table() for _ in range(3)}
-    return of_loss(adding(lambda: next(iter(held))))
-
-
-def far_within() -> Workload:
+def nested(depth: int) -> Any:
     held: Any = Bag({"a": (Slots([table()]),)})
-    for _ in range(8):
+    for _ in range(depth):
         held = types.SimpleNamespace(inner=held)
-
-    def read() -> Any:
-        inner = held
-        while hasattr(inner, "inner"):
-            inner = inner.inner
-        return inner.items["a"][0].held[0]
-
-    return of_loss(adding(read))
+    return held
 
 
-def in_many_modules() -> Workload:
-    modules = [nn.Linear(16, 16) for _ in range(300)]
-    return of_loss(adding(lambda: modules[7].weight.detach()))
+def far_within(held: Any) -> Tensor:
+    while hasattr(held, "inner"):
+        held = held.inner
+    found: Tensor = held.items["a"][0].held[0]
+    return found
+
+
+def cyclic() -> dict[str, Any]:
+    held: dict[str, Any] = {"t": table()}
+    held["list"] = [held]
+    return held
 
 
 def in_a_partial() -> Workload:
@@ -134,17 +120,6 @@ def in_a_default() -> Workload:
         return mean_square(model, x) + held["t"].mean()
 
     return of_loss(loss_fn)
-
-
-def in_a_distribution() -> Workload:
-    prior = torch.distributions.Normal(table(), torch.ones(128, 64))
-    return of_loss(adding(lambda: prior.loc))
-
-
-def in_a_cycle() -> Workload:
-    held: dict[str, Any] = {"t": table()}
-    held["list"] = [held]
-    return of_loss(adding(lambda: held["list"][0]["t"]))
 
 
 def filled_by_the_step() -> Workload:
@@ -424,11 +399,6 @@ class Slow(torch.optim.SGD):
                 parameter.copy_(self.slow[id(parameter)])
 
 
-def slow() -> Workload:
-    model = network()
-    return of_model(model, Slow(model.parameters(), lr=0.1))
-
-
 def with_a_scheduler() -> Workload:
     workload = of_model(network())
     torch.optim.lr_scheduler.StepLR(workload.optimizer, 1)
@@ -436,16 +406,16 @@ def with_a_scheduler() -> Workload:
 
 
 STEPS: dict[str, Callable[[], Workload]] = {
-    "a replay memory": in_a_replay_memory,
+    "a replay memory": lambda: reading({number: (table(), number) for number in range(20)}, lambda held: held[3][0]),
     "a queue": in_a_queue,
-    "a tuple without a length": in_a_tuple_without_length,
-    "a set": in_a_set,
-    "far within": far_within,
-    "many modules": in_many_modules,
+    "a tuple without a length": lambda: reading(Pair(table(), [table()]), lambda held: held.second[0]),
+    "a set": lambda: reading({table() for _ in range(3)}, lambda held: next(iter(held))),
+    "far within": lambda: reading(nested(8), far_within),
+    "many modules": lambda: reading([nn.Linear(16, 16) for _ in range(300)], lambda held: held[7].weight.detach()),
     "a partial": in_a_partial,
     "a default argument": in_a_default,
-    "a distribution": in_a_distribution,
-    "a cycle": in_a_cycle,
+    "a distribution": lambda: reading(torch.distributions.Normal(table(), torch.ones(128, 64)), lambda held: held.loc),
+    "a cycle": lambda: reading(cyclic(), lambda held: held["list"][0]["t"]),
     "filled by the step": filled_by_the_step,
     "functions that call each other": of_functions_that_call_each_other,
     "a class that leaves things out": lambda: of_model(Forgetful()),
@@ -470,23 +440,13 @@ STEPS: dict[str, Callable[[], Workload]] = {
     "an average by id": lambda: with_an_average_by(id),
     "weights pulled back": with_weights_pulled_back,
     "a step of its own": with_a_step_of_its_own,
-    "slow weights": slow,
+    "slow weights": lambda: of_model(model := network(), Slow(model.parameters(), lr=0.1)),
     "a scheduler": with_a_scheduler,
 }
 QUICK = [
-    "a replay memory",
-    "far within",
-    "a generator of the model",
-    "locks and files",
-    "closures of a module",
-    "a weak reference to the parent",
-    "a tensor that is no leaf",
-    "parametrized",
-    "spectral norm",
-    "a weak dictionary",
-    "optimizers in hooks",
-    "an average by id",
-    "slow weights",
+    *("a replay memory", "far within", "a generator of the model", "locks and files", "closures of a module"),
+    *("a weak reference to the parent", "a tensor that is no leaf", "parametrized", "spectral norm"),
+    *("a weak dictionary", "optimizers in hooks", "an average by id", "slow weights"),
 ]
 
 
@@ -568,7 +528,7 @@ def test_what_a_copy_lacks_is_named(change: Callable[[Any], Any], told: str) -> 
 
 
 def test_what_is_shared_is_named() -> None:
-    workload = in_a_replay_memory()
+    workload = made("a replay memory")
     shared = dataclasses.replace(real_copy(workload), model=workload.model)
     assert "Workload.model is shared with the copy" in differences(workload, shared)
 

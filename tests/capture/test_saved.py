@@ -44,32 +44,27 @@ def accuracy(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return (logits.softmax(1).argmax(1) == batch["y"]).float().mean()
 
 
-def nearest(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    return torch.cdist(logits, logits).argmin(1)
+METRICS: dict[str, Callable[[Tensor, dict[str, Tensor]], Tensor]] = {
+    "accuracy": accuracy,
+    "nearest": lambda logits, batch: torch.cdist(logits, logits).argmin(1),
+    "large": lambda logits, batch: logits.exp() > 1,
+    "detached": lambda logits, batch: logits.sigmoid().tanh().relu().sqrt().detach(),
+    "distances": lambda logits, batch: logits.norm(dim=1, keepdim=True).cumprod(0) < 2,
+}
 
 
-def large(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    return logits.exp() > 1
-
-
-def detached(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    return logits.sigmoid().tanh().relu().sqrt().detach()
-
-
-def distances(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    return logits.norm(dim=1, keepdim=True).cumprod(0) < 2
-
-
-@pytest.mark.parametrize("metric", [accuracy, nearest, large, detached, distances])
-def test_a_metric_of_the_logits_is_let_go_of_as_it_is_without_hooks(
-    metric: Callable[[Tensor, dict[str, Tensor]], Tensor],
-) -> None:
+def beside(metric: str) -> Workload:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         logits = model(batch["x"])
-        metric(logits, batch)
+        METRICS[metric](logits, batch)
         return F.cross_entropy(logits, batch["y"])
 
-    assert_predicted(workload(loss))
+    return workload(loss)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_a_metric_of_the_logits_is_let_go_of_as_it_is_without_hooks(metric: str) -> None:
+    assert_predicted(beside(metric))
 
 
 class Reversible(torch.autograd.Function):
@@ -213,13 +208,8 @@ def test_what_is_held_from_the_step_before_and_dropped_before_the_first_operator
 
 
 def test_keeping_outputs_with_their_history_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        logits = model(batch["x"])
-        accuracy(logits, batch)
-        return F.cross_entropy(logits, batch["y"])
-
     monkeypatch.setattr(Recorder, "_detached", lambda _, tensor: tensor)
-    predicted, measured = peaks(workload(loss), Levers(microbatch_size=48))
+    predicted, measured = peaks(beside("accuracy"), Levers(microbatch_size=48))
     assert predicted > measured
 
 
