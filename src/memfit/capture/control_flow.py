@@ -178,7 +178,8 @@ class ControlFlowPaths:
             path, trace = self._worst_guess(path, trace)
         slack = _GUESSED if replay.guesses else 0.0
         if differ and not path.draws:
-            same = self._tried(path, logs=path.replay.logs[:1] * 2, starts=path.starts[:1] * 2)
+            log, start = path.replay.logs[0], path.starts[0]
+            same = self._tried(path, (start, start), logs=(log, log))
             slack += _GUESSED if same is None else abs(live_peak_bytes(same[1]) / live_peak_bytes(trace) - 1)
         if path.draws or slack:
             first = self._tried(path, records_first=True)
@@ -215,8 +216,8 @@ class ControlFlowPaths:
         self, path: ControlFlowPath, starts: Any = None, records_first: bool = False, **read: Any
     ) -> tuple[ControlFlowPath, Trace] | None:
         """Return a path that differs from another in what is given, and its trace; None where it can't be captured."""
-        replay = ReadReplay(**{"logs": path.replay.logs, "stated": self.stated, "policy": path.replay.policy} | read)
-        other = ControlFlowPath(replay, starts or path.starts, records_first)
+        read = {"logs": path.replay.logs, "policy": path.replay.policy} | read
+        other = ControlFlowPath(ReadReplay(stated=self.stated, **read), starts or path.starts, records_first)
         try:
             return other, self.run(other)
         except MemfitError:

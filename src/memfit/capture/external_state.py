@@ -210,26 +210,18 @@ class Rebinding:
         """Return the globals that a function names and a copy of it has copies of."""
         by_loss, names, found = id(function) in self._of_loss, names_in(function), {}
         for name, value in globals_of(function).items():
-            if isinstance(value, types.ModuleType) and is_followed(value):
-                new: Any = self._module(value, names, by_loss)
-            else:
-                new = value if isinstance(value, type) else self.of(value, by_loss)
+            new = value if isinstance(value, type) else self.of(value, by_loss)
+            if isinstance(value, types.ModuleType) and is_followed(value):  # copied, where what code names in it is
+                named = {inner: vars(value)[inner] for inner in names & vars(value).keys()}
+                changed = {inner: made for inner, own in named.items() if (made := self.of(own, by_loss)) is not own}
+                new = self._modules.get(id(value), types.ModuleType(value.__name__)) if changed else value
+                if changed and id(value) not in self._modules:
+                    self._modules[id(value)] = new
+                    vars(new).update(vars(value))
+                vars(new).update(changed)
             if new is not value:
                 found[name] = new
         return found
-
-    def _module(self, module: types.ModuleType, names: frozenset[str], by_loss: bool) -> types.ModuleType:
-        """Return a Python module with copies of the values that code names in it; itself, where none has a copy."""
-        named = {name: vars(module)[name] for name in names & vars(module).keys()}
-        changed = {name: new for name, value in named.items() if (new := self.of(value, by_loss)) is not value}
-        if not changed:
-            return module
-        made = self._modules.get(id(module))
-        if made is None:
-            made = self._modules[id(module)] = types.ModuleType(module.__name__)
-            vars(made).update(vars(module))
-        vars(made).update(changed)
-        return made
 
     # What a copy holds
 

@@ -116,27 +116,23 @@ def _convert_workload(workload: Workload, convert: Convert) -> Workload:
 
 def _converted(tensor: torch.Tensor, memo: dict[int, Any], convert: Convert) -> torch.Tensor:
     """Return the converted tensor that stands for a tensor: of its class, a parameter where that is one."""
-    if id(tensor) in memo:
-        made: torch.Tensor = memo[id(tensor)]
-        return made
-    kind = type(tensor)
-    if is_wrapper(kind) and not is_uncut(tensor):
-        inner = {name: _converted(part, {}, convert) for name, part in inner_tensors(tensor).items()}
-        new = rewrapped(tensor, inner).requires_grad_(tensor.requires_grad)
-    elif dispatches(kind) and not is_uncut(tensor):
-        raise WorkloadError(
-            f"Workload holds a tensor of the class {kind.__qualname__}, which has no __tensor_flatten__ and"
-            " __tensor_unflatten__, so memfit can't see its memory: give plain tensors, or add the two methods to the"
-            " class"
-        )
-    else:
-        new = convert(tensor.detach() if isinstance(tensor, nn.Parameter) or not tensor.is_leaf else tensor)
-    if isinstance(tensor, nn.Parameter):
-        memo[id(tensor)] = parameter_of(kind, new, tensor.requires_grad)
-    else:
-        memo[id(tensor)] = _as_class_of(new, tensor, memo)
-    made = memo[id(tensor)]
-    return made
+    if id(tensor) not in memo:
+        kind = type(tensor)
+        if is_wrapper(kind) and not is_uncut(tensor):
+            inner = {name: _converted(part, {}, convert) for name, part in inner_tensors(tensor).items()}
+            new = rewrapped(tensor, inner).requires_grad_(tensor.requires_grad)
+        elif dispatches(kind) and not is_uncut(tensor):
+            raise WorkloadError(
+                f"Workload holds a tensor of the class {kind.__qualname__}, which has no __tensor_flatten__ and"
+                " __tensor_unflatten__, so memfit can't see its memory: give plain tensors, or add the two methods to"
+                " the class"
+            )
+        else:
+            new = convert(tensor.detach() if isinstance(tensor, nn.Parameter) or not tensor.is_leaf else tensor)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        made = parameter_of(kind, new, tensor.requires_grad) if is_parameter else _as_class_of(new, tensor, memo)
+        memo[id(tensor)] = made
+    return memo[id(tensor)]  # type: ignore[no-any-return]
 
 
 def _of_parts(tensor: torch.Tensor, convert: Convert) -> torch.Tensor:

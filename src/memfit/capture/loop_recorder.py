@@ -176,9 +176,9 @@ class Watcher(TorchFunctionMode):
         for number in range(len(self.roots)):
             self._name(number)
         self.is_writing = self._records = self._put_on()
-        for owner, how in zeros:  # they may come before the first call of a step
+        for owner, how in zeros:  # calls that were made already: they may come before the first call of a step
             if self.is_writing and (held := owner()) is not None:
-                self._write("function", zeroed, _nothing, (_gradients_of(held), how), {})
+                self._write("function", zeroed, lambda *_: None, (_gradients_of(held), how), {})
 
     def end(self) -> RecordedStep:
         """Return what was recorded, and record no more."""
@@ -465,9 +465,8 @@ class Watcher(TorchFunctionMode):
         return EntryArguments(template, tuple(references))
 
     def _reference(self, tensor: torch.Tensor) -> Reference:
-        known = self._known.get(id(tensor))
-        if known is not None and known[0]() is tensor:
-            return known[1]
+        if (known := self._known_as(tensor)) is not None:
+            return known
         if id(tensor) in self._names:
             return self._names[id(tensor)]
         if tensor.requires_grad and not tensor.is_leaf:
@@ -476,12 +475,15 @@ class Watcher(TorchFunctionMode):
         return self._know(tensor, BatchTensor(len(self.given) - 1))
 
     def _make(self, tensor: torch.Tensor) -> int:
-        known = self._known.get(id(tensor))
-        if known is not None and known[0]() is tensor and isinstance(known[1], ResultTensor):
-            return known[1].number
+        if isinstance(known := self._known_as(tensor), ResultTensor):
+            return known.number
         self._made += 1
         self._know(tensor, ResultTensor(self._made))
         return self._made
+
+    def _known_as(self, tensor: torch.Tensor) -> Reference | None:
+        known = self._known.get(id(tensor))
+        return known[1] if known is not None and known[0]() is tensor else None
 
     def _know(self, tensor: torch.Tensor, reference: Reference) -> Reference:
         died = functools.partial(self._died, reference) if isinstance(reference, ResultTensor) else None
@@ -493,12 +495,11 @@ class Watcher(TorchFunctionMode):
             self.entries[-1].drops.append(reference.number)
 
     def _root(self, module: nn.Module) -> int:
-        for number, root in enumerate(self.roots):
-            if root is module:
-                return number
-        self.roots.append(module)
-        self._name(len(self.roots) - 1)
-        return len(self.roots) - 1
+        number = next((number for number, root in enumerate(self.roots) if root is module), len(self.roots))
+        if number == len(self.roots):
+            self.roots.append(module)
+            self._name(number)
+        return number
 
     def _name(self, number: int) -> None:
         """Know a root's parameters and buffers by their names."""
@@ -543,10 +544,6 @@ def _versions(args: Any, kwargs: Any) -> list[int]:
 def _gradients_of(owner: _Owner) -> list[torch.Tensor]:
     """Return the parameters whose gradients an optimizer's or a module's `zero_grad` zeroes."""
     return list(owner.parameters()) if isinstance(owner, nn.Module) else parameters_of(owner)
-
-
-def _nothing(*_: Any) -> None:
-    """Stand for a call that was made already."""
 
 
 def zeroed(parameters: list[torch.Tensor], set_to_none: bool = True) -> None:

@@ -7,10 +7,11 @@ import weakref
 
 import torch
 
+from memfit import hardware
 from memfit._torch import storage_key
 from memfit.capture.external_state import external_tensors
 from memfit.errors import UsageError
-from memfit.hardware import accelerators, allocated
+from memfit.hardware import allocated
 from memfit.workload import StepProgram, parts, tensors_of
 
 _BLOCK_BYTES = 512  # to which accelerators' allocators round
@@ -43,7 +44,7 @@ def _place_of(step: StepProgram) -> torch.device:
     return next((p.device for p in step.workload.model.parameters()), torch.device("cpu"))
 
 
-def measure_peaks(step: StepProgram, batch: object) -> accelerators.Peaks | None:
+def measure_peaks(step: StepProgram, batch: object) -> hardware.accelerators.Peaks | None:
     """Run one step on an accelerator, from an empty cache; return its peaks of allocated and reserved bytes.
 
     None for a step on the CPU, which then did not run.
@@ -52,11 +53,11 @@ def measure_peaks(step: StepProgram, batch: object) -> accelerators.Peaks | None
     if place.type == "cpu":
         return None
     gc.collect()
-    accelerators.release_cache()
+    hardware.accelerators.release_cache()
     return _peak_there(step, batch, place)
 
 
-def _peak_there(step: StepProgram, batch: object, place: torch.device) -> accelerators.Peaks:
+def _peak_there(step: StepProgram, batch: object, place: torch.device) -> hardware.accelerators.Peaks:
     """Run a step on an accelerator; return its peaks without the device's other tensors."""
     resident = resident_bytes(step, place.type)
     for reference in _external_storages(step):
@@ -64,20 +65,20 @@ def _peak_there(step: StepProgram, batch: object, place: torch.device) -> accele
             resident[storage_key(storage)] = storage.nbytes()
         del storage
     own_bytes = sum(-(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES for nbytes in resident.values())
-    accelerators.synchronize(place)
-    held_bytes, reserved_bytes = accelerators.allocated_bytes(place), accelerators.reserved_bytes(place)
-    accelerators.reset_peaks(place)
+    device = hardware.accelerators
+    device.synchronize(place)
+    held_bytes, reserved_bytes = device.allocated_bytes(place), device.reserved_bytes(place)
+    device.reset_peaks(place)
     step(batch)
-    accelerators.synchronize(place)
-    found = accelerators.peaks(place)
+    device.synchronize(place)
+    found = device.peaks(place)
     if found is None:
         raise UsageError(f"PyTorch does not count the peak of {place}: steps there can't be measured")
     beside_bytes = max(0, held_bytes - own_bytes)
     cached_bytes = max(0, reserved_bytes - held_bytes)
     # What others hold was reserved for them; the cache at the beginning was this step's, or anybody's.
-    return accelerators.Peaks(
-        found.allocated_bytes - beside_bytes, max(0, found.reserved_bytes - beside_bytes - cached_bytes)
-    )
+    own_reserved_bytes = max(0, found.reserved_bytes - beside_bytes - cached_bytes)
+    return device.Peaks(found.allocated_bytes - beside_bytes, own_reserved_bytes)
 
 
 def measure_peak_bytes(step: StepProgram, batch: object) -> int:

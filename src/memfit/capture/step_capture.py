@@ -267,7 +267,15 @@ def _shortened(workload: Workload, microbatch_size: int | None) -> Workload:
     two = min(size, 2 * (microbatch_size or size))
     if two == size:
         return workload
-    start = _heaviest(workload, microbatch_size or size, size)
+    microbatch_size, start = microbatch_size or size, 0
+    if workload.split is not None or len({t.shape[0] for t in tensors_of(workload.batch) if t.dim()}) != 1:
+        # Two of which the second has the most elements: its gradients are added to earlier ones.
+        parts = [
+            part_of(workload, workload.batch, first, min(first + microbatch_size, size))
+            for first in range(0, size, microbatch_size)
+        ]
+        later = [sum(t.numel() for t in tensors_of(part)) for part in parts][1 : size // microbatch_size]
+        start = microbatch_size * later.index(max(later))
     batch = part_of(workload, workload.batch, start, start + two)
     counted = workload.batch_size if callable(workload.batch_size) or workload.batch_size is None else two
     return dataclasses.replace(workload, batch=_Part(batch, workload.batch), batch_size=counted)
@@ -286,19 +294,6 @@ def _unwrapped(copied: Workload) -> Workload:
     if isinstance(copied.batch, _Part):
         return dataclasses.replace(copied, batch=copied.batch.part, batches=[copied.batch.whole])
     return dataclasses.replace(copied, batches=None)
-
-
-def _heaviest(workload: Workload, microbatch_size: int, size: int) -> int:
-    """Return the first sample of two microbatches of which the second has the most elements."""
-    if workload.split is None and len({t.shape[0] for t in tensors_of(workload.batch) if t.dim()}) == 1:
-        return 0
-    parts = [
-        part_of(workload, workload.batch, start, min(start + microbatch_size, size))
-        for start in range(0, size, microbatch_size)
-    ]
-    elements = [sum(t.numel() for t in tensors_of(part)) for part in parts]
-    later = elements[1 : size // microbatch_size]  # their gradients are added to earlier ones
-    return microbatch_size * later.index(max(later))
 
 
 def _standing_for_all(trace: Trace, may_differ: bool) -> Trace | None:
