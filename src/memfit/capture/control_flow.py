@@ -216,8 +216,8 @@ class ControlFlowPaths:
         self, path: ControlFlowPath, starts: Any = None, records_first: bool = False, **read: Any
     ) -> tuple[ControlFlowPath, Trace] | None:
         """Return a path that differs from another in what is given, and its trace; None where it can't be captured."""
-        read = {"logs": path.replay.logs, "policy": path.replay.policy} | read
-        other = ControlFlowPath(ReadReplay(stated=self.stated, **read), starts or path.starts, records_first)
+        given: dict[str, Any] = {"logs": path.replay.logs, "policy": path.replay.policy, **read}
+        other = ControlFlowPath(ReadReplay(stated=self.stated, **given), starts or path.starts, records_first)
         try:
             return other, self.run(other)
         except MemfitError:
