@@ -33,43 +33,23 @@ _NORMS = {_aten.native_batch_norm.default, _aten.native_group_norm.default, _ate
 _LOSSES = {_aten.mse_loss, _aten.smooth_l1_loss, _aten.soft_margin_loss, _aten.binary_cross_entropy}
 _MADE_LIKE_THEIR_INPUT = {_aten.im2col.default, _aten.col2im.default}
 """Operators that allocate their output as large as their input, and keep that storage (ATen/native/Col2Im.cpp)."""
-_LAYOUTS = {
-    _aten._batch_norm_with_update: 0,
-    _aten._native_batch_norm_legit: 0,
-    _aten.batch_norm_backward: 1,
-    _aten.native_batch_norm_backward: 1,
-    _aten.reflection_pad2d: 0,
-    _aten.reflection_pad2d_backward: 1,
-    _aten.reflection_pad3d: 0,
-    _aten.reflection_pad3d_backward: 1,
-    _aten.replication_pad3d: 0,
-    _aten.replication_pad3d_backward: 1,
-    _aten.replication_pad2d: 0,
-    _aten.replication_pad2d_backward: 1,
-    _aten.max_unpool2d: 0,
-    _aten.channel_shuffle: 0,
-    _aten.roll: 0,
+_LAYOUTS: dict[Any, int] = {
+    **dict.fromkeys((_aten._batch_norm_with_update, _aten._native_batch_norm_legit), 0),
+    **dict.fromkeys((_aten.batch_norm_backward, _aten.native_batch_norm_backward), 1),
+    **dict.fromkeys((_aten.reflection_pad2d, _aten.reflection_pad3d), 0),
+    **dict.fromkeys((_aten.reflection_pad2d_backward, _aten.reflection_pad3d_backward), 1),
+    **dict.fromkeys((_aten.replication_pad2d, _aten.replication_pad3d), 0),
+    **dict.fromkeys((_aten.replication_pad2d_backward, _aten.replication_pad3d_backward), 1),
+    **dict.fromkeys((_aten.max_unpool2d, _aten.channel_shuffle, _aten.roll), 0),
 }
 """CPU operators whose (first) output has the memory format of an argument, with the argument's position."""
 _ELEMENTWISE = {
-    _aten.copysign.Tensor,
-    _aten.div.Tensor_mode,
-    _aten.elu_backward.default,
-    _aten.floor_divide.default,
-    _aten.hardsigmoid_backward.default,
-    _aten.hardswish_backward.default,
-    _aten.hardtanh_backward.default,
-    _aten.heaviside.default,
-    _aten.logaddexp.default,
-    _aten.logit_backward.default,
-    _aten.logaddexp2.default,
-    _aten.logical_and.default,
-    _aten.logical_or.default,
-    _aten.logical_xor.default,
+    *(_aten.copysign.Tensor, _aten.div.Tensor_mode, _aten.floor_divide.default, _aten.heaviside.default),
+    *(_aten.logaddexp.default, _aten.logaddexp2.default, _aten.special_xlog1py.default, _aten.xlogy.Tensor),
+    *(_aten.logical_and.default, _aten.logical_or.default, _aten.logical_xor.default),
+    *(_aten.elu_backward.default, _aten.hardsigmoid_backward.default, _aten.hardswish_backward.default),
+    *(_aten.hardtanh_backward.default, _aten.logit_backward.default, _aten.softplus_backward.default),
     _aten.native_dropout_backward.default,
-    _aten.softplus_backward.default,
-    _aten.special_xlog1py.default,
-    _aten.xlogy.Tensor,
 }
 """Operators on two tensors whose fake kernels are decompositions, with outputs in another layout."""
 _ROWS = {_aten.glu_backward, _aten.log_sigmoid_forward, _aten.rrelu_with_noise}
@@ -208,7 +188,6 @@ class SparseOperators:
         self._indices = WeakIdKeyDictionary()  # real indices, by the fake ones' storage and place in it
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the outputs of an operator."""
         given = [t for t in tensors_in((args, kwargs)) if t.layout is torch.sparse_coo]
         if func in TO_SPARSE and not given and kwargs.get("layout") in (None, torch.sparse_coo):
             return self._made_sparse(func, args, kwargs)
