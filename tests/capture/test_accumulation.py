@@ -8,17 +8,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memfit.capture import Accumulation, measure_peak_bytes
-from memfit.cost import calibrate
-from memfit.ir import simulate
+from memfit.capture import Accumulation
 from memfit.workload import Workload
-from tests.models import captured, squared_error, step_of
+from tests.capture.steps import difference_bytes, squared
+from tests.models import captured, squared_error
 
 SHAPE = (4096, 64)
 NBYTES = 4096 * 64 * 4
@@ -148,36 +148,20 @@ class Paths(nn.Module):
 
 
 def workload(name: str) -> Workload:
-    model = Paths(PATHS[name])
-    batch = (torch.randn(SHAPE), torch.randn(SHAPE))
-    return Workload(model, batch, squared_error, torch.optim.SGD(model.parameters(), lr=0.1), name=name)
-
-
-def difference_bytes(name: str, *, real: bool = False) -> int:
-    """Return predicted less measured."""
-    trace = captured(workload(name), real=real)
-    mine = workload(name)
-    with step_of(mine) as step:
-        step(mine.batch)
-        KEPT.clear()  # memory from before the measurement would be freed in it
-        measured = measure_peak_bytes(step, mine.batch)
-    return simulate(trace, calibrate([trace])).peak_bytes - measured
+    return squared(Paths(PATHS[name]), (torch.randn(SHAPE), torch.randn(SHAPE)), loss_fn=squared_error)
 
 
 @pytest.mark.parametrize("real", [False, True])
 @pytest.mark.parametrize("name", PATHS)
 def test_the_peak_is_that_of_the_step_that_nothing_watches(name: str, real: bool) -> None:
-    assert abs(difference_bytes(name, real=real)) < NBYTES / 100
+    # Memory from before the measurement would be freed in it.
+    assert abs(difference_bytes(partial(workload, name), real=real, at_rest=KEPT.clear)) < NBYTES / 100
 
 
-def test_the_comparison_notices_gradients_added_out_of_place(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["columns", "gather"])
+def test_the_comparison_notices_what_is_out_of_place(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Accumulation, "engine_operator", lambda self, func, args, kwargs: (func, args))
-    assert difference_bytes("columns") > 0.9 * NBYTES
-
-
-def test_the_comparison_notices_formulas_that_fill_out_of_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Accumulation, "engine_operator", lambda self, func, args, kwargs: (func, args))
-    assert difference_bytes("gather") > 0.9 * NBYTES
+    assert difference_bytes(partial(workload, name)) > 0.9 * NBYTES
 
 
 def test_a_sum_inside_a_custom_function_stays_out_of_place() -> None:

@@ -15,7 +15,8 @@ from memfit.hardware import find_device
 from memfit.ir import Levers, Regions
 from memfit.planner import capture_levers
 from memfit.solver import refusals
-from memfit.workload import Place, Reader, Workload, held_state
+from memfit.workload import Place, Reader, held_state
+from tests.capture.steps import squared
 
 SCALE = 1.0
 SETTINGS = types.SimpleNamespace(scale=1.0)
@@ -120,6 +121,9 @@ def counting() -> Callable[[Any, torch.Tensor], torch.Tensor]:
     return count_up
 
 
+Before = Callable[[int, Any], object]
+
+
 def _set_global(index: int, block: Any) -> None:
     global SCALE
     SCALE = float(index)
@@ -129,16 +133,29 @@ def twice(block: nn.Module) -> list[nn.Module]:
     return [block, block]
 
 
-Before = Callable[[int, Any], object]
+def two(what: Callable[[Any, torch.Tensor], torch.Tensor] = lambda self, x: x) -> list[nn.Module]:
+    return [Block(what), Block(what)]
+
+
+def nothing(index: int, block: Any) -> None:
+    """Change nothing."""
+
+
+def setting(name: str, owner: Any = None) -> Before:
+    """Set an attribute of an owner, or of each block, to another number for each."""
+    return lambda index, block: setattr(block if owner is None else owner, name, float(index))
+
+
+HERE = "SCALE of tests.capture.test_call_states"
 CHANGED: dict[str, tuple[Callable[[], list[nn.Module]], Before, str]] = {
     "an attribute of the class": (
-        lambda: [Block(lambda self, x: x * self.factor) for _ in range(2)],
-        lambda i, block: setattr(Block, "factor", float(i)),
+        lambda: two(lambda self, x: x * self.factor),
+        setting("factor", Block),
         "factor of Block",
     ),
     "an attribute, by a property and a method": (
         lambda: twice(ByMethod()),
-        lambda i, block: setattr(block, "hidden", i),
+        setting("hidden"),
         "hidden of blocks.0",
     ),
     "an item of a list in a dict": (
@@ -146,49 +163,34 @@ CHANGED: dict[str, tuple[Callable[[], list[nn.Module]], Before, str]] = {
         lambda i, block: block.table["a"].__setitem__(0, i),
         "table of blocks.0",
     ),
-    "a counter": (lambda: [Block(_counted)], lambda i, block: None, "number of blocks.0"),
-    "a state": (lambda: [Block(_recurrent)], lambda i, block: None, "state of blocks.0"),
-    "a buffer that another takes the place of": (
-        lambda: [Averaging()],
-        lambda i, block: None,
-        "mean of blocks.0",
-    ),
-    "a global": (
-        lambda: [Block(lambda self, x: x * SCALE), Block(lambda self, x: x * SCALE)],
-        _set_global,
-        "SCALE of tests.capture.test_call_states",
-    ),
-    "a global, by a function": (
-        lambda: [Block(lambda self, x: helper(x)), Block(lambda self, x: helper(x))],
-        _set_global,
-        "SCALE of tests.capture.test_call_states",
-    ),
+    "a counter": (lambda: [Block(_counted)], nothing, "number of blocks.0"),
+    "a state": (lambda: [Block(_recurrent)], nothing, "state of blocks.0"),
+    "a buffer that another takes the place of": (lambda: [Averaging()], nothing, "mean of blocks.0"),
+    "a global": (lambda: two(lambda self, x: x * SCALE), _set_global, HERE),
+    "a global, by a function": (lambda: two(lambda self, x: helper(x)), _set_global, HERE),
     "an attribute of a class elsewhere": (
-        lambda: [Block(lambda self, x: x * Constants.scale) for _ in range(2)],
-        lambda i, block: setattr(Constants, "scale", i),
+        lambda: two(lambda self, x: x * Constants.scale),
+        setting("scale", Constants),
         "scale of Constants",
     ),
     "an attribute of an object": (
-        lambda: [Block(lambda self, x: x * SETTINGS.scale) for _ in range(2)],
-        lambda i, block: setattr(SETTINGS, "scale", i),
+        lambda: two(lambda self, x: x * SETTINGS.scale),
+        setting("scale", SETTINGS),
         "scale of SimpleNamespace",
     ),
-    "a closure": (lambda: [Block(counting())], lambda i, block: None, "count of counting.<locals>.count_up"),
+    "a closure": (lambda: [Block(counting())], nothing, "count of counting.<locals>.count_up"),
 }
 UNCHANGED: dict[str, tuple[Callable[[], list[nn.Module]], Before]] = {
-    "nothing": (lambda: [Block(), Block()], lambda i, block: None),
-    "what is set before it is read": (lambda: twice(Watched()), lambda i, block: None),
-    "a buffer that is made once": (lambda: [Positions(), Positions()], lambda i, block: None),
-    "what it does not read": (lambda: [Block(), Block()], lambda i, block: setattr(Block, "other", i)),
-    "another number for each of two": (
-        lambda: [Block(lambda self, x: x * self.number) for _ in range(2)],
-        lambda i, block: setattr(block, "number", i),
-    ),
+    "nothing": (two, nothing),
+    "what is set before it is read": (lambda: twice(Watched()), nothing),
+    "a buffer that is made once": (lambda: [Positions(), Positions()], nothing),
+    "what it does not read": (two, setting("other", Block)),
+    "another number for each of two": (lambda: two(lambda self, x: x * self.number), setting("number")),
     "the mode of a module, which is set back as it runs again": (
         lambda: twice(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh())),
         lambda i, block: block.train(i == 1),
     ),
-    "a counter that nothing reads": (lambda: twice(Block()), lambda i, block: setattr(block, "number", i)),
+    "a counter that nothing reads": (lambda: twice(Block()), setting("number")),
 }
 
 
@@ -206,13 +208,9 @@ class Chain(nn.Module):
 
 def refused(blocks: list[nn.Module], before: Before, microbatch_size: int = 4) -> dict[str, str]:
     model = Chain(blocks, before)
-    workload = Workload(
-        model=model,
-        batch=torch.randn(4, 8),
-        loss_fn=lambda model, batch: model(batch).square().mean(),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    trace = capture_levers(
+        squared(model, torch.randn(4, 8)), Levers(microbatch_size=microbatch_size), find_device("cpu")
     )
-    trace = capture_levers(workload, Levers(microbatch_size=microbatch_size), find_device("cpu"))
     return refusals(Regions(trace))
 
 
@@ -238,8 +236,8 @@ def test_each_microbatch_has_a_backward_pass_of_its_own() -> None:
 
 
 def test_what_is_around_a_module_sets_what_it_reads_again() -> None:
-    inner = Chain(twice(Block(lambda self, x: x * self.number)), lambda i, block: setattr(block, "number", i))
-    found = refused([inner], lambda i, block: None)
+    inner = Chain(twice(Block(lambda self, x: x * self.number)), setting("number"))
+    found = refused([inner], nothing)
     assert list(found) == ["blocks.0.blocks.0"]
 
 

@@ -17,6 +17,7 @@ from memfit.capture import real_copy, without_collector
 from memfit.errors import CaptureError, WorkloadError
 from memfit.ir import simulate
 from memfit.workload import Workload, batch_size_of
+from tests.capture.steps import squared
 from tests.covering import each
 from tests.models import BUILDERS, COSTS, captured, convnet, plain_trace, squared_error, step_of, transformer, twice
 from tests.undisturbed import COUNT_FROZEN, changes, same, state_of
@@ -102,31 +103,22 @@ def test_objects_that_the_user_set_aside_stay_aside(monkeypatch: pytest.MonkeyPa
         gc.freeze()
 
 
-def test_a_loss_that_uses_the_model_from_outside_is_refused() -> None:
+@pytest.mark.parametrize("as_well", [False, True])
+def test_a_loss_that_uses_the_model_from_outside_is_refused(as_well: bool) -> None:
     workload = trained(twice)
     outside = workload.model
-    workload = dataclasses.replace(workload, loss_fn=lambda model, batch: squared_error(outside, batch))
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        return squared_error(model if as_well else outside, batch) + outside.head.weight.square().sum()
+
+    workload = dataclasses.replace(workload, loss_fn=loss_fn)
     before = state_of(workload)
-    with pytest.raises((WorkloadError, CaptureError), match=r"loss_fn|no parameter"):
-        captured(workload)
-    assert not changes(before, state_of(workload))
-
-
-def test_a_loss_that_uses_the_outside_model_as_well_is_refused() -> None:
-    workload = trained(twice)
-    outside = workload.model.head
-
-    def both(model: nn.Module, batch: Any) -> torch.Tensor:
-        return squared_error(model, batch) + outside.weight.square().sum()
-
-    workload = dataclasses.replace(workload, loss_fn=both)
-    before = state_of(workload)
-    with pytest.raises(WorkloadError, match="2 parameters|1 parameters"):
-        captured(workload, real=True)
-    assert not changes(before, state_of(workload))
-    with pytest.raises(WorkloadError, match="use the model that loss_fn gets as its first argument"):
-        captured(workload)
-    assert not changes(before, state_of(workload))
+    refusals = {False: "use the model that loss_fn gets as its first argument", True: "2 parameters|1 parameters"}
+    for real in (False, True) if as_well else (False,):
+        match = refusals[real] if as_well else r"loss_fn|no parameter"
+        with pytest.raises((WorkloadError, CaptureError), match=match):
+            captured(workload, real=real)
+        assert not changes(before, state_of(workload))
 
 
 def repeated(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -157,19 +149,6 @@ def test_of_a_step_that_does_something_else_each_time_the_worst_of_several_is_re
     assert not trace.saves and sum(op.phase == "forward" and "mul" in op.name for op in trace.ops)
 
 
-class Locked(nn.Linear):
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise RuntimeError("there can be only one")
-
-
-def test_a_model_that_cannot_be_copied_is_refused() -> None:
-    model = nn.Sequential(Locked(4, 4))
-    batch = (torch.randn(2, 4), torch.randn(2, 4))
-    workload = Workload(model, batch, squared_error, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(WorkloadError, match="there can be only one"):
-        captured(workload)
-
-
 class Asks(nn.Module):
     """Reads values in its forward pass, as gradient scalers and position counters do."""
 
@@ -191,7 +170,7 @@ class Asks(nn.Module):
 def test_code_that_reads_values_is_captured() -> None:
     model = nn.Sequential(Asks())
     batch = (torch.randn(2, 4), torch.randn(2, 4))
-    workload = Workload(model, batch, squared_error, torch.optim.Adam(model.parameters()))
+    workload = squared(model, batch, torch.optim.Adam(model.parameters()), loss_fn=squared_error)
     fake, real = captured(workload), captured(workload, real=True)
     forward = [Counter(op.name for op in t.ops if op.phase == "forward") for t in (fake, real)]
     assert forward[1] <= forward[0]
@@ -214,10 +193,7 @@ BATCHES: dict[str, tuple[Any, Callable[[Any], tuple[torch.Tensor, torch.Tensor]]
 @pytest.mark.parametrize("kind", BATCHES)
 def test_batches_of_any_kind_are_captured(kind: str) -> None:
     batch, take = BATCHES[kind]
-    model = nn.Linear(4, 4)
-    workload = Workload(
-        model, batch, lambda m, b: squared_error(m, take(b)), torch.optim.SGD(model.parameters(), lr=0.1)
-    )
+    workload = squared(nn.Linear(4, 4), batch, loss_fn=lambda m, b: squared_error(m, take(b)))
     for size in (None, 2):
         fake, real = (captured(workload, real=really, microbatch_size=size) for really in (False, True))
         inputs = [sum(s.nbytes for s in t.storages if s.category == "inputs") for t in (fake, real)]
@@ -236,9 +212,8 @@ def test_a_left_over_gradient_changes_nothing_in_the_trace() -> None:
 
 
 def test_a_large_model_is_captured_without_its_memory() -> None:
-    model = nn.Sequential(nn.Linear(8, 8))
     big = (torch.zeros(1).expand(1 << 16, 8), torch.zeros(1).expand(1 << 16, 8))
-    workload = Workload(model, big, squared_error, torch.optim.SGD(model.parameters(), lr=0.1))
+    workload = squared(nn.Sequential(nn.Linear(8, 8)), big, loss_fn=squared_error)
     assert simulate(captured(workload), COSTS).peak_bytes > (1 << 16) * 8 * 4
 
 
@@ -259,18 +234,6 @@ def test_a_real_copy_is_equal_independent_and_shares_what_was_shared() -> None:
         step(copied.batch)
     torch.set_rng_state(before["random state"])
     assert not changes(before, state_of(workload))
-
-
-def test_views_of_one_storage_stay_views_of_one() -> None:
-    model = nn.Linear(4, 4)
-    whole = torch.arange(16.0).view(2, 8)
-    batch = (whole[:, :4], whole[:, 4:])
-    workload = Workload(model, batch, squared_error, torch.optim.SGD(model.parameters(), lr=0.1))
-    copied = real_copy(workload)
-    assert copied.batch[0].untyped_storage().data_ptr() == copied.batch[1].untyped_storage().data_ptr()
-    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(batch, copied.batch, strict=True))
-    trace = captured(workload)
-    assert [s.nbytes for s in trace.storages if s.category == "inputs"] == [64]
 
 
 def test_captures_are_repeatable() -> None:
@@ -325,12 +288,8 @@ def test_an_optimizer_is_copied_with_attributes_of_its_own_and_a_schedulers_func
 
 def test_a_norm_hands_on_a_contiguous_gradient_whatever_it_gets() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
-    workload = Workload(
-        model,
-        torch.randn(2, 6, 8),
-        lambda model, batch: model(batch).transpose(1, 2).contiguous().square().mean(),
-        torch.optim.SGD(model.parameters()),
-    )
+    loss_fn = lambda model, batch: model(batch).transpose(1, 2).contiguous().square().mean()  # noqa: E731
+    workload = squared(model, torch.randn(2, 6, 8), loss_fn=loss_fn)
     fake, real = captured(workload), captured(workload, real=True)
     assert [op.name for op in fake.ops] == [op.name for op in real.ops]
     assert fake.signatures == real.signatures
@@ -357,9 +316,7 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_grouped_products_of_any_dtype_are_captured(precision: str) -> None:
-    model = Experts()
-    batch = (torch.randn(64, 16), torch.randn(64, 32))
-    workload = Workload(model, batch, squared_error, torch.optim.SGD(model.parameters(), lr=0.1))
+    workload = squared(Experts(), (torch.randn(64, 16), torch.randn(64, 32)), loss_fn=squared_error)
     fake, real = (captured(workload, real=real, precision=precision) for real in (False, True))
     assert fake.signatures == real.signatures
     assert sum("_grouped_mm" in op.name for op in fake.ops) == 3
@@ -385,16 +342,10 @@ class Warming(nn.Module):
         return y
 
 
-def warming(steps: int) -> Workload:
-    model = Warming(steps)
-    batch = torch.randn(32, 64)
-    return Workload(model, batch, lambda model, x: model(x).mean(), torch.optim.SGD(model.parameters(), lr=0.1))
-
-
 @pytest.mark.parametrize("steps", [0, 1, 2])  # the second step is the one that is recorded first
 def test_a_step_that_settles_is_captured_as_it_is_then(steps: int) -> None:
     """An earlier step that takes more is within the interval."""
-    trace, settled = captured(warming(steps)), captured(warming(0))
+    trace, settled = (captured(squared(Warming(n), torch.randn(32, 64))) for n in (steps, 0))
     assert not any("other operators each time" in note for note in trace.notes)
     assert [op.name for op in trace.ops] == [op.name for op in settled.ops]
     assert [storage.release for storage in trace.storages] == [storage.release for storage in settled.storages]

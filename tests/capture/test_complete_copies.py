@@ -8,21 +8,27 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import threading
 import types
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+import memfit
 from memfit.capture import differences, external_tensors, real_copy
+from memfit.errors import WorkloadError
 from memfit.hardware import allocated, find_device
 from memfit.ir import Levers
 from memfit.planner import capture_levers, costs_of, predict
 from memfit.workload import Workload
+from tests.capture.steps import mean_square, squared
 from tests.covering import some
 
 _SCALARS = 16  # bytes: the sum of the losses, which memfit's step holds and the plain loop does not
@@ -36,22 +42,18 @@ def table() -> Tensor:
     return torch.randn(128, 64)
 
 
-def square(model: nn.Module, x: Tensor) -> Any:
-    return model(x).square().mean()
-
-
 def of_loss(loss_fn: Callable[..., Any]) -> Workload:
     model = network()
-    return Workload(model, torch.randn(32, 64), loss_fn, torch.optim.AdamW(model.parameters()))
+    return squared(model, torch.randn(32, 64), torch.optim.AdamW(model.parameters()), loss_fn=loss_fn)
 
 
 def of_model(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Workload:
     optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    return Workload(model, torch.randn(32, 64), square, optimizer)
+    return squared(model, torch.randn(32, 64), optimizer)
 
 
-def adding(read: Callable[[], Tensor]) -> Callable[..., Any]:
-    return lambda model, x: square(model, x) + read().mean()
+def reading(held: Any, read: Callable[[Any], Tensor]) -> Workload:
+    return of_loss(lambda model, x: mean_square(model, x) + read(held).mean())
 
 
 # What a loss function holds
@@ -74,53 +76,39 @@ class Slots:
         self.held = held
 
 
-def in_a_replay_memory() -> Workload:
-    memory = {number: (table(), number) for number in range(20)}
-    return of_loss(adding(lambda: memory[3][0]))
-
-
 def in_a_queue() -> Workload:
     recent = collections.deque([table() for _ in range(5)], maxlen=5)
 
     def loss_fn(model: nn.Module, x: Tensor) -> Any:
         recent.append(table())
-        return square(model, x) + recent[0].mean()
+        return mean_square(model, x) + recent[0].mean()
 
     return of_loss(loss_fn)
 
 
-def in_a_tuple_without_length() -> Workload:
-    pair = Pair(table(), [table()])
-    return of_loss(adding(lambda: pair.second[0]))
-
-
-def in_a_set() -> Workload:
-    held = {table() for _ in range(3)}
-    return of_loss(adding(lambda: next(iter(held))))
-
-
-def far_within() -> Workload:
+def nested(depth: int) -> Any:
     held: Any = Bag({"a": (Slots([table()]),)})
-    for _ in range(8):
+    for _ in range(depth):
         held = types.SimpleNamespace(inner=held)
-
-    def read() -> Any:
-        inner = held
-        while hasattr(inner, "inner"):
-            inner = inner.inner
-        return inner.items["a"][0].held[0]
-
-    return of_loss(adding(read))
+    return held
 
 
-def in_many_modules() -> Workload:
-    modules = [nn.Linear(16, 16) for _ in range(300)]
-    return of_loss(adding(lambda: modules[7].weight.detach()))
+def far_within(held: Any) -> Tensor:
+    while hasattr(held, "inner"):
+        held = held.inner
+    found: Tensor = held.items["a"][0].held[0]
+    return found
+
+
+def cyclic() -> dict[str, Any]:
+    held: dict[str, Any] = {"t": table()}
+    held["list"] = [held]
+    return held
 
 
 def in_a_partial() -> Workload:
     def loss_fn(memory: Any, model: nn.Module, x: Tensor, *, other: Any) -> Any:
-        return square(model, x) + memory["x"][0].mean() + other[0].mean()
+        return mean_square(model, x) + memory["x"][0].mean() + other[0].mean()
 
     return of_loss(functools.partial(loss_fn, {"x": [table()]}, other=collections.OrderedDict({0: table()})))
 
@@ -129,20 +117,9 @@ def in_a_default() -> Workload:
     kept = {"t": table()}
 
     def loss_fn(model: nn.Module, x: Tensor, held: Any = kept) -> Any:
-        return square(model, x) + held["t"].mean()
+        return mean_square(model, x) + held["t"].mean()
 
     return of_loss(loss_fn)
-
-
-def in_a_distribution() -> Workload:
-    prior = torch.distributions.Normal(table(), torch.ones(128, 64))
-    return of_loss(adding(lambda: prior.loc))
-
-
-def in_a_cycle() -> Workload:
-    held: dict[str, Any] = {"t": table()}
-    held["list"] = [held]
-    return of_loss(adding(lambda: held["list"][0]["t"]))
 
 
 def filled_by_the_step() -> Workload:
@@ -150,7 +127,7 @@ def filled_by_the_step() -> Workload:
 
     def loss_fn(model: nn.Module, x: Tensor) -> Any:
         memory["last"] = model(x).detach()
-        return square(model, x)
+        return mean_square(model, x)
 
     return of_loss(loss_fn)
 
@@ -159,7 +136,7 @@ def of_functions_that_call_each_other() -> Workload:
     teacher = network()
 
     def even(model: nn.Module, x: Tensor, n: int = 2) -> Any:
-        return square(model, x) + teacher(x).detach().mean() if n == 0 else odd(model, x, n - 1)
+        return mean_square(model, x) + teacher(x).detach().mean() if n == 0 else odd(model, x, n - 1)
 
     def odd(model: nn.Module, x: Tensor, n: int) -> Any:
         return even(model, x, n - 1)
@@ -191,6 +168,71 @@ class Only(nn.Linear):
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self
+
+
+class Noisy(nn.Linear):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 64)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.rand(x.shape, generator=self.generator))
+
+
+class Locked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(64, 64)
+        self.locks = {"one": threading.Lock(), "other": threading.RLock()}
+        self.log = Path(__file__).open()
+        weakref.finalize(self, self.log.close)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.locks["one"], self.locks["other"]:
+            return super().forward(x)
+
+
+class Closing(nn.Module):
+    """Calls its layer through a function that refers to it, and another by a default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(64, 64), nn.Linear(64, 64)
+        other = self.other
+        self.functions = [lambda x: self.layer(x), lambda x, layer=other: layer(x)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for function in self.functions:
+            x = function(x)
+        return x
+
+
+class Child(nn.Module):
+    def __init__(self, parent: nn.Module) -> None:
+        super().__init__()
+        self.parent = weakref.ref(parent)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.parent().layer(x)
+
+
+class Parent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.child = Child(self)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.child(x)
+
+
+class Keeping(nn.Linear):
+    """Holds a tensor that is no leaf."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 64)
+        self.doubled = self.weight + self.weight
 
 
 def with_a_weak_dictionary() -> Workload:
@@ -247,7 +289,7 @@ def with_optimizers_in_hooks() -> Workload:
     model.register_parameter("scale", nn.Parameter(torch.ones(())))
 
     def loss_fn(model: Any, x: Tensor) -> Any:
-        return square(model, x) * model.scale
+        return mean_square(model, x) * model.scale
 
     return dataclasses.replace(of_model(model, torch.optim.SGD([model.scale], 0.1)), loss_fn=loss_fn)  # type: ignore[list-item]
 
@@ -357,11 +399,6 @@ class Slow(torch.optim.SGD):
                 parameter.copy_(self.slow[id(parameter)])
 
 
-def slow() -> Workload:
-    model = network()
-    return of_model(model, Slow(model.parameters(), lr=0.1))
-
-
 def with_a_scheduler() -> Workload:
     workload = of_model(network())
     torch.optim.lr_scheduler.StepLR(workload.optimizer, 1)
@@ -369,20 +406,27 @@ def with_a_scheduler() -> Workload:
 
 
 STEPS: dict[str, Callable[[], Workload]] = {
-    "a replay memory": in_a_replay_memory,
+    "a replay memory": lambda: reading({number: (table(), number) for number in range(20)}, lambda held: held[3][0]),
     "a queue": in_a_queue,
-    "a tuple without a length": in_a_tuple_without_length,
-    "a set": in_a_set,
-    "far within": far_within,
-    "many modules": in_many_modules,
+    "a tuple without a length": lambda: reading(Pair(table(), [table()]), lambda held: held.second[0]),
+    "a set": lambda: reading({table() for _ in range(3)}, lambda held: next(iter(held))),
+    "far within": lambda: reading(nested(8), far_within),
+    "many modules": lambda: reading([nn.Linear(16, 16) for _ in range(300)], lambda held: held[7].weight.detach()),
     "a partial": in_a_partial,
     "a default argument": in_a_default,
-    "a distribution": in_a_distribution,
-    "a cycle": in_a_cycle,
+    "a distribution": lambda: reading(torch.distributions.Normal(table(), torch.ones(128, 64)), lambda held: held.loc),
+    "a cycle": lambda: reading(cyclic(), lambda held: held["list"][0]["t"]),
     "filled by the step": filled_by_the_step,
     "functions that call each other": of_functions_that_call_each_other,
     "a class that leaves things out": lambda: of_model(Forgetful()),
     "a class that takes itself for its copy": lambda: of_model(nn.Sequential(Only(64, 64), nn.Linear(64, 64))),
+    "a generator of the model": lambda: of_model(Noisy()),
+    "locks and files": lambda: of_model(Locked()),
+    "closures of a module": lambda: of_model(Closing()),
+    "a weak reference to the parent": lambda: of_model(Parent()),
+    "a tensor that is no leaf": lambda: of_model(Keeping()),
+    "parametrized": lambda: of_model(parametrizations.weight_norm(nn.Linear(64, 64))),
+    "spectral norm": lambda: of_model(parametrizations.spectral_norm(nn.Linear(64, 64))),
     "a weak dictionary": with_a_weak_dictionary,
     "features in hooks": with_features_in_hooks,
     "a list's bound method": with_a_bound_method_of_a_list,
@@ -396,16 +440,13 @@ STEPS: dict[str, Callable[[], Workload]] = {
     "an average by id": lambda: with_an_average_by(id),
     "weights pulled back": with_weights_pulled_back,
     "a step of its own": with_a_step_of_its_own,
-    "slow weights": slow,
+    "slow weights": lambda: of_model(model := network(), Slow(model.parameters(), lr=0.1)),
     "a scheduler": with_a_scheduler,
 }
 QUICK = [
-    "a replay memory",
-    "far within",
-    "a weak dictionary",
-    "optimizers in hooks",
-    "an average by id",
-    "slow weights",
+    *("a replay memory", "far within", "a generator of the model", "locks and files", "closures of a module"),
+    *("a weak reference to the parent", "a tensor that is no leaf", "parametrized", "spectral norm"),
+    *("a weak dictionary", "optimizers in hooks", "an average by id", "slow weights"),
 ]
 
 
@@ -487,7 +528,7 @@ def test_what_a_copy_lacks_is_named(change: Callable[[Any], Any], told: str) -> 
 
 
 def test_what_is_shared_is_named() -> None:
-    workload = in_a_replay_memory()
+    workload = made("a replay memory")
     shared = dataclasses.replace(real_copy(workload), model=workload.model)
     assert "Workload.model is shared with the copy" in differences(workload, shared)
 
@@ -510,3 +551,34 @@ def test_hooks_of_all_optimizers_run_on_copies_of_what_they_hold() -> None:
         assert not any(torch.equal(held, before[p]) for p, held in average.shadow.items() if p.dim() > 1)
     finally:
         handle.remove()
+
+
+def test_estimates_leave_a_models_generator_where_it_was() -> None:
+    workload = of_model(Noisy())
+    before = workload.model.generator.get_state()  # type: ignore[union-attr, operator]
+    memfit.estimate(workload)
+    assert torch.equal(workload.model.generator.get_state(), before)  # type: ignore[union-attr, operator]
+
+
+def test_labels_on_parameters_and_attributes_of_tensor_classes_are_kept() -> None:
+    class Measured(torch.Tensor):
+        spacing: float
+
+    workload = of_model(nn.Linear(64, 64))
+    workload.model.weight.kind = "matrix"  # type: ignore[union-attr]
+    batch = workload.batch.as_subclass(Measured)
+    batch.spacing = 0.5
+
+    def loss_fn(model: Any, x: Any) -> Tensor:
+        assert model.weight.kind == "matrix"
+        return mean_square(model, x) * x.spacing
+
+    assert memfit.estimate(Workload(workload.model, batch, loss_fn, workload.optimizer)).peak_bytes > 0
+
+
+def test_what_is_used_up_by_reading_is_not_shared() -> None:
+    model = nn.Linear(64, 64)
+    model.stream = (i for i in range(3))  # type: ignore[assignment]
+    with pytest.raises(WorkloadError, match=r"can't be copied .*generator"):
+        memfit.estimate(of_model(model))
+    assert list(model.stream) == [0, 1, 2]  # type: ignore[arg-type]

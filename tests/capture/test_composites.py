@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memfit.capture import measure_peak_bytes
 from memfit.capture.composites import composites_without_mode
-from memfit.cost import calibrate
-from memfit.ir import simulate
 from memfit.workload import Workload
-from tests.models import captured, step_of
+from tests.capture.steps import difference_bytes, squared
 
 WIDTH = 64
 NBYTES = 4 * 64 * 64 * WIDTH
@@ -52,19 +50,8 @@ class Layered(nn.Module):
 
 def workload(name: str) -> Workload:
     model = Layered()
-    use = USES[name]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    return Workload(model, torch.randn(64, 64, WIDTH), lambda m, x: use(m, x), optimizer, name=name)
-
-
-def difference_bytes(name: str, *, real: bool = False) -> int:
-    """Return predicted less measured."""
-    trace = captured(workload(name), real=real)
-    mine = workload(name)
-    with step_of(mine) as step:
-        step(mine.batch)
-        measured = measure_peak_bytes(step, mine.batch)
-    return simulate(trace, calibrate([trace])).peak_bytes - measured
+    return squared(model, torch.randn(64, 64, WIDTH), optimizer, loss_fn=USES[name])
 
 
 BY_VALUES = ("as many classes as there are",)
@@ -74,13 +61,13 @@ BY_VALUES = ("as many classes as there are",)
     ("name", "real"), [(name, real) for name in USES for real in (False, True) if real or name not in BY_VALUES]
 )
 def test_the_peak_is_that_of_the_step_that_nothing_watches(name: str, real: bool) -> None:
-    assert abs(difference_bytes(name, real=real)) < NBYTES / 100
+    assert abs(difference_bytes(partial(workload, name), real=real)) < NBYTES / 100
 
 
 @pytest.mark.parametrize("name", ["transposed rows", "vectors of classes only"])
 def test_the_comparison_notices_what_a_mode_does_otherwise(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr("memfit.capture.composites._KEYS", ())
-    assert difference_bytes(name) > 0.2 * NBYTES
+    assert difference_bytes(partial(workload, name)) > 0.2 * NBYTES
 
 
 @pytest.mark.parametrize("name", USES)

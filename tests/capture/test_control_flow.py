@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.common import whole_run_peak_bytes
 from memfit.capture import measure_peak_bytes, real_copy, value_reads
+from memfit.capture.control_flow import GeneratorStates
+from memfit.capture.known_values import random_output
 from memfit.hardware import find_device
 from memfit.ir import Levers, Prediction
 from memfit.levers import applied
@@ -25,10 +28,6 @@ from tests.covering import some
 
 Course = Callable[[nn.Module, Tensor], Tensor]
 SAMPLES = 128
-
-
-SAME = {"if_bool", "by_integer", "by_numpy", "by_list", "rows_by_position", "validated"}
-"""Code that reads a value as another's does: CI runs it."""
 
 
 class Blocks(nn.Module):
@@ -79,13 +78,6 @@ def if_item(block: nn.Module, x: Tensor) -> Tensor:
     return x + block(x) if x.norm(dim=1).mean().item() > 1e-3 else x
 
 
-def if_bool(block: nn.Module, x: Tensor) -> Tensor:
-    if (x.abs() > 100).any():
-        return x
-    out: Tensor = block(x)
-    return out
-
-
 def while_above(block: nn.Module, x: Tensor) -> Tensor:
     times = 0
     while float(x.pow(2).sum()) > 1e-6 and times < 3:
@@ -93,25 +85,10 @@ def while_above(block: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
-def by_integer(block: nn.Module, x: Tensor) -> Tensor:
-    for _ in range(int(x.detach().abs().sum()) % 3 + 1):
+def repeated(block: nn.Module, x: Tensor, times: int) -> Tensor:
+    for _ in range(times):
         x = x + block(x)
     return x
-
-
-def by_index(block: nn.Module, x: Tensor) -> Tensor:
-    best: Tensor = x + block(x[: 8 + int(x.sum(1).argmax())]).sum(0)
-    return best
-
-
-def by_numpy(block: nn.Module, x: Tensor) -> Tensor:
-    largest = np.asarray(x.detach().sum(1)).argmax()
-    out: Tensor = x + block(x[: 8 + int(largest)]).sum(0)
-    return out
-
-
-def by_list(block: nn.Module, x: Tensor) -> Tensor:
-    return x + block(x) if sum(value > 0 for value in x.detach().sum(1).tolist()) > 5 else x
 
 
 def rows_by_mask(block: nn.Module, x: Tensor) -> Tensor:
@@ -135,39 +112,34 @@ def checked(block: nn.Module, x: Tensor) -> Tensor:
 
 def validated(block: nn.Module, x: Tensor) -> Tensor:
     # Asked for: Dynamo turns off what distributions check by themselves, for the rest of the process.
-    normal = torch.distributions.Normal(x, F.softplus(x) + 0.1, validate_args=True)
-    out: Tensor = block(normal.rsample())
+    out: Tensor = block(torch.distributions.Normal(x, F.softplus(x) + 0.1, validate_args=True).rsample())
     return out
 
 
-def within_checkpoint(block: nn.Module, x: Tensor) -> Tensor:
-    def part(y: Tensor) -> Tensor:
-        return y + block(y) if y.norm().item() > 0.1 else y
-
-    out: Tensor = checkpoint(part, x, use_reentrant=False)
-    return out
-
-
-READING = [
-    if_item,
-    if_bool,
-    while_above,
-    by_integer,
-    by_index,
-    by_numpy,
-    by_list,
-    rows_by_mask,
-    rows_by_position,
-    checked,
-    validated,
-    within_checkpoint,
-]
+READING: dict[str, Course] = {
+    "if_item": if_item,
+    "while_above": while_above,
+    "by_index": lambda block, x: x + block(x[: 8 + int(x.sum(1).argmax())]).sum(0),
+    "rows_by_mask": rows_by_mask,
+    "checked": checked,
+    "within_checkpoint": lambda block, x: checkpoint(functools.partial(if_item, block), x, use_reentrant=False),
+}
+SAME: dict[str, Course] = {
+    "if_bool": lambda block, x: x if (x.abs() > 100).any() else block(x),
+    "by_integer": lambda block, x: repeated(block, x, int(x.detach().abs().sum()) % 3 + 1),
+    "by_numpy": lambda block, x: x + block(x[: 8 + int(np.asarray(x.detach().sum(1)).argmax())]).sum(0),
+    "by_list": lambda block, x: x + block(x) if sum(value > 0 for value in x.detach().sum(1).tolist()) > 5 else x,
+    "rows_by_position": rows_by_position,
+    "validated": validated,
+}
+"""Code that reads a value as another's does: CI runs it."""
+READ = READING | SAME
 
 
-@pytest.mark.parametrize("course", some(READING, [course for course in READING if course.__name__ not in SAME]))
-def test_what_code_reads_is_read_of_the_step_with_data(course: Course) -> None:
-    found = predicted(course)
-    assert found.peak_bytes == pytest.approx(measured(course), rel=1e-4)
+@pytest.mark.parametrize("course", some(READ, READING))
+def test_what_code_reads_is_read_of_the_step_with_data(course: str) -> None:
+    found = predicted(READ[course])
+    assert found.peak_bytes == pytest.approx(measured(READ[course]), rel=1e-4)
     assert not any("a guess" in note for note in found.notes)
 
 
@@ -177,11 +149,11 @@ def test_each_microbatch_reads_its_own(course: Course) -> None:
     assert found.peak_bytes == pytest.approx(measured(course, SAMPLES // 4), rel=1e-4)
 
 
-@pytest.mark.parametrize("course", some(READING, [course for course in READING if course.__name__ not in SAME]))
-def test_without_data_the_worse_of_both_answers_is_predicted_and_listed(course: Course) -> None:
-    found = predicted(course, on_meta=True)
-    if course not in (by_index, by_numpy):  # an integer may be anything: it is to be stated
-        assert measured(course) <= found.peak_upper_bytes
+@pytest.mark.parametrize("course", some(READ, READING))
+def test_without_data_the_worse_of_both_answers_is_predicted_and_listed(course: str) -> None:
+    found = predicted(READ[course], on_meta=True)
+    if course not in ("by_index", "by_numpy"):  # an integer may be anything: it is to be stated
+        assert measured(READ[course]) <= found.peak_upper_bytes
     assert any("a guess" in note and "test_control_flow.py:" in note for note in found.notes)
     assert found.peak_upper_bytes > 1.05 * found.peak_bytes
 
@@ -225,40 +197,23 @@ def by_python(block: nn.Module, x: Tensor) -> Tensor:
     return x + block(x) if random.random() < 0.5 else x
 
 
-def by_python_choice(block: nn.Module, x: Tensor) -> Tensor:
-    for _ in range(random.choice((0, 1, 2))):
-        x = x + block(x)
-    return x
+DRAWING: dict[str, Course] = {
+    "python": by_python,
+    "choice of python": lambda block, x: repeated(block, x, random.choice((0, 1, 2))),
+    "numpy": lambda block, x: x + block(x) if np.random.rand() < 0.5 else x,
+    "torch": lambda block, x: x + block(x) if torch.rand(()) < 0.5 else x,
+    "integer of torch": lambda block, x: repeated(block, x, int(torch.randint(0, 3, (1,)))),
+    "bernoulli": lambda block, x: x + block(x) if torch.empty(1).bernoulli_(0.5).item() else x,
+}
 
 
-def by_numpy_draw(block: nn.Module, x: Tensor) -> Tensor:
-    return x + block(x) if np.random.rand() < 0.5 else x
-
-
-def by_torch(block: nn.Module, x: Tensor) -> Tensor:
-    return x + block(x) if torch.rand(()) < 0.5 else x
-
-
-def by_torch_integer(block: nn.Module, x: Tensor) -> Tensor:
-    for _ in range(int(torch.randint(0, 3, (1,)))):
-        x = x + block(x)
-    return x
-
-
-def by_bernoulli(block: nn.Module, x: Tensor) -> Tensor:
-    return x + block(x) if torch.empty(1).bernoulli_(0.5).item() else x
-
-
-DRAWING = [by_python, by_python_choice, by_numpy_draw, by_torch, by_torch_integer, by_bernoulli]
-
-
-@pytest.mark.parametrize("course", some(DRAWING, [by_python, by_numpy_draw, by_torch_integer]))
-def test_the_draws_from_the_present_states_are_followed_and_the_worst_is_in_the_interval(course: Course) -> None:
-    found = predicted(course)
+@pytest.mark.parametrize("name", some(DRAWING, ["python", "numpy", "integer of torch"]))
+def test_the_draws_from_the_present_states_are_followed_and_the_worst_is_in_the_interval(name: str) -> None:
+    found = predicted(DRAWING[name])
     assert found.peak_upper_bytes >= predicted(lambda block, x: x + block(x)).peak_bytes
     assert any("random numbers choose the operators of the step" in note for note in found.notes)
-    if course in (by_python, by_python_choice, by_numpy_draw):
-        assert found.peak_bytes == measured(course)
+    if "python" in name or name == "numpy":
+        assert found.peak_bytes == measured(DRAWING[name])
 
 
 def test_other_draws_are_other_predictions() -> None:
@@ -287,6 +242,44 @@ def test_the_generators_are_left_as_they_were() -> None:
     capture_levers(work, Levers(microbatch_size=SAMPLES), find_device("cpu"))
     assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[2])
     assert str(np.random.get_state(legacy=False)) == str(before[1])
+
+
+@pytest.mark.parametrize("extreme", ["low", "high"])
+def test_both_generators_draw_an_extreme_and_come_to_an_end(extreme: str) -> None:
+    GeneratorStates.drawing(extreme).restore()  # type: ignore[arg-type]
+    expected = pytest.approx(0.0 if extreme == "low" else 1.0, abs=1e-9)
+    assert [random.random() for _ in range(200)] == [expected] * 200
+    assert np.random.rand(200).tolist() == [expected] * 200
+    assert 0 <= random.randrange(10) < 10 and len(random.sample(range(10), 3)) == 3
+    assert np.isfinite(np.random.randn(3)).all() and np.isfinite(random.gauss(0, 1))
+
+
+def test_states_come_back() -> None:
+    states = GeneratorStates.now()
+    first = random.random(), np.random.rand(), torch.rand(1).item()
+    assert not GeneratorStates.now().has_states_of(states)
+    states.restore()
+    assert GeneratorStates.now().has_states_of(states)
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == first
+
+
+def test_seeds_are_seeds() -> None:
+    GeneratorStates.seeded(5).restore()
+    assert (random.random(), np.random.rand()) == (random.Random(5).random(), np.random.RandomState(5).rand())
+
+
+def test_even_draws_of_pytorch_can_be_extreme() -> None:
+    aten = torch.ops.aten
+    assert random_output(aten.rand.default, aten.rand, ([2],), {}, "low").tolist() == [0.0, 0.0]
+    assert (random_output(aten.rand.default, aten.rand, ([2],), {}, "high") > 0.999).all()
+    uniform = aten.uniform_.default, aten.uniform_, (torch.empty(2), 3.0, 5.0), {}
+    assert random_output(*uniform, "low").tolist() == [3.0, 3.0] and (random_output(*uniform, "high") < 5).all()
+    bernoulli = aten.bernoulli_.float, aten.bernoulli_, (torch.empty(2), 0.5), {}
+    assert [random_output(*bernoulli, extreme).tolist() for extreme in ("low", "high")] == [[1.0, 1.0], [0.0, 0.0]]
+    torch.manual_seed(0)
+    found = random_output(aten.rand.default, aten.rand, ([2],), {}, "")
+    torch.manual_seed(0)
+    assert torch.equal(found, torch.rand(2))
 
 
 class _Sometimes(nn.Module):

@@ -13,6 +13,7 @@ from memfit.hardware import find_device
 from memfit.ir import Levers, simulate
 from memfit.planner import capture_levers
 from memfit.workload import Workload
+from tests.capture.steps import squared
 from tests.models import captured
 
 WIDTH = 64
@@ -47,12 +48,7 @@ class Moving(nn.Module):
 def workload(name: str) -> Workload:
     torch.manual_seed(0)
     model = Moving(CONVERSIONS[name])
-    return Workload(
-        model=model,
-        batch=torch.randn(32, WIDTH),
-        loss_fn=lambda model, x: model(x).square().mean(),
-        optimizer=torch.optim.AdamW(model.parameters()),
-    )
+    return squared(model, torch.randn(32, WIDTH), torch.optim.AdamW(model.parameters()))
 
 
 @pytest.mark.parametrize("name", CONVERSIONS)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memfit.capture.notes import evaluation_note
+from memfit.capture.step_capture import evaluation_note
 from memfit.workload import Workload
 from tests.models import captured, squared_error
 

@@ -18,8 +18,8 @@ from memfit.capture import external_tensors, real_copy
 from memfit.errors import WorkloadError
 from memfit.ir import Levers
 from memfit.workload import Workload
+from tests.capture.steps import assert_predicted, mean_square, squared
 from tests.covering import some
-from tests.measuring import peaks
 
 
 def network() -> nn.Sequential:
@@ -27,7 +27,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 3, 3, padding=1))
 
 
-TEACHER = network()
+TEACHER, IMAGES = network(), torch.randn(2, 3, 64, 64)
 
 
 def by_a_global(model: nn.Module, x: Tensor) -> Tensor:
@@ -84,11 +84,6 @@ class Listing(nn.Module):
         with torch.no_grad():
             known = self.teachers[0](x) * self.options.weight
         return self.inner(x) - known
-
-
-def mean_square(model: nn.Module, x: Tensor) -> Tensor:
-    square: Tensor = model(x).square().mean()
-    return square
 
 
 def closed_over(teacher: nn.Module, with_gradient: bool) -> Callable[[nn.Module, Tensor], Tensor]:
@@ -152,14 +147,12 @@ def test_it_is_found_and_counted_as_what_stays(way: str) -> None:
     storages = {t.untyped_storage().data_ptr() for t in external_tensors(workload)}
     assert {t.untyped_storage().data_ptr() for t in reached.parameters()} <= storages
     assert not {t.untyped_storage().data_ptr() for t in workload.model.parameters()} & storages
-    predicted, measured = peaks(workload, Levers(microbatch_size=2))
-    assert predicted == measured
+    assert_predicted(workload)
 
 
 def test_a_method_is_called_on_a_copy_of_its_object() -> None:
     trainer = Trainer(network())
-    model = network()
-    workload = Workload(model, torch.randn(2, 3, 64, 64), trainer.loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    workload = squared(network(), IMAGES, loss_fn=trainer.loss)
     copied = real_copy(workload)
     copied.loss_fn(copied.model, copied.batch)
     assert trainer.calls == 0
@@ -182,44 +175,21 @@ class Task:
 def test_a_model_that_the_loss_holds_too_counts_once(has_teacher: bool) -> None:
     torch.manual_seed(0)
     model, teacher = network(), network() if has_teacher else None
-    workload = Workload(
-        model, torch.randn(2, 3, 64, 64), Task(model, teacher).loss, torch.optim.Adam(model.parameters())
-    )
-    predicted, measured = peaks(workload, Levers(microbatch_size=2))
-    assert predicted == measured
-    assert predicted == memfit.estimate(workload).peak_bytes
-    again = Workload(model, torch.randn(2, 3, 64, 64), mean_square, torch.optim.Adam(model.parameters()))
+    workload = squared(model, IMAGES, loss_fn=Task(model, teacher).loss)
+    assert_predicted(workload)
     weights = sum(t.nbytes for t in model.state_dict().values())
-    extra = predicted - memfit.estimate(again).peak_bytes
+    extra = memfit.estimate(workload).peak_bytes - memfit.estimate(squared(model, IMAGES)).peak_bytes
     assert extra >= weights if has_teacher else extra < weights
 
 
 def test_a_loss_that_reaches_nothing_else_is_the_same_function() -> None:
-    model = network()
-    workload = Workload(model, torch.randn(2, 3, 64, 64), mean_square, torch.optim.SGD(model.parameters(), lr=0.1))
+    workload = squared(network(), IMAGES)
     assert real_copy(workload).loss_fn is mean_square
     assert external_tensors(workload) == []
 
 
-def test_functions_that_call_each_other_are_copied() -> None:
-    teacher = network()
-
-    def even(model: nn.Module, x: Tensor, n: int = 2) -> Any:
-        return teacher(model(x)).mean() if n == 0 else odd(model, x, n - 1)
-
-    def odd(model: nn.Module, x: Tensor, n: int) -> Any:
-        return even(model, x, n - 1)
-
-    model = network()
-    workload = Workload(model, torch.randn(2, 3, 64, 64), even, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert memfit.estimate(workload).peak_bytes > 0
-    assert len(external_tensors(workload)) == len(teacher.state_dict())
-
-
 def test_the_model_itself_is_to_be_reached_by_the_argument() -> None:
     model = network()
-    workload = Workload(
-        model, torch.randn(2, 3, 64, 64), lambda _, x: model(x).mean(), torch.optim.SGD(model.parameters(), lr=0.1)
-    )
+    workload = squared(model, IMAGES, loss_fn=lambda _, x: model(x).mean())
     with pytest.raises(WorkloadError, match="Workload.loss_fn returned a loss that depends on no"):
         memfit.estimate(workload)

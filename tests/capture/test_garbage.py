@@ -17,6 +17,7 @@ from memfit.hardware import find_device
 from memfit.ir import Levers
 from memfit.planner import Captures, capture_levers, costs_of, predict
 from memfit.workload import Workload
+from tests.capture.steps import squared
 from tests.covering import some
 
 
@@ -56,14 +57,7 @@ class Hooked(Noted):
 
 def workload(make: Callable[[], nn.Module]) -> Workload:
     torch.manual_seed(0)
-    model = make()
-    return Workload(
-        name="garbage",
-        model=model,
-        batch=torch.randn(512, 64),
-        loss_fn=lambda model, batch: model(batch).square().mean(),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
-    )
+    return squared(make(), torch.randn(512, 64))
 
 
 @pytest.mark.parametrize("make", [Noted, Hooked])

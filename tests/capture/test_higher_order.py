@@ -19,7 +19,7 @@ from memfit.hardware import find_device
 from memfit.ir import Levers
 from memfit.planner import capture_levers
 from memfit.workload import Workload
-from tests.measuring import peaks
+from tests.capture.steps import assert_predicted, squared
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning"),
@@ -75,16 +75,13 @@ class Between(nn.Module):
 
 def workload(function: Callable[[Tensor], Any]) -> Workload:
     torch.manual_seed(0)
-    model = Between(function)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Workload(model, torch.randn(4, 128, 32), lambda model, x: model(x).square().mean(), optimizer)
+    return squared(Between(function), torch.randn(4, 128, 32))
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_the_peak_is_the_measured_one(name: str) -> None:
-    predicted, measured = peaks(workload(FOLLOWED[name]), Levers(microbatch_size=4))
-    assert predicted == pytest.approx(measured, rel=1e-3)
+    assert_predicted(workload(FOLLOWED[name]), rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["cond", *(pytest.param(n, marks=pytest.mark.ci) for n in REFUSED if n != "cond")])

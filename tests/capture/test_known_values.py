@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.capture import KnownValues
 from memfit.capture import known_values as module
-from memfit.capture.known_values import _only_writes, fake_paths_disabled
+from memfit.capture.known_values import fake_paths_disabled
 
 
 @pytest.fixture
@@ -167,33 +165,23 @@ def test_a_loss_can_be_formatted(known: KnownValues) -> None:
         f"{loss:.2f}"
 
 
-WRITES: dict[str, tuple[Callable[[torch.Tensor], object], bool]] = {
-    "numbers": (lambda x: x.mul_(2.0), True),
-    "another tensor's": (lambda x: x.add_(x * 2, alpha=3.0), True),
-    "those of two": (lambda x: x.addcdiv_(x + 1, x + 2, value=0.1), True),
-    "a row's": (lambda x: x.add_(x[0]), False),
-    "those of another precision": (lambda x: x.add_(x.double()), False),
-    "copied ones": (lambda x: x.copy_(x + 1), False),
-    "integers": (lambda x: x.long().mul_(2), False),
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "numbers": lambda x: x.mul_(2.0),
+    "another tensor's": lambda x: x.add_(x * 2, alpha=3.0),
+    "those of two": lambda x: x.addcdiv_(x + 1, x + 2, value=0.1),
+    "a row's": lambda x: x.add_(x[0]),
+    "those of another precision": lambda x: x.add_(x.double()),
+    "copied ones": lambda x: x.copy_(x + 1),
+    "integers": lambda x: x.long().mul_(2),
 }
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_only_operators_that_write_numbers_alone_run_without_their_kernels(name: str) -> None:
-    write, expected = WRITES[name]
-    found: list[bool] = []
-
-    class Look(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func._schema.is_mutable:
-                found.append(_only_writes(func, args))
-            return func(*args, **(kwargs or {}))
-
-    with FakeTensorMode(), Look():  # type: ignore[no-untyped-call]
-        x = torch.empty(4, 8)
-        made = write(x)
-    assert found == [expected]
-    assert isinstance(made, torch.Tensor) and made.shape == (4, 8)
+def test_what_is_written_stays_what_it_is(known: KnownValues, name: str) -> None:
+    """Operators that write numbers alone run without their kernels."""
+    x = torch.empty(4, 8)
+    made = WRITES[name](x)
+    assert isinstance(made, FakeTensor) and made.shape == (4, 8) and (made is x or name == "integers")
 
 
 def test_what_a_kernel_refuses_is_refused(known: KnownValues) -> None:

@@ -15,6 +15,7 @@ from memfit.hardware import find_device
 from memfit.ir import Levers
 from memfit.planner import capture_levers, costs_of, predict
 from memfit.workload import Workload
+from tests.capture.steps import assert_predicted, squared
 from tests.measuring import peaks
 
 SAMPLES, LENGTH, WIDTH = 8, 24, 16
@@ -74,15 +75,14 @@ def workload(use: Use, *, on_meta: bool = False) -> Workload:
     with torch.device("meta" if on_meta else "cpu"):
         model = Used(use)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    return Workload(model, torch.randn(SAMPLES, LENGTH, WIDTH), lambda m, x: m(x).mean(), optimizer)
+    return squared(model, torch.randn(SAMPLES, LENGTH, WIDTH), optimizer, loss_fn=lambda m, x: m(x).mean())
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[SELECTED] if name == "cumulative product with zeros" else []) for name in USES]
 )
 def test_the_peak_is_that_of_the_formula_that_runs(name: str) -> None:
-    predicted, measured = peaks(workload(USES[name]), LEVERS)
-    assert predicted == measured
+    assert_predicted(workload(USES[name]))
 
 
 @SELECTED
@@ -172,10 +172,7 @@ def test_the_peak_of_reflectors_is_that_of_the_formula_that_runs(model: type[nn.
     torch.manual_seed(3)
     made = model()
     columns = made.in_features if isinstance(made, nn.Linear) else 8
-    optimizer = torch.optim.SGD(made.parameters(), lr=1e-3)
-    workload = Workload(made, torch.randn(16, columns), lambda m, x: m(x).square().mean(), optimizer)
-    predicted, measured = peaks(workload, Levers(microbatch_size=16))
-    assert predicted == pytest.approx(measured, rel=1e-3)
+    assert_predicted(squared(made, torch.randn(16, columns)), rel=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])

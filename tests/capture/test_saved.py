@@ -15,7 +15,8 @@ from memfit.hardware import find_device
 from memfit.ir import Levers, Regions
 from memfit.planner import capture_levers
 from memfit.solver import refusals
-from memfit.workload import Workload, batch_size_of
+from memfit.workload import Workload
+from tests.capture.steps import assert_predicted
 from tests.measuring import peaks
 
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
@@ -32,11 +33,6 @@ def workload(loss: Loss, model: nn.Module | None = None) -> Workload:
     return Workload(model, batch, loss, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
 
-def assert_exact(work: Workload, microbatch_size: int | None = None) -> None:
-    predicted, measured = peaks(work, Levers(microbatch_size=microbatch_size or batch_size_of(work.batch)))
-    assert predicted == measured
-
-
 def cross_entropy(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"])
 
@@ -48,32 +44,27 @@ def accuracy(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return (logits.softmax(1).argmax(1) == batch["y"]).float().mean()
 
 
-def nearest(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    return torch.cdist(logits, logits).argmin(1)
+METRICS: dict[str, Callable[[Tensor, dict[str, Tensor]], Tensor]] = {
+    "accuracy": accuracy,
+    "nearest": lambda logits, batch: torch.cdist(logits, logits).argmin(1),
+    "large": lambda logits, batch: logits.exp() > 1,
+    "detached": lambda logits, batch: logits.sigmoid().tanh().relu().sqrt().detach(),
+    "distances": lambda logits, batch: logits.norm(dim=1, keepdim=True).cumprod(0) < 2,
+}
 
 
-def large(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    return logits.exp() > 1
-
-
-def detached(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    return logits.sigmoid().tanh().relu().sqrt().detach()
-
-
-def distances(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    return logits.norm(dim=1, keepdim=True).cumprod(0) < 2
-
-
-@pytest.mark.parametrize("metric", [accuracy, nearest, large, detached, distances])
-def test_a_metric_of_the_logits_is_let_go_of_as_it_is_without_hooks(
-    metric: Callable[[Tensor, dict[str, Tensor]], Tensor],
-) -> None:
+def beside(metric: str) -> Workload:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         logits = model(batch["x"])
-        metric(logits, batch)
+        METRICS[metric](logits, batch)
         return F.cross_entropy(logits, batch["y"])
 
-    assert_exact(workload(loss))
+    return workload(loss)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_a_metric_of_the_logits_is_let_go_of_as_it_is_without_hooks(metric: str) -> None:
+    assert_predicted(beside(metric))
 
 
 class Reversible(torch.autograd.Function):
@@ -111,7 +102,7 @@ class ReversibleNetwork(nn.Module):
 
 
 def test_a_graph_that_a_function_makes_and_drops_is_let_go_of() -> None:
-    assert_exact(workload(cross_entropy, ReversibleNetwork()))
+    assert_predicted(workload(cross_entropy, ReversibleNetwork()))
 
 
 # Autograd within the loss
@@ -174,12 +165,12 @@ WITHIN = [gradient_penalty, second_derivative, backward_within, saliency, one_st
 
 @pytest.mark.parametrize("loss", WITHIN)
 def test_autograd_within_the_loss(loss: Loss) -> None:
-    assert_exact(workload(loss))
+    assert_predicted(workload(loss))
 
 
 @pytest.mark.parametrize("loss", [gradient_penalty, backward_within])
 def test_autograd_within_the_loss_of_each_microbatch(loss: Loss) -> None:
-    assert_exact(workload(loss), microbatch_size=16)
+    assert_predicted(workload(loss), microbatch_size=16)
 
 
 # Held from the step before
@@ -213,17 +204,12 @@ class Clearing(nn.Module):
 
 @pytest.mark.parametrize("by_hook", [True, False])
 def test_what_is_held_from_the_step_before_and_dropped_before_the_first_operator(by_hook: bool) -> None:
-    assert_exact(workload(cross_entropy, Clearing(by_hook=by_hook)))
+    assert_predicted(workload(cross_entropy, Clearing(by_hook=by_hook)))
 
 
 def test_keeping_outputs_with_their_history_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        logits = model(batch["x"])
-        accuracy(logits, batch)
-        return F.cross_entropy(logits, batch["y"])
-
     monkeypatch.setattr(Recorder, "_detached", lambda _, tensor: tensor)
-    predicted, measured = peaks(workload(loss), Levers(microbatch_size=48))
+    predicted, measured = peaks(beside("accuracy"), Levers(microbatch_size=48))
     assert predicted > measured
 
 
@@ -248,7 +234,7 @@ class Tangent(nn.Module):
 def test_modules_within_which_a_transform_runs_are_no_regions() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(32, 32), nn.GELU()), Tangent(), nn.Linear(32, 10))
     work = workload(cross_entropy, model)
-    assert_exact(work)
+    assert_predicted(work)
     refused = refusals(Regions(capture_levers(work, Levers(microbatch_size=48), find_device("cpu"))))
     assert "torch.func" in refused["1"] and "0" not in refused
 

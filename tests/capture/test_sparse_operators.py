@@ -13,11 +13,10 @@ from torch.nn import functional as F
 import memfit
 from memfit.capture import step_capture
 from memfit.errors import CaptureError
-from memfit.ir import Levers
 from memfit.pipeline import _verify
 from memfit.workload import Workload
+from tests.capture.steps import assert_predicted, squared
 from tests.covering import some
-from tests.measuring import peaks
 
 _ROWS, _WIDTH = 900, 32
 
@@ -54,14 +53,10 @@ _MODELS: dict[str, Callable[[], _Tables]] = {
 }
 
 
-def _sparse_adam(model: _Tables) -> torch.optim.Optimizer:
-    return torch.optim.SparseAdam(list(model.tables.parameters()), lr=0.01)
-
-
 _OPTIMIZERS: dict[str, Callable[[_Tables], torch.optim.Optimizer]] = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
     "Adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1),
-    "SparseAdam": _sparse_adam,
+    "SparseAdam": lambda model: torch.optim.SparseAdam(list(model.tables.parameters()), lr=0.01),
 }
 
 
@@ -69,17 +64,14 @@ def _workload(name: str, optimizer: str, *, rows: int, length: int = 12, clip: f
     torch.manual_seed(0)
     model = _MODELS[name]()
     ids = torch.randint(0, _ROWS, (rows, length))
-    return Workload(
-        model, ids, lambda m, x: m(x).square().mean(), _OPTIMIZERS[optimizer](model), name=name, max_grad_norm=clip
-    )
+    return squared(model, ids, _OPTIMIZERS[optimizer](model), max_grad_norm=clip)
 
 
 @pytest.mark.parametrize("optimizer", sorted(_OPTIMIZERS))
 @pytest.mark.parametrize("name", sorted(set(_MODELS) - {"a dense head of the same weight"}))
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_predicted_peaks_are_measured(name: str, optimizer: str) -> None:
-    predicted, measured = peaks(_workload(name, optimizer, rows=96), Levers(microbatch_size=96))
-    assert predicted == measured
+    assert_predicted(_workload(name, optimizer, rows=96))
 
 
 @pytest.mark.parametrize(
@@ -95,8 +87,7 @@ def test_predicted_peaks_are_measured(name: str, optimizer: str) -> None:
 )
 def test_clipped_and_accumulated_gradients_are_predicted(name: str, optimizer: str, clip: float | None) -> None:
     for size in (64, 32, 16):
-        predicted, measured = peaks(_workload(name, optimizer, rows=64, clip=clip), Levers(microbatch_size=size))
-        assert predicted == measured, size
+        assert_predicted(_workload(name, optimizer, rows=64, clip=clip), size)
 
 
 @pytest.mark.ci
@@ -125,8 +116,7 @@ def test_more_microbatches_than_a_capture_runs_are_left_out_by_name(name: str, m
 
 
 def test_many_lookups_of_few_rows() -> None:
-    predicted, measured = peaks(_workload("one table", "SGD", rows=128, length=64), Levers(microbatch_size=128))
-    assert predicted == measured
+    assert_predicted(_workload("one table", "SGD", rows=128, length=64))
 
 
 def _near(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -147,29 +137,26 @@ _SELECTIONS: dict[str, _Use] = {
 }
 
 
+def _selecting(name: str, device: str = "cpu", **more: torch.Tensor) -> Workload:
+    torch.manual_seed(4)
+    with torch.device(device):
+        model = nn.Linear(64, 64)
+    batch = {"x": torch.randn(512, 64), **more}
+    loss_fn = lambda m, b: _SELECTIONS[name](m, b).square().mean()  # noqa: E731
+    return squared(model, batch, torch.optim.SGD(model.parameters(), lr=1e-9), loss_fn=loss_fn, batch_size=1)
+
+
 @pytest.mark.parametrize("name", sorted(_SELECTIONS))
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_what_values_select_is_predicted(name: str) -> None:
-    torch.manual_seed(4)
-    model = nn.Linear(64, 64)
-    batch = {"x": torch.randn(512, 64), "links": torch.randint(9, (512, 512)), "rows": torch.randint(2, (512,))}
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
-    workload = Workload(model, batch, lambda m, b: _SELECTIONS[name](m, b).square().mean(), optimizer, batch_size=1)
-    predicted, measured = peaks(workload, Levers(microbatch_size=1))
-    assert predicted == pytest.approx(measured, rel=1e-3)
+    numbers = torch.Generator().manual_seed(4)
+    links, rows = (torch.randint(9, (512, 512), generator=numbers), torch.randint(2, (512,), generator=numbers))
+    assert_predicted(_selecting(name, links=links, rows=rows), 1, rel=1e-3)
 
 
 def test_without_data_all_entries_are_predicted_and_said_to_be_a_guess() -> None:
-    def workload(device: str) -> Workload:
-        torch.manual_seed(4)
-        with torch.device(device):
-            model = nn.Linear(64, 64)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
-        use = _SELECTIONS["a graph"]
-        batch = {"x": torch.randn(512, 64)}
-        return Workload(model, batch, lambda m, b: use(m, b).square().mean(), optimizer, batch_size=1)
-
-    guessed, known = memfit.estimate(workload("meta"), device="cpu"), memfit.estimate(workload("cpu"))
+    guess, plain = _selecting("a graph", "meta"), _selecting("a graph")
+    guessed, known = memfit.estimate(guess, device="cpu"), memfit.estimate(plain)
     assert guessed.peak_bytes > known.peak_bytes + 512 * 512 * 8
     assert any("_to_sparse of float32[512, 512]" in note and "select everything" in note for note in guessed.notes)
     assert not any("guess" in note for note in known.notes)

@@ -12,6 +12,7 @@ from torch import nn
 from memfit.capture import real_copy
 from memfit.ir import Levers, Region
 from memfit.workload import Workload
+from tests.capture.steps import squared
 from tests.measuring import peaks
 
 
@@ -34,16 +35,10 @@ def wrote_in_place() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(64, 2))
 
 
-def squared(model: nn.Module, batch: Any) -> torch.Tensor:
-    loss: torch.Tensor = (model(batch) ** 2).mean()
-    return loss
-
-
-def workload_of(kind: type, samples: int = 512) -> Workload:
+def workload_of(kind: type) -> Workload:
     torch.manual_seed(0)
     model = wrote_in_place()
-    batch = torch.randn(samples, 64).as_subclass(kind)
-    return Workload(model=model, batch=batch, loss_fn=squared, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    return squared(model, torch.randn(512, 64).as_subclass(kind), loss_fn=lambda model, x: (model(x) ** 2).mean())
 
 
 LEVERS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 from memfit.ir import Precision, Trace, simulate
 from memfit.workload import Workload, batch_size_of
+from tests.capture.steps import squared
 from tests.covering import covering, each
 from tests.models import BUILDERS, COSTS, captured, convnet, plain_trace, squared_error, step_of, transformer, twice
 
@@ -79,43 +81,6 @@ def test_the_comparison_notices_another_step() -> None:
     assert len(differences(fake, captured(convnet(channels=9)))) >= 3
 
 
-def one_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    return LOSSES[batch["kind"]](model(batch["x"]).sigmoid(), batch["y"])
-
-
-LOSSES: dict[str, Any] = {
-    name: getattr(nn.functional, name)
-    for name in (
-        "mse_loss",
-        "smooth_l1_loss",
-        "huber_loss",
-        "l1_loss",
-        "soft_margin_loss",
-        "binary_cross_entropy",
-        "binary_cross_entropy_with_logits",
-    )
-}
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_losses_that_keep_their_terms_are_captured_with_them(loss: str) -> None:
-    model = nn.Sequential(nn.Linear(16, 512))
-    batch = {"kind": loss, "x": torch.randn(64, 16), "y": torch.rand(64, 512)}
-    workload = Workload(model, batch, one_loss, torch.optim.SGD(model.parameters(), lr=0.1))
-    fake, real = captured(workload), captured(workload, real=True)
-    assert not differences(fake, real)
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_losses_are_captured_in_the_memory_format_of_their_kernels(loss: str) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.MaxPool2d(2)).to(memory_format=torch.channels_last)
-    images = torch.randn(2, 3, 18, 18).contiguous(memory_format=torch.channels_last)
-    batch = {"kind": loss, "x": images, "y": torch.rand(2, 8, 8, 8)}
-    workload = Workload(model, batch, one_loss, torch.optim.SGD(model.parameters(), lr=0.1))
-    fake, real = captured(workload), captured(workload, real=True)
-    assert not differences(fake, real)
-
-
 class First(nn.Module):
     """A module of which only the first output is used."""
 
@@ -128,26 +93,29 @@ class First(nn.Module):
         return out
 
 
-SEQUENCES: dict[str, Callable[[], nn.Module]] = {
-    "gru": lambda: First(nn.GRU(16, 16, batch_first=True)),
-    "rnn": lambda: First(nn.RNN(16, 16)),
-    "bidirectional lstm": lambda: First(nn.LSTM(16, 8, num_layers=2, dropout=0.1, bidirectional=True)),
-    "encoder layer": lambda: nn.TransformerEncoderLayer(16, 4, 32, batch_first=True),
-}
+class Function(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
 
 
-@pytest.mark.parametrize("kind", SEQUENCES)
-def test_modules_over_sequences_are_captured(kind: str) -> None:
-    model = SEQUENCES[kind]()
-    batch = (torch.randn(6, 5, 16), torch.randn(6, 5, 16))
-    workload = Workload(model, batch, squared_error, torch.optim.SGD(model.parameters(), lr=0.1))
-    fake, real = captured(workload), captured(workload, real=True)
-    assert not differences(fake, real)
+def of_loss(name: str, last: bool) -> Workload:
+    """Return a step with a loss that keeps its terms, over rows or over channels-last images."""
+    images = torch.randn(2, 3, 18, 18).contiguous(memory_format=torch.channels_last)
+    x, y = (images, torch.rand(2, 8, 8, 8)) if last else (torch.randn(64, 16), torch.rand(64, 512))
+    convolution = nn.Sequential(nn.Conv2d(3, 8, 3), nn.MaxPool2d(2)).to(memory_format=torch.channels_last)
+    model = convolution if last else nn.Sequential(nn.Linear(16, 512))
+    return squared(model, (x, y), loss_fn=lambda m, b: getattr(F, name)(m(b[0]).sigmoid(), b[1]))
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("affine", [True, False])
-def test_norms_are_captured_with_the_statistics_that_their_kernels_keep(affine: bool, precision: Precision) -> None:
+def of_sequences(module: nn.Module) -> Workload:
+    return squared(module, (torch.randn(6, 5, 16), torch.randn(6, 5, 16)), loss_fn=squared_error)
+
+
+def of_norms(affine: bool) -> Workload:
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3),
         nn.BatchNorm2d(8, affine=affine),
@@ -156,10 +124,33 @@ def test_norms_are_captured_with_the_statistics_that_their_kernels_keep(affine: 
         nn.Conv2d(8, 4, 3),
         nn.LayerNorm([4, 6, 6], elementwise_affine=affine),
     )
-    batch = (torch.randn(2, 3, 10, 10), torch.randn(2, 4, 6, 6))
-    workload = Workload(model, batch, squared_error, torch.optim.SGD(model.parameters(), lr=0.1))
-    fake, real = (captured(workload, real=really, precision=precision) for really in (False, True))
-    assert not differences(fake, real)
+    return squared(model, (torch.randn(2, 3, 10, 10), torch.randn(2, 4, 6, 6)), loss_fn=squared_error)
+
+
+LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "l1_loss", "soft_margin_loss", "binary_cross_entropy")
+STEPS: dict[str, Callable[[], Workload]] = {
+    "gru": lambda: of_sequences(First(nn.GRU(16, 16, batch_first=True))),
+    "rnn": lambda: of_sequences(First(nn.RNN(16, 16))),
+    "bidirectional lstm": lambda: of_sequences(First(nn.LSTM(16, 8, 2, dropout=0.1, bidirectional=True))),
+    "encoder layer": lambda: of_sequences(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)),
+    "norms": lambda: of_norms(True),
+    "norms without parameters": lambda: of_norms(False),
+    **{
+        f"{name}{' of images' if last else ''}": partial(of_loss, name, last)
+        for name in (*LOSSES, "binary_cross_entropy_with_logits")
+        for last in (False, True)
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [*((name, "32-true") for name in STEPS), *((name, "bf16-mixed") for name in STEPS if "norm" in name)],
+)
+def test_outputs_are_kept_as_their_kernels_keep_them(name: str, precision: Precision) -> None:
+    """Terms of losses, workspaces of recurrent layers, statistics of norms; in the memory format of the kernels."""
+    workload = STEPS[name]()
+    assert not differences(*(captured(workload, real=really, precision=precision) for really in (False, True)))
 
 
 IMAGES: dict[str, Callable[[], nn.Module]] = {
@@ -180,28 +171,17 @@ IMAGES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-class Function(nn.Module):
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x)
-
-
 @pytest.mark.parametrize(("kind", "last", "ends"), covering(IMAGES, ["weights", "batch", "both"], [False, True]))
 def test_outputs_are_laid_out_as_the_kernels_do_with_channels_last(kind: str, last: str, ends: bool) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), IMAGES[kind](), *([nn.LazyConv2d(4, 3)] if ends else []))
     x = torch.randn(2, 3, 10, 10)
     model(x)  # makes the layer at the end
     if last != "batch":
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model.to(memory_format=torch.channels_last)
     if last != "weights":
         x = x.contiguous(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    workload = Workload(model, x, lambda model, x: model(x).square().mean(), optimizer)
-    fake, real = (captured(workload, real=really) for really in (False, True))
-    assert not differences(fake, real)
+    workload = squared(model, x)
+    assert not differences(*(captured(workload, real=really) for really in (False, True)))
 
 
 @pytest.mark.parametrize(
@@ -214,9 +194,8 @@ def test_transposed_convolutions_keep_the_memory_that_they_were_made_with(
     kind = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dims - 1]
     model = nn.Sequential(kind(*channels, 2), nn.Tanh()).to(dtype)
     given, wanted = (torch.randn(2, n, *[size] * dims, dtype=dtype) for n, size in zip(channels, (4, 5), strict=True))
-    workload = Workload(model, (given, wanted), squared_error, torch.optim.SGD(model.parameters(), lr=0.1))
-    fake, real = (captured(workload, real=really) for really in (False, True))
-    assert not differences(fake, real)
+    workload = squared(model, (given, wanted), loss_fn=squared_error)
+    assert not differences(*(captured(workload, real=really) for really in (False, True)))
 
 
 @pytest.mark.parametrize("name", BUILDERS)
@@ -286,10 +265,7 @@ def test_tied_weights_are_one_parameter() -> None:
 def test_bytes_born_are_bytes_dead_or_alive(name: str) -> None:
     trace = plain_trace(name, "bf16-mixed", 2)
     end = len(trace.ops)
-    for storage in trace.storages:
-        assert -1 <= storage.birth < end and storage.birth <= storage.death <= end
-        assert storage.release <= storage.death
-        assert storage.release >= storage.birth
+    assert all(-1 <= s.birth < end and s.birth <= s.release <= s.death <= end for s in trace.storages)
     born = sum(s.nbytes for s in trace.storages)
     dead = sum(s.nbytes for s in trace.storages if s.death < end)
     alive = sum(s.nbytes for s in trace.storages if s.death == end)

@@ -121,16 +121,8 @@ class Holds(nn.Module):
 
 DTYPES = [
     *(torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu),
-    *(
-        torch.float4_e2m1fn_x2,
-        torch.complex32,
-        torch.complex64,
-        torch.bool,
-        torch.int8,
-        torch.uint16,
-        torch.bits8,
-        torch.int4,
-    ),
+    *(torch.float4_e2m1fn_x2, torch.complex32, torch.complex64, torch.bool, torch.int8, torch.uint16, torch.bits8),
+    torch.int4,
 ]
 
 

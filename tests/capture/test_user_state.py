@@ -25,6 +25,7 @@ from memfit.hardware import find_device
 from memfit.ir import Levers
 from memfit.planner import Captures, capture_levers
 from memfit.workload import Workload
+from tests.capture.steps import squared
 
 Table = Callable[[int], torch.Tensor]
 
@@ -33,21 +34,25 @@ def made(length: int) -> torch.Tensor:
     return torch.ones(length, length).tril()
 
 
-@functools.lru_cache
-def bounded(length: int) -> torch.Tensor:
-    return made(length)
+def put(held: Any, key: Any, length: int) -> torch.Tensor:
+    """Make a table, and keep it as an item."""
+    held[key] = made(length)
+    found: torch.Tensor = held[key]
+    return found
 
 
-@functools.cache
-def unbounded(length: int) -> torch.Tensor:
-    return made(length)
+def put_on(held: Any, length: int) -> torch.Tensor:
+    """Make a table, and keep it as an attribute."""
+    held.held = made(length)
+    found: torch.Tensor = held.held
+    return found
 
 
+bounded, unbounded = functools.lru_cache(made), functools.cache(lambda length: made(length))
 TABLES: dict[int, torch.Tensor] = {}
 LISTED: list[torch.Tensor | None] = [None] * 64
-APPENDED: list[torch.Tensor] = []
 PAIRS: list[tuple[int, torch.Tensor]] = []
-NESTED: dict[str, dict[int, list[torch.Tensor]]] = collections.defaultdict(dict)
+NESTED: dict[str, dict[int, torch.Tensor]] = collections.defaultdict(dict)
 LATEST: collections.deque[torch.Tensor] = collections.deque(maxlen=2)
 ORDERED: collections.OrderedDict[int, torch.Tensor] = collections.OrderedDict()
 SEEN: set[torch.Tensor] = set()
@@ -61,7 +66,12 @@ class Config:
 
 
 class Slots:
-    __slots__ = ("held",)
+    __slots__ = ("__own", "held")
+
+    def own(self, length: int) -> torch.Tensor:
+        if not hasattr(self, "_Slots__own"):
+            self.__own = made(length)
+        return self.__own
 
 
 class Windows:
@@ -82,48 +92,11 @@ ELSEWHERE = types.ModuleType("tables_of_someone")
 exec("held = {}", vars(ELSEWHERE))
 
 
-def in_dict(length: int) -> torch.Tensor:
-    return TABLES.setdefault(length, made(length)) if length not in TABLES else TABLES[length]
-
-
-def in_list(length: int) -> torch.Tensor:
-    if LISTED[length] is None:
-        LISTED[length] = made(length)
-    found = LISTED[length]
-    assert found is not None
-    return found
-
-
-def appended(length: int) -> torch.Tensor:
-    if not PAIRS:
-        PAIRS.append((length, made(length)))
-    return PAIRS[0][1]
-
-
-def nested(length: int) -> torch.Tensor:
-    tables = NESTED["masks"]
-    if length not in tables:
-        tables[length] = [made(length)]
-    return tables[length][0]
-
-
-def in_deque(length: int) -> torch.Tensor:
-    if not LATEST:
-        LATEST.append(made(length))
-    return LATEST[-1]
-
-
 def ordered(length: int) -> torch.Tensor:
     if length not in ORDERED:
-        ORDERED[length] = made(length)
+        put(ORDERED, length, length)
     ORDERED.move_to_end(length)
     return ORDERED[length]
-
-
-def in_set(length: int) -> torch.Tensor:
-    if not SEEN:
-        SEEN.add(made(length))
-    return next(iter(SEEN))
 
 
 def in_global(length: int) -> torch.Tensor:
@@ -133,17 +106,8 @@ def in_global(length: int) -> torch.Tensor:
     return ONE
 
 
-def in_default(length: int, _held: dict[int, torch.Tensor] = {}) -> torch.Tensor:  # noqa: B006
-    if length not in _held:
-        _held[length] = made(length)
-    return _held[length]
-
-
-def on_function(length: int) -> torch.Tensor:
-    if not hasattr(on_function, "held"):
-        on_function.held = made(length)  # type: ignore[attr-defined]
-    found: torch.Tensor = on_function.held  # type: ignore[attr-defined]
-    return found
+def on_function(length: int) -> Any:
+    return on_function.held if hasattr(on_function, "held") else put_on(on_function, length)
 
 
 def _closing() -> Table:
@@ -158,80 +122,34 @@ def _closing() -> Table:
     return table
 
 
-in_cell = _closing()
+def in_a_module_that_is_imported_there(length: int) -> Any:
+    import tables_of_someone
+
+    return tables_of_someone.held.get(length) if tables_of_someone.held else put(tables_of_someone.held, length, length)
 
 
-def on_class(length: int) -> torch.Tensor:
-    if Windows.held is None:
-        Windows.held = made(length)
-    return Windows.held
-
-
-def on_object(length: int) -> torch.Tensor:
-    return WINDOWS.lazily
-
-
-def by_method(length: int) -> torch.Tensor:
-    return WINDOWS.of(length)
-
-
-def in_slot(length: int) -> torch.Tensor:
-    if not hasattr(SLOTS, "held"):
-        SLOTS.held = made(length)
-    found: torch.Tensor = SLOTS.held
-    return found
-
-
-def by_weak_key(length: int) -> torch.Tensor:
-    if CONFIG not in BY_CONFIG:
-        BY_CONFIG[CONFIG] = made(length)
-    return BY_CONFIG[CONFIG]
-
-
-def by_thread(length: int) -> torch.Tensor:
-    if not hasattr(LOCAL, "held"):
-        LOCAL.held = made(length)
-    found: torch.Tensor = LOCAL.held
-    return found
-
-
-def in_namespace(length: int) -> torch.Tensor:
-    if not hasattr(SPACE, "held"):
-        SPACE.held = made(length)
-    found: torch.Tensor = SPACE.held
-    return found
-
-
-def in_a_module_that_is_imported_there(length: int) -> torch.Tensor:
-    import tables_of_someone  # type: ignore[import-not-found]
-
-    if length not in tables_of_someone.held:
-        tables_of_someone.held[length] = made(length)
-    found: torch.Tensor = tables_of_someone.held[length]
-    return found
-
-
-WAYS: dict[str, Table] = {
+WAYS: dict[str, Callable[..., Any]] = {
     "lru_cache": bounded,
     "cache": unbounded,
-    "dict": in_dict,
-    "list": in_list,
-    "tuples in a list": appended,
-    "nested": nested,
-    "deque": in_deque,
+    "dict": lambda n: TABLES[n] if n in TABLES else TABLES.setdefault(n, made(n)),
+    "list": lambda n: put(LISTED, n, n) if LISTED[n] is None else LISTED[n],
+    "tuples in a list": lambda n: (PAIRS or PAIRS.append((n, made(n))) or PAIRS)[0][1],
+    "nested": lambda n: NESTED["masks"][n] if n in NESTED["masks"] else put(NESTED["masks"], n, n),
+    "deque": lambda n: (LATEST or LATEST.append(made(n)) or LATEST)[-1],
     "ordered": ordered,
-    "set": in_set,
+    "set": lambda n: next(iter(SEEN or SEEN.add(made(n)) or SEEN)),
     "global": in_global,
-    "default": in_default,
+    "default": lambda n, held={}: held[n] if n in held else put(held, n, n),
     "function": on_function,
-    "cell": in_cell,
-    "class": on_class,
-    "cached property": on_object,
-    "lru_cache of methods": by_method,
-    "slot": in_slot,
-    "weak key": by_weak_key,
-    "thread": by_thread,
-    "namespace": in_namespace,
+    "cell": _closing(),
+    "class": lambda n: put_on(Windows, n) if Windows.held is None else Windows.held,
+    "cached property": lambda n: WINDOWS.lazily,
+    "lru_cache of methods": lambda n: WINDOWS.of(n),
+    "slot": lambda n: SLOTS.held if hasattr(SLOTS, "held") else put_on(SLOTS, n),
+    "private slot": lambda n: SLOTS.own(n),
+    "weak key": lambda n: BY_CONFIG[CONFIG] if CONFIG in BY_CONFIG else put(BY_CONFIG, CONFIG, n),
+    "thread": lambda n: LOCAL.held if hasattr(LOCAL, "held") else put_on(LOCAL, n),
+    "namespace": lambda n: SPACE.held if hasattr(SPACE, "held") else put_on(SPACE, n),
     "module": in_a_module_that_is_imported_there,
 }
 
@@ -246,17 +164,7 @@ class Masked(nn.Module):
 
 
 def lazily(way: str) -> Workload:
-    model = nn.Sequential(Masked(way), Masked(way), nn.Linear(8, 1))
-
-    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model(batch).pow(2).mean()
-
-    return Workload(model, torch.ones(4, 8, 8), loss_fn, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def plain_step(workload: Workload) -> None:
-    workload.loss_fn(workload.model, workload.batch).backward()  # type: ignore[union-attr]
-    workload.model.zero_grad()
+    return squared(nn.Sequential(Masked(way), Masked(way), nn.Linear(8, 1)), torch.ones(4, 8, 8))
 
 
 @pytest.fixture(autouse=True)
@@ -275,7 +183,7 @@ def test_what_code_fills_lazily_is_as_before_and_counts_as_held(way: str) -> Non
     around = UserState(vars(workload).values())
     empty = capture_levers(workload, Levers(microbatch_size=4), find_device("cpu"))
     assert not around.is_written()
-    plain_step(workload)
+    workload.loss_fn(workload.model, workload.batch).backward()
     assert around.is_written()  # the same comparison, of a step by itself
     filled = UserState(vars(workload).values())
     again = capture_levers(workload, Levers(microbatch_size=4), find_device("cpu"))
@@ -323,8 +231,7 @@ def written() -> Any:
 
 
 def counted() -> Workload:
-    model = nn.Linear(8, 1)
-    return Workload(model, torch.ones(4, 8), counting, torch.optim.SGD(model.parameters(), lr=0.1))
+    return squared(nn.Linear(8, 1), torch.ones(4, 8), loss_fn=counting)
 
 
 def test_what_code_counts_and_draws_is_as_before() -> None:
@@ -337,8 +244,7 @@ def test_what_code_counts_and_draws_is_as_before() -> None:
 
 
 def test_a_function_that_is_told_of_progress_sees_and_keeps_its_own() -> None:
-    workload, seen = counted(), []
-    told = Told()
+    workload, seen, told = counted(), [], Told()
 
     def progress(done: int) -> None:
         seen.append((done, _Counting.calls))
@@ -390,18 +296,14 @@ def test_where_another_thread_runs_only_fake_tensors_go(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_globals_in_which_compiled_code_finds_its_parts_stay(is_alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo takes them out itself; it knows what it compiled by fake tensors."""
-    moves = itertools.count()
+    moves, space = itertools.count(), counting.__globals__
     monkeypatch.setattr(user_state, "_others", dict if is_alone else lambda: {1: (0, next(moves))})
-    space = counting.__globals__
     around = UserState([counting])
     with FakeTensorMode():
-        compiled = [made(4)]
-        space["__compiled_fn_0"], space["FILLED"] = compiled, [made(4)]
-    try:
-        around.set_back()
-        assert space["__compiled_fn_0"] is compiled and "FILLED" not in space
-    finally:
-        space.pop("__compiled_fn_0", None)
+        compiled = space["__compiled_fn_0"] = [made(4)]
+        space["FILLED"] = [made(4)]
+    around.set_back()
+    assert space.pop("__compiled_fn_0") is compiled and "FILLED" not in space
 
 
 ITS_TYPES, OWN_TYPES = operators.optimizer_types, [torch.Tensor]
@@ -432,7 +334,14 @@ class LazyMapping(collections.OrderedDict[str, Any]):
 
 
 def test_dictionaries_are_read_without_their_own_methods() -> None:
-    lazy = LazyMapping()
+    LAZY.clear()
     for key in "ba":
-        collections.OrderedDict.__setitem__(lazy, key, key)
-    assert list(user_state._dict_contents(lazy).items()) == [("b", "b"), ("a", "a")]
+        collections.OrderedDict.__setitem__(LAZY, key, key)
+    around = UserState([lambda: LAZY])
+    collections.OrderedDict.__setitem__(LAZY, "c", torch.ones(1))
+    assert around.is_written()
+    around.set_back()
+    assert list(collections.OrderedDict.__iter__(LAZY)) == ["b", "a"]
+
+
+LAZY = LazyMapping()

@@ -16,10 +16,9 @@ import memfit
 from memfit import hardware
 from memfit.capture import KnownValues, fake_copy, mode_of, packed, real_copy
 from memfit.errors import WorkloadError
-from memfit.ir import Levers
 from memfit.workload import Workload
+from tests.capture.steps import assert_predicted, squared
 from tests.capture.test_complete_copies import run
-from tests.measuring import peaks
 
 _KEPT = (torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten.alias.default)
 
@@ -132,22 +131,16 @@ class LowBit(torch.optim.SGD):
 KINDS: dict[str, Callable[[Tensor], Any]] = {"int8": Int8.of, "nested": Nested.of, "a class of parameters": coded}
 
 
-def square(model: nn.Module, x: Tensor) -> Any:
-    return model(x).square().mean()
-
-
 def workload_of(kind: str, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> Workload:
     torch.manual_seed(0)
     model = nn.Sequential(*(Frozen(KINDS[kind]) for _ in range(3)), nn.Linear(64, 8))
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return Workload(model, torch.randn(16, 64), square, optimizer(parameters))
+    return squared(model, torch.randn(16, 64), optimizer([p for p in model.parameters() if p.requires_grad]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_predicted_peak_is_the_measured_one_with_weights_at_their_own_size(kind: str) -> None:
     workload = workload_of(kind)
-    predicted, measured = peaks(workload, Levers(microbatch_size=16))
-    assert predicted == measured
+    assert_predicted(workload)
     if kind != "a class of parameters":
         held = memfit.estimate(workload).by_category["parameters"]
         wide = sum(p.numel() * 4 for p in workload.model.parameters())
@@ -175,8 +168,7 @@ def test_a_fake_copy_of_a_fake_copy_is_of_the_same_class() -> None:
 
 def test_states_of_a_low_bit_optimizer_count_at_their_own_size() -> None:
     workload = workload_of("int8", LowBit)
-    predicted, measured = peaks(workload, Levers(microbatch_size=16))
-    assert predicted == measured
+    assert_predicted(workload)
     trained = sum(p.nbytes for p in workload.model.parameters() if p.requires_grad)
     states = memfit.estimate(workload).by_category["optimizer state"]
     assert 0.25 * trained <= states < 0.5 * trained
@@ -194,7 +186,7 @@ def test_a_plan_keeps_its_budget_and_is_verified() -> None:
 def test_a_class_that_does_not_tell_its_parts_is_refused_by_name() -> None:
     model = nn.Linear(64, 64)
     model.weight = nn.Parameter(Untold.of(model.weight), False)
-    workload = Workload(model, torch.randn(2, 64), square, torch.optim.SGD([model.bias], 0.1))
+    workload = squared(model, torch.randn(2, 64))
     for verb in (memfit.estimate, real_copy):
         with pytest.raises(WorkloadError, match="the class Untold, which has no __tensor_flatten__"):
             verb(workload)  # type: ignore[operator]
@@ -239,6 +231,6 @@ def test_weights_of_bitsandbytes_are_predicted(kind: str) -> None:
         return layer.to("cpu").requires_grad_(False)
 
     model = nn.Sequential(nn.Linear(64, 64), quantised(), nn.Linear(64, 64), quantised(), nn.Linear(64, 8))
-    workload = Workload(model, torch.randn(16, 64), square, torch.optim.AdamW([*model[0].parameters()]))
-    predicted, measured = peaks(workload, Levers(microbatch_size=16))
-    assert predicted == measured and not memfit.estimate(workload).notes
+    workload = squared(model, torch.randn(16, 64), torch.optim.AdamW([*model[0].parameters()]))
+    assert_predicted(workload)
+    assert not memfit.estimate(workload).notes

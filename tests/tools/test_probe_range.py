@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.capture.range_observer import _ExponentSums
 from memfit.errors import UsageError
 from memfit.ir import Levers, ValueStatistics, range_report
 from memfit.levers import applied
 from memfit.tools import probe_range
+from memfit.tools._probe_range import _ExponentSums
 from memfit.workload import LossScaling, Workload
 from tests.models import BUILDERS
 

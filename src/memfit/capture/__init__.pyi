@@ -1,4 +1,3 @@
-from .accumulation import Accumulation as Accumulation
 from .composites import composites_lifted as composites_lifted
 from .control_flow import DataRun as DataRun
 from .control_flow import Readings as Readings
@@ -19,7 +18,7 @@ from .measured_peak import measure_peaks as measure_peaks
 from .operator_calls import draws_random_numbers as draws_random_numbers
 from .operator_calls import tensors_in as tensors_in
 from .operator_calls import work_of as work_of
-from .range_observer import RangeObserver as RangeObserver
+from .recorder import Accumulation as Accumulation
 from .recorder import Recorder as Recorder
 from .step_capture import capture as capture
 from .step_capture import capture_with_data as capture_with_data

@@ -105,44 +105,36 @@ def _one_hot(classes: Tensor, num_classes: int = -1) -> Tensor:
     return zeros.scatter_(-1, classes.unsqueeze(-1), 1)
 
 
-def _is_differentiated(given: Tensor) -> bool:
-    """Tell whether a gradient or a derivative is asked for (`_may_require_fw_or_bw_grad` in BatchLinearAlgebra.cpp)."""
-    return _is_transformed() or (torch.is_grad_enabled() and given.requires_grad)
+def _without_vectors(func: Any, values: Callable[..., Any]) -> Callable[..., Tensor]:
+    """Return a kernel that makes no singular vectors or eigenvectors where no gradient is asked for.
 
+    Nor where no derivative is (`_may_require_fw_or_bw_grad` in ATen/native/BatchLinearAlgebra.cpp).
+    """
 
-def _singular_values(given: Tensor, *, driver: str | None = None) -> Tensor:
-    """Make no singular vectors where no gradient is asked for, as the next two make no eigenvectors."""
-    if _is_differentiated(given):
-        return _as_composite(_aten.linalg_svdvals.default, given, driver=driver)
-    return _aten._linalg_svd.default(given, False, False, driver=driver)[1]  # type: ignore[no-any-return]
+    def kernel(given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if _is_transformed() or (torch.is_grad_enabled() and given.requires_grad):
+            return _as_composite(func, given, *args, **kwargs)
+        return values(given, *args, **kwargs)  # type: ignore[no-any-return]
 
-
-def _symmetric_eigenvalues(given: Tensor, triangle: str = "L") -> Tensor:
-    if _is_differentiated(given):
-        return _as_composite(_aten.linalg_eigvalsh.default, given, triangle)
-    return _aten._linalg_eigh.default(given, triangle, False)[0]  # type: ignore[no-any-return]
-
-
-def _eigenvalues(given: Tensor) -> Tensor:
-    if _is_differentiated(given):
-        return _as_composite(_aten.linalg_eigvals.default, given)
-    return _aten._linalg_eigvals.default(given)  # type: ignore[no-any-return]
+    return kernel
 
 
 _COMPOSITES: dict[Any, Callable[..., Tensor]] = {
     _aten.linear.default: _linear,
     _aten.one_hot.default: _one_hot,
-    _aten.linalg_svdvals.default: _singular_values,
-    _aten.linalg_eigvalsh.default: _symmetric_eigenvalues,
-    _aten.linalg_eigvals.default: _eigenvalues,
+    **{
+        func: _without_vectors(func, values)
+        for func, values in (
+            (_aten.linalg_svdvals.default, lambda x, driver=None: _aten._linalg_svd(x, False, False, driver=driver)[1]),
+            (_aten.linalg_eigvalsh.default, lambda x, triangle="L": _aten._linalg_eigh(x, triangle, False)[0]),
+            (_aten.linalg_eigvals.default, _aten._linalg_eigvals.default),
+        )
+    },
 }
 
 
 # Operators with a backward pass of their own, run as PyTorch's formulas run without a mode. Temporary tensors have
 # names where C++ keeps them to the end of a statement, and Python would not.
-
-_Run = Callable[[Tensor], Tensor]
-"""A function that runs PyTorch's own kernel, with its own backward formula."""
 
 
 def _is_transformed() -> bool:
@@ -154,40 +146,33 @@ def _with_own_backward(kernel: Any, function: Callable[..., Any]) -> Callable[..
     """Return a kernel that computes as another, with a backward pass of its own.
 
     Under `torch.func` and forward-mode differentiation, and in threads that capture nothing, the other kernel runs.
-
-    Args:
-        kernel: The kernel of an operator at a dispatch key.
-        function: Called with a function that runs that kernel, and the operator's arguments.
+    `function` gets a function that runs it, and the operator's arguments.
     """
-
     has_it = has_this_turn()
 
     def run(keys: Any, given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         def as_pytorch(given: Tensor) -> Tensor:
-            result: Tensor = kernel.call_boxed(keys, given, *args, **kwargs)
-            return result
+            return kernel.call_boxed(keys, given, *args, **kwargs)  # type: ignore[no-any-return]
 
-        if (
-            not has_it()
-            or _is_transformed()
-            or not torch.is_grad_enabled()
-            or not given.requires_grad
-            or given.layout is not torch.strided
-        ):
-            return as_pytorch(given)
-        return function(as_pytorch, given, *args)  # type: ignore[no-any-return]
+        is_plain = has_it() and not _is_transformed() and given.layout is torch.strided
+        if is_plain and torch.is_grad_enabled() and given.requires_grad:
+            return function(as_pytorch, given, *args)  # type: ignore[no-any-return]
+        return as_pytorch(given)
 
     return run
 
 
 class _OwnBackward(torch.autograd.Function):
-    """An operator run by PyTorch's own kernel, which saves its input and its output; `ctx.options` has the rest."""
+    """An operator run by PyTorch's own kernel, which saves its input and its output; `ctx.options` has the rest.
+
+    `ctx.run` runs the kernel, with its own backward formula.
+    """
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, given: Tensor, *options: Any) -> Tensor:
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], given: Tensor, *options: Any) -> Tensor:
         result = run(given)
-        ctx.save_for_backward(given, result)
-        ctx.run, ctx.options = run, options
+        ctx.save_for_backward(given, *(option for option in options if isinstance(option, Tensor)), result)
+        ctx.run, ctx.options = run, [option for option in options if not isinstance(option, Tensor)]
         return result
 
 
@@ -220,37 +205,29 @@ class _Prod(_OwnBackward):
         given = given.to(grad.dtype)
         if given.dim() == 0:
             return None, grad, None, None
-        dim: Any  # None for all elements
-        dim, keepdim = ctx.options or (None, True)
-        gradient = _whole_gradient if dim is None else _gradient_along
+        if not ctx.options:
+            return None, _whole_gradient(grad, given, result), None, None
+        dim, keepdim = ctx.options
         if not keepdim:
             grad, result = grad.unsqueeze(dim), result.unsqueeze(dim)
-        return None, gradient(grad, given, result, dim), None, None
+        is_zero = given == 0
+        zeros = is_zero.sum(dim, True)
+        if not zeros.any().item():  # PyTorch reads the number of zeros, which differs from step to step
+            return None, grad * (result / given).conj(), None, None
+        return None, _gradient_beside_zeros(grad, given, dim % given.dim()), None, None
 
 
-def _whole_gradient(grad: Tensor, given: Tensor, result: Tensor, _: None) -> Tensor:
-    zeros = _positions_of_zeros(given)
+def _whole_gradient(grad: Tensor, given: Tensor, result: Tensor) -> Tensor:
+    is_zero = given == 0
+    # PyTorch reads the length of `nonzero()`; where no value is known, a boolean can be guessed and a length can't.
+    has_zeros = is_zero.any().item()
+    zeros = is_zero.nonzero() if has_zeros else torch.empty((0, given.dim()), dtype=torch.long, device=given.device)
+    del is_zero
     if len(zeros) == 0:
         return grad * (result / given).conj()
     if len(zeros) > 1 and not torch.is_grad_enabled():
         return torch.zeros_like(given, memory_format=torch.contiguous_format)
     return _gradient_beside_zeros(grad, given.contiguous().view(-1), 0).view_as(given)
-
-
-def _positions_of_zeros(given: Tensor) -> Tensor:
-    is_zero = given == 0
-    # PyTorch reads the length of `nonzero()`; where no value is known, a boolean can be guessed and a length can't.
-    if is_zero.any().item():
-        return is_zero.nonzero()
-    return torch.empty((0, given.dim()), dtype=torch.long, device=given.device)
-
-
-def _gradient_along(grad: Tensor, given: Tensor, result: Tensor, dim: int) -> Tensor:
-    is_zero = given == 0
-    zeros = is_zero.sum(dim, True)
-    if not zeros.any().item():  # PyTorch reads the number of zeros, which differs from step to step
-        return grad * (result / given).conj()
-    return _gradient_beside_zeros(grad, given, dim % given.dim())
 
 
 def _gradient_beside_zeros(grad: Tensor, given: Tensor, dim: int) -> Tensor:
@@ -280,23 +257,39 @@ class _Cumprod(_OwnBackward):
         (dim,) = ctx.options
         if given.numel() <= 1 or given.shape[dim] == 1:
             return None, grad, None
-        return None, _cumulative_gradient(ctx.run, grad, given, result, dim), None
-
-
-def _cumulative_gradient(run: _Run, grad: Tensor, given: Tensor, result: Tensor, dim: int) -> Tensor:
-    weighted = result.conj() * grad
-    is_zero = given == 0
-    if not is_zero.any().item():
-        return _sums_from_here(weighted, dim).div(given.conj())
-    if torch.is_grad_enabled():
-        return torch.autograd.grad(run(given), given, grad, create_graph=True)[0]
-    gradient = torch.zeros(given.shape, dtype=grad.dtype, device=grad.device)
-    zeros = is_zero.cumsum(dim)
-    is_before = zeros == 0
-    before = _gradient_before_zeros(is_before, weighted, given.conj(), dim)
-    gradient = torch.where(is_before, before, gradient)
-    is_before = zeros == 1
-    return _with_first_zeros(gradient, is_before, zeros, grad, given.conj(), result.conj(), dim)
+        weighted = result.conj() * grad
+        is_zero = given == 0
+        if not is_zero.any().item():
+            return None, _sums_from_here(weighted, dim).div(given.conj()), None
+        if torch.is_grad_enabled():
+            return None, torch.autograd.grad(ctx.run(given), given, grad, create_graph=True)[0], None
+        gradient = torch.zeros(given.shape, dtype=grad.dtype, device=grad.device)
+        zeros = is_zero.cumsum(dim)
+        chosen = zeros == 0
+        factors = given.conj()
+        others = ~chosen
+        filled = weighted.masked_fill(others, 0.0)
+        before = _sums_from_here(filled, dim).div_(factors)
+        del factors, others, filled
+        gradient = torch.where(chosen, before, gradient)
+        # The entry of each line's first zero: the product of the factors before it, times a sum over the products that
+        # follow it, up to the second one.
+        chosen = zeros == 1
+        given, result = given.conj(), result.conj()
+        first = chosen.max(dim, keepdim=True)[1]
+        is_first = torch.zeros_like(chosen).scatter_(dim, first, 1).logical_and_(chosen)
+        chosen &= ~is_first
+        others = ~chosen
+        filled = given.masked_fill(others, 1.0)
+        products = filled.cumprod(dim)
+        del others, filled
+        counted = grad.masked_fill(zeros != 1, 0.0)
+        position = (first - 1).relu_()
+        factor = result.gather(dim, position).masked_fill_(first == 0, 1.0)
+        del position
+        sums = products.mul_(counted).sum(dim, keepdim=True)
+        del products
+        return None, torch.where(is_first, sums.mul_(factor), gradient), None
 
 
 def _sums_from_here(values: Tensor, dim: int) -> Tensor:
@@ -306,59 +299,12 @@ def _sums_from_here(values: Tensor, dim: int) -> Tensor:
     return sums.flip(dim)
 
 
-def _gradient_before_zeros(is_before: Tensor, weighted: Tensor, given: Tensor, dim: int) -> Tensor:
-    others = ~is_before
-    filled = weighted.masked_fill(others, 0.0)
-    return _sums_from_here(filled, dim).div_(given)
-
-
-def _with_first_zeros(
-    gradient: Tensor, is_between: Tensor, zeros: Tensor, grad: Tensor, given: Tensor, result: Tensor, dim: int
-) -> Tensor:
-    """Return a gradient with the entries of each line's first zero.
-
-    Such an entry is the product of the factors before the zero, times a sum over the products that follow it.
-
-    Args:
-        gradient: The gradient of the other elements.
-        is_between: Whether exactly one zero is at or before the element; is written to.
-        zeros: The number of zeros at or before the element.
-    """
-    first = is_between.max(dim, keepdim=True)[1]
-    is_first = torch.zeros_like(is_between).scatter_(dim, first, 1).logical_and_(is_between)
-    is_between &= ~is_first
-    products = _products_between(given, is_between, dim)
-    counted = grad.masked_fill(zeros != 1, 0.0)
-    before = _products_before(result, first, dim)
-    sums = products.mul_(counted).sum(dim, keepdim=True)
-    del products
-    return torch.where(is_first, sums.mul_(before), gradient)
-
-
-def _products_between(given: Tensor, is_between: Tensor, dim: int) -> Tensor:
-    others = ~is_between
-    filled = given.masked_fill(others, 1.0)
-    return filled.cumprod(dim)
-
-
-def _products_before(result: Tensor, first: Tensor, dim: int) -> Tensor:
-    position = (first - 1).relu_()
-    return result.gather(dim, position).masked_fill_(first == 0, 1.0)
-
-
 # The backward pass of `linalg.householder_product` writes the gradient of each reflector into one tensor; under a mode
 # it makes a list of them, which it joins (`householder_product_backward` in torch/csrc/autograd/FunctionsManual.cpp).
 
 
-class _HouseholderProduct(torch.autograd.Function):
-    """A product of reflectors, by PyTorch's own kernel."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Any, given: Tensor, tau: Tensor) -> Tensor:
-        result: Tensor = run(given)
-        ctx.save_for_backward(given, tau, result)
-        ctx.run = run
-        return result
+class _HouseholderProduct(_OwnBackward):
+    """A product of reflectors."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -372,7 +318,10 @@ class _HouseholderProduct(torch.autograd.Function):
             return None, torch.zeros_like(given), torch.zeros_like(tau)
         vectors = given.tril(-1)
         vectors.diagonal(0, -2, -1).fill_(1.0)
-        inverse = _inverse_factors(vectors.narrow(-1, 0, count), tau)
+        used = vectors.narrow(-1, 0, count)
+        squared = (used * used.conj()).sum(-2)
+        inverse = tau / (tau * squared - 1.0)  # factors of the reflectors' inverses
+        del used, squared
         inner = result.matmul(grad.mH)
         _reflect_rows(inner, vectors, inverse, 0)
         of_given, of_tau = torch.zeros_like(given), torch.zeros_like(tau)
@@ -385,12 +334,6 @@ class _HouseholderProduct(torch.autograd.Function):
                 _reflect_columns(inner, vectors, tau, k)
             del of_vector, of_factor
         return None, of_given.tril_(-1), of_tau
-
-
-def _inverse_factors(vectors: Tensor, tau: Tensor) -> Tensor:
-    """Return the factors of the reflectors' inverses."""
-    squared = (vectors * vectors.conj()).sum(-2)
-    return tau / (tau * squared - 1.0)
 
 
 def _part(values: Tensor, dim: int, k: int) -> Tensor:

@@ -30,7 +30,7 @@ _MOST_SITES = 6  # guesses, up to which each one's other answer is tried by itse
 _SEEDS = 2
 _GUESSED = 0.1  # chosen, not measured: a guessed number may change more than the branch taken
 _WORDS = 624  # of the Mersenne twister's state
-_ONES = 0xFFFFFFFF
+_TEMPERED_TO_ONES = 0x12DD9BB3  # M. Matsumoto, T. Nishimura (1998), *Mersenne Twister*, section 2.1
 
 
 @dataclass(frozen=True)
@@ -47,22 +47,21 @@ class GeneratorStates:
     of_torch: torch.Tensor = field(default_factory=lambda: default_generator().get_state(), compare=False)
 
     @classmethod
-    def now(cls) -> GeneratorStates:
-        """Return the present states."""
-        name, keys, *rest = np.random.get_state()
-        return cls(random.getstate(), (name, tuple(np.asarray(keys).tolist()), *rest))
+    def now(cls, python: Any = random, of_numpy: Any = np.random) -> GeneratorStates:
+        """Return the present states; of other generators of Python and NumPy where they are given."""
+        name, keys, *rest = of_numpy.get_state()
+        return cls(python.getstate(), (name, tuple(np.asarray(keys).tolist()), *rest))
 
     @classmethod
     def seeded(cls, seed: int) -> GeneratorStates:
         """Return the states of generators with a seed."""
-        name, keys, *rest = np.random.RandomState(seed).get_state()
-        return cls(random.Random(seed).getstate(), (name, tuple(np.asarray(keys).tolist()), *rest))
+        return cls.now(random.Random(seed), np.random.RandomState(seed))
 
     @classmethod
     def drawing(cls, extreme: Literal["low", "high"]) -> GeneratorStates:
         """Return states from which Python's and NumPy's generators draw extreme numbers, some hundreds of times."""
         # Both are the Mersenne twister, whose next words are its state's, tempered.
-        word = 0 if extreme == "low" else _untempered(_ONES)
+        word = 0 if extreme == "low" else _TEMPERED_TO_ONES
         last = random.Random(0)  # other words at the end: code that draws until a number differs comes to an end
         words = (*[word] * (_WORDS - 24), *(last.getrandbits(32) for _ in range(24)))
         return cls((3, (*words, 0), None), ("MT19937", words, 0, 0, 0.0), extreme)
@@ -77,22 +76,6 @@ class GeneratorStates:
         name, keys, *rest = self.numpy
         np.random.set_state((name, np.array(keys, np.uint32), *rest))
         default_generator().set_state(self.of_torch)
-
-
-def _untempered(word: int) -> int:
-    """Return the word of the Mersenne twister's state that is tempered to a given word.
-
-    M. Matsumoto, T. Nishimura (1998), *Mersenne Twister*, section 2.1; each line undoes one of its shifts.
-    """
-    word ^= word >> 18
-    word ^= (word << 15) & 0xEFC60000
-    state = word
-    for _ in range(5):
-        state = word ^ ((state << 7) & 0x9D2C5680)
-    word = state
-    for _ in range(3):
-        state = word ^ (state >> 11)
-    return state & _ONES
 
 
 @dataclass(frozen=True)
@@ -158,9 +141,8 @@ class ControlFlowPath:
     @property
     def draws(self) -> bool:
         """Whether random numbers may have decided the operators that ran."""
-        began = self._at.get((self._step, 0))
-        moved = began is not None and self._ended is not None and not self._ended.has_states_of(began)
-        return moved or self.reads_draws
+        began, ended = self._at.get((self._step, 0)), self._ended
+        return self.reads_draws or (began is not None and ended is not None and not ended.has_states_of(began))
 
 
 class ControlFlowPaths:
@@ -197,24 +179,22 @@ class ControlFlowPaths:
         slack = _GUESSED if replay.guesses else 0.0
         if differ and not path.draws:
             log, start = path.replay.logs[0], path.starts[0]
-            replay = ReadReplay((log, log), self.stated, path.replay.policy)
-            same = self._tried(ControlFlowPath(replay, (start, start)))
-            slack += _GUESSED if same is None else abs(live_peak_bytes(same) / live_peak_bytes(trace) - 1)
+            same = self._tried(path, (start, start), logs=(log, log))
+            slack += _GUESSED if same is None else abs(live_peak_bytes(same[1]) / live_peak_bytes(trace) - 1)
         if path.draws or slack:
-            replay = ReadReplay(path.replay.logs, self.stated, path.replay.policy)
-            first = self._tried(ControlFlowPath(replay, path.starts, records_first=True))
-            trace = trace if first is None else max(trace, first, key=live_peak_bytes)
+            first = self._tried(path, records_first=True)
+            trace = trace if first is None else max(trace, first[1], key=live_peak_bytes)
         if path.draws:
             slack += self._excess_of_draws(path, live_peak_bytes(trace))
         return replace(trace, slack=trace.slack + slack, notes=[*trace.notes, *self.notes])
 
     def _first_path(self) -> tuple[ControlFlowPath, Trace]:
         """Return the path taken from the present states, and its trace; readings are replayed where known."""
-        if self.reading is not None and self.reading.known is not None:
-            known = self._path_with_data()
-            assert known is not None
-            return known
-        policy = None if self.reading is None else self.reading.policy
+        policy = None
+        if self.reading is not None:
+            if self.reading.known is not None and (known := self._path_with_data()) is not None:
+                return known
+            policy = self.reading.policy
         path = ControlFlowPath(ReadReplay(stated=self.stated, policy=policy), (self.start, None))
         try:
             trace = self.run(path)
@@ -232,10 +212,14 @@ class ControlFlowPaths:
         path = ControlFlowPath(ReadReplay(readings.logs, self.stated), readings.starts)
         return path, self.run(path)
 
-    def _tried(self, path: ControlFlowPath) -> Trace | None:
-        """Return the trace on a path; None where it can't be captured."""
+    def _tried(
+        self, path: ControlFlowPath, starts: Any = None, records_first: bool = False, **read: Any
+    ) -> tuple[ControlFlowPath, Trace] | None:
+        """Return a path that differs from another in what is given, and its trace; None where it can't be captured."""
+        given: dict[str, Any] = {"logs": path.replay.logs, "policy": path.replay.policy, **read}
+        other = ControlFlowPath(ReadReplay(stated=self.stated, **given), starts or path.starts, records_first)
         try:
-            return self.run(path)
+            return other, self.run(other)
         except MemfitError:
             return None
 
@@ -262,13 +246,10 @@ class ControlFlowPaths:
         if 1 < len(guesses) <= _MOST_SITES:
             policies += [dataclasses.replace(policy, flipped=policy.flipped ^ {site}) for site in guesses]
         for other in policies if any(guess.is_number for guess in guesses.values()) else ():
-            tried = ControlFlowPath(ReadReplay(path.replay.logs, self.stated, other), path.starts)
-            tried_trace = self._tried(tried)
-            if tried_trace is None:
-                continue
-            guesses = {**tried.replay.guesses, **guesses}
-            best = max(best, (tried, tried_trace), key=lambda pair: live_peak_bytes(pair[1]))
-        self.notes += [f"a guess: {guess}" for guess in guesses.values()]
+            if (tried := self._tried(path, policy=other)) is not None:
+                guesses = {**tried[0].replay.guesses, **guesses}
+                best = max(best, tried, key=lambda pair: live_peak_bytes(pair[1]))
+        self.notes += [f"a guess: {guess.as_guess()}" for guess in guesses.values()]
         if self.reading is not None:
             self.reading.policy = best[0].replay.policy
         return best
@@ -277,9 +258,8 @@ class ControlFlowPaths:
         """Return the share by which the worst of other draws exceeds a peak, and note it."""
         starts = [GeneratorStates.drawing("low"), GeneratorStates.drawing("high")]
         starts += [GeneratorStates.seeded(seed) for seed in range(_SEEDS)]
-        policy = path.replay.policy
-        tried = (ControlFlowPath(ReadReplay(path.replay.logs, self.stated, policy), (start, start)) for start in starts)
-        peaks = [live_peak_bytes(trace) for one in tried if (trace := self._tried(one)) is not None]
+        tried = (self._tried(path, starts=(start, start)) for start in starts)
+        peaks = [live_peak_bytes(one[1]) for one in tried if one is not None]
         if all(peak == peak_bytes for peak in peaks):
             return 0.0
         worst = max(peaks) / peak_bytes - 1

@@ -8,12 +8,12 @@ import copyreg
 import dataclasses
 import functools
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, get_default_nowrap_functions
 
 from memfit._torch import (
     Apply,
@@ -22,7 +22,7 @@ from memfit._torch import (
     FakeTensor,
     FakeTensorMode,
     apply_as_its_class,
-    converted_by,
+    disabled_torch_function,
     dispatches,
     inner_tensors,
     is_wrapper,
@@ -34,8 +34,8 @@ from memfit._torch import (
 )
 from memfit.capture.external_state import Rebinding, graph_of
 from memfit.capture.known_values import KnownValues
-from memfit.capture.operator_calls import device_of
-from memfit.capture.subclasses import as_class_of, parameter_of
+from memfit.capture.object_graph import MARK
+from memfit.capture.operator_calls import device_of, tensors_in
 from memfit.capture.user_state import UserState
 from memfit.errors import MemfitError, WorkloadError
 from memfit.foundations import held_back, turn
@@ -70,8 +70,41 @@ class _ConvertTensors(TorchFunctionMode):
 
 def _convert_workload(workload: Workload, convert: Convert) -> Workload:
     """Return a copy with converted tensors; references to one tensor stay references to one."""
+
+    def made() -> Workload:
+        memo: dict[int, Any] = {}
+        for packed in packed_in(workload.batch):  # PyTorch's C++ reads its lengths, on the CPU
+            memo[id(packed.batch_sizes)] = packed.batch_sizes.clone()
+
+        def deep_copied(parameter: nn.Parameter, memo: dict[int, Any]) -> Any:
+            return _converted(parameter, memo, convert)
+
+        def attempt(value: Any) -> None:
+            """Copy an object; an attempt that fails, at a lock, leaves nothing half-made for the next one."""
+            made = dict(memo)
+            copy.deepcopy(value, made)
+            memo.setdefault(id(memo), []).extend(made.pop(id(made), ()))  # what `copy` keeps as long as its memo
+            memo.update(made)
+
+        graph, apart = graph_of(workload)
+        for tensor in graph.tensors():  # whatever their classes make of `copy.deepcopy`
+            _converted(tensor, memo, convert)
+        # Parameters that were made meanwhile are converted too, whose cloning no mode sees.
+        with _ConvertTensors(convert), replaced_here(nn.Parameter, "__deepcopy__", deep_copied):
+            batch = copy.deepcopy(workload.batch, memo)
+            for value in graph.nodes.values():
+                if isinstance(value, nn.Module | torch.optim.Optimizer) and id(value) not in memo:
+                    _copied(functools.partial(attempt, value))
+            rebinding = Rebinding(graph, memo, apart, workload.model)
+            rebinding.complete()
+            model, optimizer = rebinding.of(workload.model, False), rebinding.of(workload.optimizer, False)
+            rebinding.bind_hooks_of_all(optimizer)
+            loss_fn = rebinding.of(workload.loss_fn)
+        parts = {"model": model, "optimizer": optimizer, "batch": batch, "loss_fn": loss_fn}
+        return dataclasses.replace(workload, **parts, scheduler=None)
+
     try:
-        model, optimizer, batch, loss_fn = _copied(lambda: _converted_parts(workload, convert))
+        return _copied(made)
     except MemfitError:
         raise
     except Exception as e:
@@ -79,66 +112,27 @@ def _convert_workload(workload: Workload, convert: Convert) -> Workload:
             f"the workload can't be copied ({type(e).__name__}: {e}). memfit runs a copy, so that yours does not"
             " change: make Workload.model, .optimizer and .batch work with copy.deepcopy"
         ) from e
-    return dataclasses.replace(workload, model=model, optimizer=optimizer, batch=batch, loss_fn=loss_fn, scheduler=None)
-
-
-def _converted_parts(
-    workload: Workload, convert: Convert
-) -> tuple[nn.Module, torch.optim.Optimizer, Any, Callable[..., Any]]:
-    memo: dict[int, Any] = {}
-    for packed in packed_in(workload.batch):  # PyTorch's C++ reads its lengths, on the CPU
-        memo[id(packed.batch_sizes)] = packed.batch_sizes.clone()
-
-    def deep_copied(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-        return _converted(parameter, memo, convert)  # type: ignore[return-value]
-
-    def attempt(value: Any) -> None:
-        """Copy an object; an attempt that fails, at a lock, leaves nothing half-made for the next one."""
-        made = dict(memo)
-        copy.deepcopy(value, made)
-        memo.setdefault(id(memo), []).extend(made.pop(id(made), ()))  # what `copy` keeps alive as long as its memo
-        memo.update(made)
-
-    graph, apart = graph_of(workload)
-    for tensor in graph.tensors():  # whatever their classes make of `copy.deepcopy`
-        _converted(tensor, memo, convert)
-    # Parameters that were made meanwhile are converted too, whose cloning no mode sees.
-    with _ConvertTensors(convert), replaced_here(nn.Parameter, "__deepcopy__", deep_copied):
-        batch = copy.deepcopy(workload.batch, memo)
-        for value in graph.nodes.values():
-            if isinstance(value, nn.Module | torch.optim.Optimizer) and id(value) not in memo:
-                _copied(functools.partial(attempt, value))
-        rebinding = Rebinding(graph, memo, apart, workload.model)
-        rebinding.complete()
-        model, optimizer = rebinding.of(workload.model, False), rebinding.of(workload.optimizer, False)
-        rebinding.bind_hooks_of_all(optimizer)
-        loss_fn = rebinding.of(workload.loss_fn)
-    return model, optimizer, batch, loss_fn
 
 
 def _converted(tensor: torch.Tensor, memo: dict[int, Any], convert: Convert) -> torch.Tensor:
     """Return the converted tensor that stands for a tensor: of its class, a parameter where that is one."""
-    if id(tensor) in memo:
-        made: torch.Tensor = memo[id(tensor)]
-        return made
-    kind = type(tensor)
-    if is_wrapper(kind) and not is_uncut(tensor):
-        inner = {name: _converted(part, {}, convert) for name, part in inner_tensors(tensor).items()}
-        new = rewrapped(tensor, inner).requires_grad_(tensor.requires_grad)
-    elif dispatches(kind) and not is_uncut(tensor):
-        raise WorkloadError(
-            f"Workload holds a tensor of the class {kind.__qualname__}, which has no __tensor_flatten__ and"
-            " __tensor_unflatten__, so memfit can't see its memory: give plain tensors, or add the two methods to the"
-            " class"
-        )
-    else:
-        new = convert(tensor.detach() if isinstance(tensor, nn.Parameter) or not tensor.is_leaf else tensor)
-    if isinstance(tensor, nn.Parameter):
-        memo[id(tensor)] = parameter_of(kind, new, tensor.requires_grad)
-    else:
-        memo[id(tensor)] = as_class_of(new, tensor, memo)
-    made = memo[id(tensor)]
-    return made
+    if id(tensor) not in memo:
+        kind = type(tensor)
+        if is_wrapper(kind) and not is_uncut(tensor):
+            inner = {name: _converted(part, {}, convert) for name, part in inner_tensors(tensor).items()}
+            new = rewrapped(tensor, inner).requires_grad_(tensor.requires_grad)
+        elif dispatches(kind) and not is_uncut(tensor):
+            raise WorkloadError(
+                f"Workload holds a tensor of the class {kind.__qualname__}, which has no __tensor_flatten__ and"
+                " __tensor_unflatten__, so memfit can't see its memory: give plain tensors, or add the two methods to"
+                " the class"
+            )
+        else:
+            new = convert(tensor.detach() if isinstance(tensor, nn.Parameter) or not tensor.is_leaf else tensor)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        made = parameter_of(kind, new, tensor.requires_grad) if is_parameter else _as_class_of(new, tensor, memo)
+        memo[id(tensor)] = made
+    return memo[id(tensor)]  # type: ignore[no-any-return]
 
 
 def _of_parts(tensor: torch.Tensor, convert: Convert) -> torch.Tensor:
@@ -151,6 +145,72 @@ def _of_parts(tensor: torch.Tensor, convert: Convert) -> torch.Tensor:
         )
     indices, values = (convert(part) for part in parts(tensor))
     return assembled(indices, values, tensor.shape, tensor.is_coalesced()).requires_grad_(tensor.requires_grad)
+
+
+# Tensor subclasses, kept where there is data, and imitated by fake tensors
+#
+# Subclasses of `nn.Parameter` (those of bitsandbytes) keep their class, with the class of fake tensors before it.
+# Batches of other subclasses are of plain fake tensors that are marked. `torch.Tensor.__torch_function__` makes each
+# result of a function the subclass by `as_subclass`, which is a view. Where an operator then writes in place, as
+# `ReLU(inplace=True)` does, autograd keeps the base and copies its gradient (`CopySlices` in
+# torch/csrc/autograd/functions/tensor.h): a step takes more memory with MONAI's `MetaTensor` than with plain tensors.
+
+
+def parameter_of(kind: type, tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+    """Return a tensor as a parameter of a class, made without the class's constructor."""
+    made: Any = nn.Parameter(tensor, requires_grad)
+    if kind is nn.Parameter or not issubclass(kind, nn.Parameter) or is_wrapper(kind):
+        return made  # type: ignore[no-any-return]
+    made.__class__ = _fake_kind(kind) if isinstance(made, FakeTensor) and not issubclass(kind, FakeTensor) else kind
+    return made  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _fake_kind(kind: type) -> type:
+    """Return the class of fake parameters that stand for those of a class."""
+    return type(kind.__name__, (FakeTensor, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+
+
+def _as_class_of(new: torch.Tensor, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """Return a converted tensor as the subclass of the original, with its attributes; a fake one is marked instead."""
+    kind = type(tensor)
+    if isinstance(new, FakeTensor):
+        if _converts(kind) or hasattr(tensor, MARK):
+            setattr(new, MARK, True)
+        return new
+    if not _converts(kind):
+        return new
+    made = new.detach().as_subclass(kind).requires_grad_(new.requires_grad)
+    vars(made).update(copy.deepcopy(vars(tensor), memo))
+    return made
+
+
+def _converts(kind: Any) -> bool:
+    """Tell whether functions of a class of tensors return tensors of that class."""
+    plain = kind is torch.Tensor or is_wrapper(kind)
+    return not plain and kind.__torch_function__ is not disabled_torch_function
+
+
+def aliasing(batch: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which functions of marked tensors return aliases, if the batch has such tensors."""
+    return _Aliasing() if any(hasattr(tensor, MARK) for tensor in batch) else contextlib.nullcontext()
+
+
+class _Aliasing(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in get_default_nowrap_functions() or not any(hasattr(t, MARK) for t in tensors_in((args, kwargs))):
+            return out
+        return self._aliased(out)
+
+    def _aliased(self, out: Any) -> Any:
+        if isinstance(out, FakeTensor):
+            if hasattr(out, MARK):  # written in place
+                return out
+            alias = torch.ops.aten.alias.default(out)
+            setattr(alias, MARK, True)
+            return alias
+        return type(out)(map(self._aliased, out)) if type(out) in (list, tuple) else out
 
 
 def real_copy(workload: Workload, device: torch.device | None = None) -> Workload:
@@ -296,9 +356,8 @@ def _reduced_by(kind: type, reduce: Callable[[Any], Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            del copyreg.dispatch_table[kind]
-        else:
+        del copyreg.dispatch_table[kind]
+        if before is not None:
             copyreg.dispatch_table[kind] = before
 
 
@@ -314,8 +373,7 @@ class _AsIs:
 
 def _clone(held: _AsIs) -> torch.Generator:
     with DisableTorchFunction():
-        clone: torch.Generator = held.value.clone_state()
-    return clone
+        return held.value.clone_state()  # type: ignore[no-any-return]
 
 
 def _shared(value: Any) -> str:
@@ -345,14 +403,9 @@ def _may_be_shared(value: Any) -> bool:
 # a weak reference exists.
 
 
-@contextlib.contextmanager
-def in_place_conversions() -> Iterator[None]:
-    """Convert modules with fake parameters as modules with data, until the context is left."""
-    with converted_by(_applied_in_place):
-        yield
+def applied_in_place(original: Apply) -> Apply:
+    """Return the conversion of modules with fake parameters that works as on modules with data."""
 
-
-def _applied_in_place(original: Apply) -> Apply:
     def apply(self: nn.Module, fn: Convert, recurse: bool = True) -> nn.Module:
         if recurse:
             for child in self.children():

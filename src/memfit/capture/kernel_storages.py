@@ -33,43 +33,23 @@ _NORMS = {_aten.native_batch_norm.default, _aten.native_group_norm.default, _ate
 _LOSSES = {_aten.mse_loss, _aten.smooth_l1_loss, _aten.soft_margin_loss, _aten.binary_cross_entropy}
 _MADE_LIKE_THEIR_INPUT = {_aten.im2col.default, _aten.col2im.default}
 """Operators that allocate their output as large as their input, and keep that storage (ATen/native/Col2Im.cpp)."""
-_LAYOUTS = {
-    _aten._batch_norm_with_update: 0,
-    _aten._native_batch_norm_legit: 0,
-    _aten.batch_norm_backward: 1,
-    _aten.native_batch_norm_backward: 1,
-    _aten.reflection_pad2d: 0,
-    _aten.reflection_pad2d_backward: 1,
-    _aten.reflection_pad3d: 0,
-    _aten.reflection_pad3d_backward: 1,
-    _aten.replication_pad3d: 0,
-    _aten.replication_pad3d_backward: 1,
-    _aten.replication_pad2d: 0,
-    _aten.replication_pad2d_backward: 1,
-    _aten.max_unpool2d: 0,
-    _aten.channel_shuffle: 0,
-    _aten.roll: 0,
+_LAYOUTS: dict[Any, int] = {
+    **dict.fromkeys((_aten._batch_norm_with_update, _aten._native_batch_norm_legit), 0),
+    **dict.fromkeys((_aten.batch_norm_backward, _aten.native_batch_norm_backward), 1),
+    **dict.fromkeys((_aten.reflection_pad2d, _aten.reflection_pad3d), 0),
+    **dict.fromkeys((_aten.reflection_pad2d_backward, _aten.reflection_pad3d_backward), 1),
+    **dict.fromkeys((_aten.replication_pad2d, _aten.replication_pad3d), 0),
+    **dict.fromkeys((_aten.replication_pad2d_backward, _aten.replication_pad3d_backward), 1),
+    **dict.fromkeys((_aten.max_unpool2d, _aten.channel_shuffle, _aten.roll), 0),
 }
 """CPU operators whose (first) output has the memory format of an argument, with the argument's position."""
 _ELEMENTWISE = {
-    _aten.copysign.Tensor,
-    _aten.div.Tensor_mode,
-    _aten.elu_backward.default,
-    _aten.floor_divide.default,
-    _aten.hardsigmoid_backward.default,
-    _aten.hardswish_backward.default,
-    _aten.hardtanh_backward.default,
-    _aten.heaviside.default,
-    _aten.logaddexp.default,
-    _aten.logit_backward.default,
-    _aten.logaddexp2.default,
-    _aten.logical_and.default,
-    _aten.logical_or.default,
-    _aten.logical_xor.default,
+    *(_aten.copysign.Tensor, _aten.div.Tensor_mode, _aten.floor_divide.default, _aten.heaviside.default),
+    *(_aten.logaddexp.default, _aten.logaddexp2.default, _aten.special_xlog1py.default, _aten.xlogy.Tensor),
+    *(_aten.logical_and.default, _aten.logical_or.default, _aten.logical_xor.default),
+    *(_aten.elu_backward.default, _aten.hardsigmoid_backward.default, _aten.hardswish_backward.default),
+    *(_aten.hardtanh_backward.default, _aten.logit_backward.default, _aten.softplus_backward.default),
     _aten.native_dropout_backward.default,
-    _aten.softplus_backward.default,
-    _aten.special_xlog1py.default,
-    _aten.xlogy.Tensor,
 }
 """Operators on two tensors whose fake kernels are decompositions, with outputs in another layout."""
 _ROWS = {_aten.glu_backward, _aten.log_sigmoid_forward, _aten.rrelu_with_noise}
@@ -111,7 +91,8 @@ def kernel_outputs(out: Any, func: Any, args: Any, kwargs: Any, device_type: str
         return _like_sum(out, *[a for a in args if isinstance(a, torch.Tensor)])
     if func is _aten.ldexp.Tensor:  # of a power of two, which is contiguous
         return _like_sum(out, args[0], args[1].contiguous())
-    if func in _SCATTERS and not _overlaps(args[0]):
+    if func in _SCATTERS and not any(d == 0 and n > 1 for d, n in zip(args[0].stride(), args[0].shape, strict=True)):
+        # The elements share no memory, as those of an expanded tensor do (`has_internal_overlap` in ATen).
         return _in_memory_of(out, args[0].untyped_storage().nbytes() // args[0].itemsize, args[0].storage_offset())
     if func in _MADE_LIKE_THEIR_INPUT and out.numel() < args[0].numel():
         return _in_memory_of(out, args[0].numel())
@@ -140,11 +121,14 @@ def _as_on_cpu(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if packet_of(func) in _BAGS and out[1].numel():  # the kernel allocates one element more
         bags = out[1].new_empty(out[1].numel() + 1)
         return out[0], bags.as_strided(out[1].size(), out[1].stride()), *out[2:]
-    if func in _UNIQUE:
-        return _unique_outputs(out, func, args, kwargs)
+    if func in _UNIQUE:  # values and counts are in storages as large as there are elements, or slices, and then cut
+        dim = kwargs.get("dim", args[1] if func is _aten.unique_dim.default else args[3] if len(args) > 3 else None)
+        if dim is None or args[0].dim() == 1 and func is _aten.unique_consecutive.default:
+            return tuple(t if t.numel() == 0 else _in_memory_of(t, args[0].numel()) for t in out)
+        counts = out[2]
+        return *out[:2], counts if counts.numel() == 0 else _in_memory_of(counts, args[0].shape[dim])
     if func is _aten.mkldnn_rnn_layer.default:
-        nbytes = _rnn_workspace_bytes(signature(func, args, kwargs))
-        return *out[:3], out[3].new_empty(nbytes)
+        return *out[:3], out[3].new_empty(_rnn_workspace_bytes(signature(func, args, kwargs)))
     if func is _aten.mkldnn_rnn_layer_backward.default:  # before torch 2.13 the fake kernel gave the input's dtype
         return tuple(t if t is None else t.new_empty(t.shape, dtype=torch.float32) for t in out)
     if func is _aten.convolution.default and out.numel() < args[0].numel() and _is_made_like_its_input(*args):
@@ -152,23 +136,9 @@ def _as_on_cpu(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
     return out
 
 
-def _unique_outputs(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return values and counts in storages as large as there are elements, or slices, and then cut."""
-    dim = kwargs.get("dim", args[1] if func is _aten.unique_dim.default else args[3] if len(args) > 3 else None)
-    if dim is None or args[0].dim() == 1 and func is _aten.unique_consecutive.default:
-        return tuple(t if t.numel() == 0 else _in_memory_of(t, args[0].numel()) for t in out)
-    counts = out[2]
-    return *out[:2], counts if counts.numel() == 0 else _in_memory_of(counts, args[0].shape[dim])
-
-
 def _like_sum(out: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
     """Return an output in the layout that elementwise kernels give it."""
     return torch.empty_like(torch.add(*tensors), dtype=out.dtype)
-
-
-def _overlaps(tensor: torch.Tensor) -> bool:
-    """Tell whether elements of a tensor share memory, as those of an expanded one (`has_internal_overlap`)."""
-    return any(stride == 0 and n > 1 for stride, n in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _laid_out_as(out: Any, given: torch.Tensor) -> Any:
@@ -188,13 +158,11 @@ def _is_made_like_its_input(given: torch.Tensor, weight: torch.Tensor, bias: Any
 
     So do transposed convolutions over volumes without a oneDNN kernel (ATen/native/NaiveConvolutionTranspose3d.cpp).
     """
-    transposed = options[3]
-    if not transposed or weight.dim() != 5:
+    if not options[3] or weight.dim() != 5:
         return False
     with unset_fake_temporarily():
         like = [None if t is None else torch.empty(1, dtype=t.dtype).expand(t.shape) for t in (given, weight, bias)]
-        backend = select_conv_backend(*like, *options)
-    return bool(backend.name == "SlowTranspose3d")
+        return bool(select_conv_backend(*like, *options).name == "SlowTranspose3d")
 
 
 @functools.cache
@@ -220,20 +188,30 @@ class SparseOperators:
         self._indices = WeakIdKeyDictionary()  # real indices, by the fake ones' storage and place in it
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the outputs of an operator."""
         given = [t for t in tensors_in((args, kwargs)) if t.layout is torch.sparse_coo]
         if func in TO_SPARSE and not given and kwargs.get("layout") in (None, torch.sparse_coo):
             return self._made_sparse(func, args, kwargs)
-        if not given or not self._needs_data(func, args, kwargs, given):
-            out = func(*_with_bags(func, args), **kwargs)
-            self._store_output_indices(out, args)
+        written = written_by(func, args, kwargs) if given and packet_of(func) not in _QUERIES else []
+        if (
+            not given
+            or packet_of(func) in _QUERIES
+            or sum(part.nbytes for t in (*given, *written) for part in parts(t)) > _LIMIT_BYTES
+            or (written and not any(t.layout is torch.sparse_coo for t in written))
+        ):
+            if func is _aten._embedding_bag_backward.default and args[3].numel() != args[1].numel():
+                # The kernel computes the bag of each index, where the forward pass gives none.
+                args = *args[:3], torch.empty_like(args[1]), *args[4:]
+            out = func(*args, **kwargs)
+            for output in tensors_in(out):
+                if output.layout is torch.sparse_coo:
+                    self._store_output_indices(parts(output)[0], args)
             return out
         node = current_autograd_node() if func is _aten.clone.default else None
         # Autograd takes over a sparse gradient for a parameter, which it clones only under a mode.
         if node is not None and node.name().endswith("AccumulateGrad"):
             indices, values = parts(args[0])
             return assembled(indices, values, args[0].shape, _coalesced(args[0]))
-        return self._run_on_real(func, args, kwargs)
+        return self._run_on_real(func, args, kwargs, written)
 
     def _made_sparse(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         """Return the sparse form of a dense tensor: its entries are values that are read; all of them, by a guess."""
@@ -256,27 +234,23 @@ class SparseOperators:
         values = torch.empty((count, *dense.shape[dims:]), dtype=dense.dtype, device=device)
         return assembled(fake, values, dense.shape, coalesced=True)
 
-    def _needs_data(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> bool:
-        written = written_by(func, args, kwargs)
-        involved = [part for t in (*given, *written) for part in parts(t)]
-        if packet_of(func) in _QUERIES or sum(part.nbytes for part in involved) > _LIMIT_BYTES:
-            return False
-        return not written or any(t.layout is torch.sparse_coo for t in written)
-
-    def _run_on_real(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_on_real(self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
         """Run an operator on real tensors alike, and return fake outputs that alias as the real ones do."""
         stood_for: dict[int, torch.Tensor] = {}
-        written = written_by(func, args, kwargs)
         with disable_current_modes():
             alike: dict[int, Any] = {id(t): self._real_like(t, stood_for) for t in tensors_in((args, kwargs))}
             alike |= {id(t): alike[id(t)].clone() for t in written if t.layout is torch.strided}
-            real_args, real_kwargs = tree_map(lambda leaf: _real_leaf(leaf, alike), (args, kwargs))
+
+            def real(leaf: Any) -> Any:
+                return torch.device("cpu") if isinstance(leaf, torch.device) else alike.get(id(leaf), leaf)
+
+            real_args, real_kwargs = tree_map(real, (args, kwargs))
             out = func(*real_args, **real_kwargs)
         device = kwargs.get("device") or device_of(tensors_in((args, kwargs))[0])
         for tensor in written:
             if tensor.layout is torch.sparse_coo:
                 tensor.data = self._fake(alike[id(tensor)], stood_for, device)
-        fakes = {id(real): tensor for tensor in tensors_in((args, kwargs)) for real in [alike[id(tensor)]]}
+        fakes = {id(alike[id(tensor)]): tensor for tensor in tensors_in((args, kwargs))}
         return tree_map(lambda leaf: fakes.get(id(leaf), self._fake(leaf, stood_for, device)), out)
 
     def _real_like(self, tensor: torch.Tensor, stood_for: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -307,19 +281,15 @@ class SparseOperators:
         self._store_indices(fake, known)
         return assembled(fake, _fake_part(values, stood_for, device), real.shape, coalesced)
 
-    def _store_output_indices(self, out: Any, args: Any) -> None:
-        """Store the real indices of new sparse outputs, where they alias integers with known values."""
-        for output in tensors_in(out):
-            if output.layout is not torch.sparse_coo:
-                continue
-            indices = parts(output)[0]
-            storage = storage_key_of(indices)
-            for source in tensors_in(args):
-                if source.layout is torch.strided and storage_key_of(source) == storage:
-                    real = self.values.value_of(source)
-                    if real is not None and real.numel() == indices.numel():
-                        with disable_current_modes():
-                            self._store_indices(indices, real.reshape(indices.shape))
+    def _store_output_indices(self, indices: torch.Tensor, args: Any) -> None:
+        """Store the real indices of a new sparse output, where they alias integers with known values."""
+        storage = storage_key_of(indices)
+        for source in tensors_in(args):
+            if source.layout is torch.strided and storage_key_of(source) == storage:
+                real = self.values.value_of(source)
+                if real is not None and real.numel() == indices.numel():
+                    with disable_current_modes():
+                        self._store_indices(indices, real.reshape(indices.shape))
 
     def _store_indices(self, indices: torch.Tensor, real: torch.Tensor) -> None:
         self._indices.setdefault(indices.untyped_storage(), {})[_place(indices)] = real
@@ -350,19 +320,6 @@ def per_tensor_calls(func: Any, args: Any) -> list[tuple[Any, tuple[Any, ...]]] 
         (packet.Tensor if isinstance(operand, torch.Tensor) else packet.Scalar, (tensor, operand))
         for tensor, operand in zip(args[0], operands, strict=True)
     ]
-
-
-def _with_bags(func: Any, args: Any) -> Any:
-    """Return arguments with the bag of each index, which the kernel computes where the forward pass gives none."""
-    if func is not _aten._embedding_bag_backward.default or args[3].numel() == args[1].numel():
-        return args
-    return *args[:3], torch.empty_like(args[1]), *args[4:]
-
-
-def _real_leaf(leaf: Any, alike: dict[int, Any]) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return alike[id(leaf)]
-    return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
 
 def _fake_part(real: torch.Tensor, stood_for: dict[int, torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -32,12 +32,7 @@ from memfit._torch import (
     tree_map,
     unset_fake_temporarily,
 )
-from memfit.capture.operator_calls import (
-    device_of,
-    tensors_in,
-    traits_of,
-    written_by,
-)
+from memfit.capture.operator_calls import device_of, tensors_in, traits_of, written_by
 from memfit.capture.value_reads import ReadReplay, Site, reading_site
 
 _aten = torch.ops.aten
@@ -54,6 +49,9 @@ _UNIFORM = {_aten.rand, _aten.rand_like, _aten.uniform, _aten.uniform_}
 _BERNOULLI = {_aten.bernoulli, _aten.bernoulli_}
 _ALMOST_ONE = 1 - 2**-20
 _Unknown = object()
+_DRAWN, _ASSUMED, _BATCH, _HELD, _PASSING = (1 << bit for bit in range(5))
+"""Marks of tensors: random, of assumed values, of the batch, from before the step (such as counters), of checks."""
+_VARYING = _DRAWN | _ASSUMED | _BATCH | _HELD  # from step to step; results have them too
 
 Extreme = Literal["", "low", "high"]
 """Whether generators draw the least ("low") or the greatest ("high") numbers; "" for neither."""
@@ -81,11 +79,7 @@ class KnownValues(PassiveMode):
         self.read_sites: list[Site | None] = []
         self._real = WeakIdKeyDictionary()
         self._storages = set[int]()  # of the tensors in `_real`, and of some that are gone
-        self._drawn = WeakIdKeyDictionary()
-        self._assumed = WeakIdKeyDictionary()
-        self._passing = WeakIdKeyDictionary()
-        self._batch = WeakIdKeyDictionary()
-        self._held = WeakIdKeyDictionary()  # from before the step, such as counters
+        self._marks = WeakIdKeyDictionary()
 
     @classmethod
     def of(cls, mode: FakeTensorMode) -> KnownValues:
@@ -100,22 +94,28 @@ class KnownValues(PassiveMode):
         """Copy the values of a source tensor to a fake one, if they are known integers or scalars."""
         real = self._real.get(source) if isinstance(source, FakeTensor) else source
         if real is not None and (is_followed(real) or real.dim() == 0) and real.device.type != "meta":
-            self._held[fake] = True
+            self._mark([fake], _HELD)
             with unset_fake_temporarily():
-                self._set(fake, real.detach().to("cpu", copy=True))
+                self._remember(fake, real.detach().to("cpu", copy=True))
 
     def begin(self, batch: Iterable[torch.Tensor], extreme: Extreme) -> None:
         """Begin a step: set the batch's tensors and the numbers that random operators draw; forget earlier readings."""
         self.extreme, self.reads_draws, self.reads_batch = extreme, False, False
-        for tensor in batch:
-            self._batch[tensor] = True
+        self._mark(batch, _BATCH)
+
+    def _mark(self, tensors: Iterable[torch.Tensor], marks: int) -> None:
+        for tensor in tensors if marks else ():
+            self._marks[tensor] = self._marks.get(tensor, 0) | marks
+
+    def _has(self, tensor: torch.Tensor, mark: int) -> bool:
+        return bool(self._marks and self._marks.get(tensor, 0) & mark)
 
     @disable_dynamo  # which would look at each frame below, where a step reads between compiled graphs
     def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return a real tensor with a tensor's values, on the CPU; None where they are not known."""
         if not isinstance(tensor, FakeTensor):
             return tensor
-        self.reads_batch |= tensor in self._batch
+        self.reads_batch |= self._has(tensor, _BATCH)
         with unset_fake_temporarily():
             value = self._value(tensor)
         self._note_reading([tensor], is_known=value is not _Unknown)
@@ -123,8 +123,7 @@ class KnownValues(PassiveMode):
 
     def _note_reading(self, tensors: list[torch.Tensor], *, is_known: bool) -> None:
         """Note the line that reads tensors, whose values may differ from step to step."""
-        marks = (self._drawn, self._assumed, self._batch, self._held)
-        if not is_known or any(t in noted for noted in marks for t in tensors):
+        if not is_known or any(self._has(t, _VARYING) for t in tensors):
             self.read_sites.append(reading_site()[0])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -148,22 +147,22 @@ class KnownValues(PassiveMode):
             return self._run_with_shape(func, args, kwargs, known)
         if known is not None and all(is_followed(t) for t in tensors_in(out)):
             self._remember(out, _compute(func, *known))
-            self._mark_outputs(func, args, kwargs, out)
+            self._mark_outputs(args, kwargs, out)
         elif (answer := _assumed_finite(func, args)) is not None and is_followed(out):
             self._remember(out, _compute(torch.full, (tuple(out.shape), answer), {}))
-            self._assumed[out] = True
+            self._mark([out], _ASSUMED)
         elif traits.written:
             self._forget(func, args, kwargs)
         elif packet_of(func) in _CHECKS and isinstance(out, FakeTensor) and out.dim() == 0:
-            self._passing[out] = True
+            self._mark([out], _PASSING)
         return out
 
-    def _mark_outputs(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Mark outputs that depend on random numbers, on assumed values, on the batch or on values from before."""
-        for noted in (self._drawn, self._assumed, self._batch, self._held):
-            if noted and any(t in noted for t in tensors_in((args, kwargs))):
-                for tensor in tensors_in(out):
-                    noted[tensor] = True
+    def _mark_outputs(self, args: Any, kwargs: Any, out: Any) -> None:
+        """Mark outputs as the inputs are marked."""
+        marks = 0
+        for tensor in tensors_in((args, kwargs)) if self._marks else ():
+            marks |= self._marks.get(tensor, 0)
+        self._mark(tensors_in(out), marks & _VARYING)
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a random operator; follow its output where that is small."""
@@ -181,8 +180,7 @@ class KnownValues(PassiveMode):
                 lambda v: torch.empty(v.shape, dtype=v.dtype) if id(v) in written else self._value(v), (args, kwargs)
             )
             self._remember(out, random_output(func, packet_of(func), real[0], real[1], self.extreme))
-        for tensor in tensors:
-            self._drawn[tensor] = True
+        self._mark(tensors, _DRAWN)
         return out
 
     def _known_arguments(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -223,14 +221,14 @@ class KnownValues(PassiveMode):
             return func(*args, **kwargs)  # type: ignore[no-any-return]
         except DataDependentOutputException:
             dtype = torch.bool if is_truth else tensor.dtype
-            return self.replay.number(tensor, dtype, neutral=is_truth or tensor in self._passing)
+            return self.replay.number(tensor, dtype, neutral=is_truth or self._has(tensor, _PASSING))
 
     def _prefers_log(self, logged: Any, tensor: torch.Tensor) -> bool:
         """Tell whether the logged reading replaces a known value, which was drawn or assumed."""
-        is_drawn = tensor in self._drawn
+        is_drawn = self._has(tensor, _DRAWN)
         self.reads_draws |= is_drawn
-        self.reads_batch |= tensor in self._batch
-        return logged is not None and ((is_drawn and not self.extreme) or tensor in self._assumed)
+        self.reads_batch |= self._has(tensor, _BATCH)
+        return logged is not None and ((is_drawn and not self.extreme) or self._has(tensor, _ASSUMED))
 
     def _run_with_shape(self, func: Any, args: Any, kwargs: Any, known: tuple[Any, Any] | None) -> Any:
         """Run an operator whose output shape depends on values: known, logged, or guessed to be the largest."""
@@ -240,7 +238,7 @@ class KnownValues(PassiveMode):
             real = _compute(func, *known)
             out = tree_map(lambda t: self._like(t, device_of(tensors_in((args, kwargs))[0])), real)
             self._remember(out, real)
-            self._mark_outputs(func, args, kwargs, out)
+            self._mark_outputs(args, kwargs, out)
             return out
         if func in (_aten.index.Tensor, _aten.masked_select.default):
             return self._select(func, args, logged)
@@ -273,11 +271,8 @@ class KnownValues(PassiveMode):
             slices = (tensor.shape[dim],)
             return [(tuple(tensor.shape), tensor.dtype), (slices, torch.long), (slices, torch.long)]
         inverse = tuple(tensor.shape) if given.get("return_inverse") else (0,)
-        return [
-            ((count,), tensor.dtype),
-            (inverse, torch.long),
-            ((count if given.get("return_counts") else 0,), torch.long),
-        ]
+        counts = (count if given.get("return_counts") else 0,)
+        return [((count,), tensor.dtype), (inverse, torch.long), (counts, torch.long)]
 
     def _select(self, func: Any, args: Any, logged: Any) -> Any:
         """Run a selection by masks as a selection by positions."""
@@ -290,24 +285,19 @@ class KnownValues(PassiveMode):
         else:
             source, indices = args
             counts = None if logged is None else iter(logged)
-        return _aten.index.Tensor(
-            source, [p for index in indices for p in self._positions(func, source, index, counts)]
-        )
-
-    def _positions(
-        self, func: Any, source: torch.Tensor, index: torch.Tensor | None, counts: Iterator[int] | None
-    ) -> list[torch.Tensor | None]:
-        """Return a mask's selected positions; another index as it is."""
-        if index is None or index.dtype is not torch.bool:
-            return [index]
-        if index in self._real and not self._prefers_log(counts, index):
-            with unset_fake_temporarily():
-                positions = self._real[index].nonzero(as_tuple=True)
-            return [self._like(p, device_of(index)) for p in positions]
-        if counts is None:
-            self.replay.guessed_shape(func, source)
-        count = index.numel() if counts is None else next(counts)
-        return [torch.empty(count, dtype=torch.long, device=device_of(index)) for _ in index.shape]
+        positions: list[torch.Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype is not torch.bool:
+                positions.append(index)
+            elif index in self._real and not self._prefers_log(counts, index):
+                real = _compute(torch.nonzero, (self._real[index],), {"as_tuple": True})
+                positions += [self._like(p, device_of(index)) for p in real]
+            else:
+                if counts is None:
+                    self.replay.guessed_shape(func, source)
+                count = index.numel() if counts is None else next(counts)
+                positions += [torch.empty(count, dtype=torch.long, device=device_of(index)) for _ in index.shape]
+        return _aten.index.Tensor(source, positions)
 
     def _like(self, real: torch.Tensor, device: torch.device) -> torch.Tensor:
         return torch.empty_strided(real.size(), real.stride(), dtype=real.dtype, device=device)
@@ -315,12 +305,9 @@ class KnownValues(PassiveMode):
     def _remember(self, out: Any, real: Any) -> None:
         for fake, value in zip(tensors_in(out), tensors_in(real), strict=True):
             if isinstance(fake, FakeTensor):
-                self._set(fake, value)
-
-    def _set(self, fake: torch.Tensor, value: torch.Tensor) -> None:
-        self._real[fake] = value
-        if fake.layout is torch.strided:
-            self._storages.add(storage_key_of(fake))
+                self._real[fake] = value
+                if fake.layout is torch.strided:
+                    self._storages.add(storage_key_of(fake))
 
     def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
         """Forget the values of all aliases of the arguments that an operator wrote unknown values to."""
@@ -348,18 +335,15 @@ def _only_writes(func: Any, args: Any) -> bool:
     written, *others = args
     if not isinstance(written, FakeTensor) or written.layout is not torch.strided or written.constant is not None:
         return False
-    if not written.is_floating_point():  # the kernel refuses some operands of integers
-        return False
-    for other in others:
-        if isinstance(other, torch.Tensor) and not (
-            isinstance(other, FakeTensor)
-            and other.layout is torch.strided
-            and other.dtype is written.dtype
-            and other.fake_device == written.fake_device
-            and other.shape == written.shape
-        ):
-            return False
-    return True
+    return written.is_floating_point() and all(  # the kernel refuses some operands of integers
+        isinstance(other, FakeTensor)
+        and other.layout is torch.strided
+        and other.dtype is written.dtype
+        and other.fake_device == written.fake_device
+        and other.shape == written.shape
+        for other in others
+        if isinstance(other, torch.Tensor)
+    )
 
 
 def _assumed_finite(func: Any, args: Any) -> bool | None:
@@ -402,9 +386,9 @@ def fake_paths_disabled() -> Iterator[None]:
         for types in [types for types in supported_types if FakeTensor not in types]:
             types.append(FakeTensor)
             stack.callback(types.remove, FakeTensor)
-        stack.enter_context(replaced_here(FakeTensor, "__format__", _format))  # a fake loss can't be formatted
+
+        def format_(tensor: torch.Tensor, spec: str) -> str:
+            return format(tensor.item(), spec) if tensor.dim() == 0 else object.__format__(tensor, spec)
+
+        stack.enter_context(replaced_here(FakeTensor, "__format__", format_))  # a fake loss can't be formatted
         yield
-
-
-def _format(tensor: torch.Tensor, spec: str) -> str:
-    return format(tensor.item(), spec) if tensor.dim() == 0 else object.__format__(tensor, spec)

@@ -46,6 +46,7 @@ from memfit.workload import (
 )
 
 MOST_ENTRIES = 100_000
+_MET = 4  # of the replaced functions: those that Dynamo may meet in what it compiles
 _GET_GRADIENT = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 
@@ -60,9 +61,7 @@ class Verdict(BaseException):
         self.error = error
 
 
-_SET = "__set__"
 _STAND_IN = torch.empty(0, device="meta")
-
 
 SeenCall = tuple[int, int, int]
 """A call of a module that trains: its root, how many of its parameters are trained, its number within the pass."""
@@ -84,11 +83,6 @@ class Seen:
     passes: set[frozenset[SeenCall]] = field(default_factory=set)
     updates: set[tuple[str, int]] = field(default_factory=set)
     calls: set[SeenCall] = field(default_factory=set)
-
-    def end_pass(self) -> None:
-        """End the calls before a backward pass."""
-        self.passes.add(frozenset(self.calls))
-        self.calls.clear()
 
     def is_in(self, others: Sequence[Seen]) -> bool:
         """Tell whether other steps together did all of it."""
@@ -141,7 +135,8 @@ class Watcher(TorchFunctionMode):
         self._depth = 0
         self._thread = threading.get_ident()
         self._stack = contextlib.ExitStack()
-        self._replacement = _Replacement(self)
+        self._replacements = self._replaced_functions()
+        self._taken_out = 0
         self.roots: list[nn.Module] = []
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._forget_all()
@@ -181,16 +176,21 @@ class Watcher(TorchFunctionMode):
         for number in range(len(self.roots)):
             self._name(number)
         self.is_writing = self._records = self._put_on()
-        for owner, how in zeros:  # they may come before the first call of a step
+        for owner, how in zeros:  # calls that were made already: they may come before the first call of a step
             if self.is_writing and (held := owner()) is not None:
-                self._write("function", zeroed, _nothing, (_gradients_of(held), how), {})
+                self._write("function", zeroed, lambda *_: None, (_gradients_of(held), how), {})
 
     def end(self) -> RecordedStep:
         """Return what was recorded, and record no more."""
         self.is_writing = False
         entries, passes = with_phases(self.entries)
         self._known.clear()
-        return RecordedStep(entries, passes, self.given, self._trained, self._is_switched(), self._calls)
+        is_switched = any(  # other parameters are trained now than when the step began
+            parameter.requires_grad != self._trained.get(ModuleTensor(number, name), parameter.requires_grad)
+            for number, root in enumerate(self.roots)
+            for name, parameter in root.named_parameters()
+        )
+        return RecordedStep(entries, passes, self.given, self._trained, is_switched, self._calls)
 
     def rest(self) -> None:
         """Only count, until `begin`."""
@@ -226,7 +226,9 @@ class Watcher(TorchFunctionMode):
         """
         was_paused, self.is_paused = self.is_paused, True
         if is_bare:
-            self._replacement.take_within()
+            if not self._taken_out:
+                self._replace(False, _MET)
+            self._taken_out += 1
         on_top = get_current_function_mode() is self
         try:
             with pop_function_mode_temporarily() if on_top else contextlib.nullcontext():
@@ -236,19 +238,19 @@ class Watcher(TorchFunctionMode):
             if self._is_over or not self._records:
                 self._take_off()
             if is_bare:
-                self._replacement.put_within(self._is_over)
+                self._taken_out -= 1
+                if not (self._taken_out or self._is_over):
+                    self._replace(True, _MET)
 
     # Watching
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the calls in this context."""
-        before = optimizers.register_optimizer_step_pre_hook(self._before_update)
-        after = optimizers.register_optimizer_step_post_hook(self._after_update)
-        self._stack.callback(before.remove)
-        self._stack.callback(after.remove)
-        self._replacement.set(True)
-        self._stack.callback(self._replacement.set, False)
+        self._stack.callback(optimizers.register_optimizer_step_pre_hook(self._before_update).remove)
+        self._stack.callback(optimizers.register_optimizer_step_post_hook(self._after_update).remove)
+        self._replace(True)
+        self._stack.callback(self._replace, False)
         self._outer = get_current_function_mode()
         self._put_on()
         self._stack.callback(self._take_off)
@@ -282,7 +284,7 @@ class Watcher(TorchFunctionMode):
             return self._write("function", _deep_copied, run, args[:1], {})
         return self._write("function", func, func, args, kwargs)
 
-    def call_module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _call_module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a module, and record the call if the loop itself makes it and the module has parameters."""
         if not self._is_looking() or not self.held_by(module):
             return call(module, *args, **kwargs)
@@ -300,7 +302,7 @@ class Watcher(TorchFunctionMode):
 
         return self._write("module", self._root(module), run, args, kwargs) if self._is_seen() else run(*args, **kwargs)
 
-    def call(self, kind: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _call(self, kind: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a function of the loop, and record the call."""
         if self._is_seen():
             return self._write(kind, call, call, args, kwargs)
@@ -312,35 +314,61 @@ class Watcher(TorchFunctionMode):
         finally:
             self._depth -= 1
 
-    def call_backward(self, backward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a backward pass of the loop, and record it; it may find that a recomputation differs."""
-        with self._carried(MemfitError):
-            out = self.call("backward", backward, args, kwargs)
+    def _replaced_functions(self) -> list[tuple[Any, str, Any, Any]]:
+        """Return the functions that run modules, backward passes and custom functions: owner, name, own, watched."""
+        call_module, backward, grad = nn.Module.__call__, torch.autograd.backward, torch.autograd.grad
+        apply = torch.autograd.Function.__dict__["apply"]
+
+        def watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self.is_paused:  # as for each module within another
+                return call_module(module, *args, **kwargs)
+            return self._call_module(module, call_module, args, kwargs)
+
+        def watched_backward(*args: Any, **kwargs: Any) -> Any:
+            with self._carried(MemfitError):  # it may find that a recomputation differs
+                out = self._call("backward", backward, args, kwargs)
+                if self._is_looking():
+                    self.seen.passes.add(frozenset(self.seen.calls))
+                    self.seen.calls.clear()
+                    self._zeros.clear()
+                    with replaced(self, "is_paused", True):
+                        self._on_backward()
+            return out
+
+        def watched_grad(*args: Any, **kwargs: Any) -> Any:
             if self._is_looking():
-                self.seen.end_pass()
-                self._zeros.clear()
-                with replaced(self, "is_paused", True):
-                    self._on_backward()
-        return out
+                self.seen.calls.add(_GRAD)
+            return self._call("function", grad, args, kwargs)
 
-    def call_grad(self, grad: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run `torch.autograd.grad` for the loop, and record the call."""
-        if self._is_looking():
-            self.seen.calls.add(_GRAD)
-        return self.call("function", grad, args, kwargs)
+        def watched_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._call("function", apply.__get__(None, cls), args, kwargs)
 
-    def call_zero_grad(self, owner: _Owner, zero_grad: Callable[..., None], set_to_none: bool) -> None:
-        """Zero the gradients of an optimizer or a module for the loop, and record that also where there are none."""
-        if self._is_looking():
-            self._zeros.append((weakref.ref(owner), set_to_none))
-        if not self._is_seen():
-            zero_grad(set_to_none=set_to_none)
-            return
+        def watched_zero(zero_grad: Callable[..., None]) -> Callable[..., None]:
+            def watched(owner: _Owner, set_to_none: bool = True) -> None:
+                """Zero the gradients for the loop, and record that also where there are none."""
+                if self._is_looking():
+                    self._zeros.append((weakref.ref(owner), set_to_none))
+                if self._is_seen():
+                    run = functools.partial(zero_grad, owner, set_to_none=set_to_none)
+                    self._write("function", zeroed, lambda *_: run(), (_gradients_of(owner), set_to_none), {})
+                else:
+                    zero_grad(owner, set_to_none=set_to_none)
 
-        def run(*_: Any) -> None:
-            zero_grad(set_to_none=set_to_none)
+            return watched
 
-        self._write("function", zeroed, run, (_gradients_of(owner), set_to_none), {})
+        zeroing = [(owner, owner.zero_grad) for owner in (torch.optim.Optimizer, nn.Module)]
+        return [
+            (nn.Module, "__call__", call_module, watched_call),
+            (torch.autograd, "backward", backward, watched_backward),
+            (torch.autograd, "grad", grad, watched_grad),
+            (torch.autograd.Function, "apply", apply, classmethod(watched_apply)),
+            *((owner, "zero_grad", zero_grad, watched_zero(zero_grad)) for owner, zero_grad in zeroing),
+        ]
+
+    def _replace(self, is_watched: bool, most: int | None = None) -> None:
+        """Put the watched functions in place, or PyTorch's own; of the first `most` only."""
+        for owner, name, own, watched in self._replacements[:most]:
+            setattr(owner, name, watched if is_watched else own)
 
     @contextlib.contextmanager
     def _carried(self, kind: type[Exception]) -> Iterator[None]:
@@ -355,8 +383,11 @@ class Watcher(TorchFunctionMode):
         return self.is_writing and self._is_looking()
 
     def _is_looking(self) -> bool:
-        is_off = self._depth or self._is_over or self.is_paused
-        return not is_off and threading.get_ident() == self._thread
+        return not self._depth and self.is_here()
+
+    def is_here(self) -> bool:
+        """Tell whether a call or an update is one of the loop that is watched."""
+        return not (self._is_over or self.is_paused) and threading.get_ident() == self._thread
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Record an update; where it calls a closure, after that has run."""
@@ -371,11 +402,10 @@ class Watcher(TorchFunctionMode):
             return None
 
         def wrapped() -> Any:
-            depth, self._depth = self._depth, 0
             try:
-                return closure()
+                with replaced(self, "_depth", 0):
+                    return closure()
             finally:
-                self._depth = depth
                 self._updated(optimizer)
 
         if "closure" in kwargs:
@@ -395,43 +425,32 @@ class Watcher(TorchFunctionMode):
         if self.is_here():
             self._depth -= 1
 
-    def is_here(self) -> bool:
-        """Tell whether an update is one of the loop that is watched."""
-        return not (self._is_over or self.is_paused) and threading.get_ident() == self._thread
-
     # Recording
 
     def _write(self, kind: Any, what: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._depth += 1  # nested calls are no part of the loop
         try:
             entry = Entry(kind, what, self._arguments(args, kwargs), ExecutionContext.now())
-            versions = [version_of(t) for t in self._tensors(args, kwargs)] if kind == "function" else []
+            versions = _versions(args, kwargs) if kind == "function" else []
             self.entries.append(entry)
             out = run(*args, **kwargs)
             outputs = leaves_of(out)
             entry.made = [self._make(tensor) for tensor in outputs]
-            changed = kind == "function" and versions != [version_of(t) for t in self._tensors(args, kwargs)]
+            changed = kind == "function" and versions != _versions(args, kwargs)
         finally:
             self._depth -= 1
         if kind == "function" and what == _GET_GRADIENT and out is None and args[0].requires_grad:
             self._without_gradient.append(args[0])
-        is_set = getattr(what, "__name__", "") == _SET or what is zeroed
-        if kind == "function" and not (outputs or changed or is_set):
-            self._forget(entry)
+        is_set = getattr(what, "__name__", "") == "__set__" or what is zeroed
+        if kind == "function" and not (outputs or changed or is_set):  # it did nothing to tensors
+            position = next(i for i in range(len(self.entries) - 1, -1, -1) if self.entries[i] is entry)
+            del self.entries[position]
+            if position:
+                self.entries[position - 1].drops += entry.drops
         if len(self.entries) > MOST_ENTRIES:
             self.fault = self.fault or f"the step calls more than {MOST_ENTRIES:,} functions outside of its modules"
             self.is_writing = False
         return out
-
-    def _tensors(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
-        return [t for t in leaves_of((args, kwargs)) if not t.is_inference()]
-
-    def _forget(self, entry: Entry) -> None:
-        """Remove an entry that did nothing to tensors; its drops move to the entry before."""
-        position = next(i for i in range(len(self.entries) - 1, -1, -1) if self.entries[i] is entry)
-        del self.entries[position]
-        if position:
-            self.entries[position - 1].drops += entry.drops
 
     def _arguments(self, args: Any, kwargs: Any) -> EntryArguments:
         references: list[Reference] = []
@@ -446,9 +465,8 @@ class Watcher(TorchFunctionMode):
         return EntryArguments(template, tuple(references))
 
     def _reference(self, tensor: torch.Tensor) -> Reference:
-        known = self._known.get(id(tensor))
-        if known is not None and known[0]() is tensor:
-            return known[1]
+        if (known := self._known_as(tensor)) is not None:
+            return known
         if id(tensor) in self._names:
             return self._names[id(tensor)]
         if tensor.requires_grad and not tensor.is_leaf:
@@ -457,12 +475,15 @@ class Watcher(TorchFunctionMode):
         return self._know(tensor, BatchTensor(len(self.given) - 1))
 
     def _make(self, tensor: torch.Tensor) -> int:
-        known = self._known.get(id(tensor))
-        if known is not None and known[0]() is tensor and isinstance(known[1], ResultTensor):
-            return known[1].number
+        if isinstance(known := self._known_as(tensor), ResultTensor):
+            return known.number
         self._made += 1
         self._know(tensor, ResultTensor(self._made))
         return self._made
+
+    def _known_as(self, tensor: torch.Tensor) -> Reference | None:
+        known = self._known.get(id(tensor))
+        return known[1] if known is not None and known[0]() is tensor else None
 
     def _know(self, tensor: torch.Tensor, reference: Reference) -> Reference:
         died = functools.partial(self._died, reference) if isinstance(reference, ResultTensor) else None
@@ -474,12 +495,11 @@ class Watcher(TorchFunctionMode):
             self.entries[-1].drops.append(reference.number)
 
     def _root(self, module: nn.Module) -> int:
-        for number, root in enumerate(self.roots):
-            if root is module:
-                return number
-        self.roots.append(module)
-        self._name(len(self.roots) - 1)
-        return len(self.roots) - 1
+        number = next((number for number, root in enumerate(self.roots) if root is module), len(self.roots))
+        if number == len(self.roots):
+            self.roots.append(module)
+            self._name(number)
+        return number
 
     def _name(self, number: int) -> None:
         """Know a root's parameters and buffers by their names."""
@@ -489,23 +509,24 @@ class Watcher(TorchFunctionMode):
             if isinstance(tensor, nn.Parameter) and self.is_writing:
                 self._trained.setdefault(named, tensor.requires_grad)
 
-    def _is_switched(self) -> bool:
-        """Tell whether other parameters are trained now than when the step began."""
-        return any(
-            parameter.requires_grad != self._trained.get(ModuleTensor(number, name), parameter.requires_grad)
-            for number, root in enumerate(self.roots)
-            for name, parameter in root.named_parameters()
-        )
-
     def note_extent(self, number: CallNumber, extent: Extent) -> None:
         """Note the arguments of a call that trains, while it is recorded."""
         before = self._calls.get(number)
         self._calls[number] = extent if before is None else joined(before, extent)
 
     def held_by(self, module: nn.Module) -> list[nn.Parameter]:
-        """Return a module's parameters, which are looked up once in each step."""
+        """Return a module's parameters, looked up once in each step, in less time than `parameters()` takes."""
         if module not in self._held:
-            self._held[module] = _parameters_within(module)
+            modules, found = {id(module): module}, dict[int, nn.Parameter]()
+            waiting = [module]
+            while waiting:
+                held = waiting.pop()
+                found |= {id(p): p for p in own_parameters(held).values() if p is not None}
+                for inner in own_modules(held).values():
+                    if inner is not None and id(inner) not in modules:
+                        modules[id(inner)] = inner
+                        waiting.append(inner)
+            self._held[module] = list(found.values())
         return self._held[module]
 
     def note_call(self, module: nn.Module) -> SeenCall:
@@ -516,29 +537,13 @@ class Watcher(TorchFunctionMode):
         return call
 
 
-def _parameters_within(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a module and of those within it, in less time than `parameters()` takes."""
-    modules, found = {id(module): module}, dict[int, nn.Parameter]()
-    waiting = [module]
-    while waiting:
-        held = waiting.pop()
-        for parameter in own_parameters(held).values():
-            if parameter is not None:
-                found[id(parameter)] = parameter
-        for inner in own_modules(held).values():
-            if inner is not None and id(inner) not in modules:
-                modules[id(inner)] = inner
-                waiting.append(inner)
-    return list(found.values())
+def _versions(args: Any, kwargs: Any) -> list[int]:
+    return [version_of(t) for t in leaves_of((args, kwargs)) if not t.is_inference()]
 
 
 def _gradients_of(owner: _Owner) -> list[torch.Tensor]:
     """Return the parameters whose gradients an optimizer's or a module's `zero_grad` zeroes."""
     return list(owner.parameters()) if isinstance(owner, nn.Module) else parameters_of(owner)
-
-
-def _nothing(*_: Any) -> None:
-    """Stand for a call that was made already."""
 
 
 def zeroed(parameters: list[torch.Tensor], set_to_none: bool = True) -> None:
@@ -554,62 +559,3 @@ def zeroed(parameters: list[torch.Tensor], set_to_none: bool = True) -> None:
 def _deep_copied(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor; `copy.deepcopy` would read memory, which fake tensors don't have."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-_MET = 4  # of the replacements: those that Dynamo may meet in what it compiles
-
-
-class _Replacement:
-    """Replacements of the PyTorch functions that run modules, backward passes and custom functions."""
-
-    def __init__(self, watcher: Watcher) -> None:
-        call_module, backward, grad = nn.Module.__call__, torch.autograd.backward, torch.autograd.grad
-        apply = torch.autograd.Function.__dict__["apply"]
-        zero, zero_module = torch.optim.Optimizer.zero_grad, nn.Module.zero_grad
-
-        def watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if watcher.is_paused:  # as for each module within another
-                return call_module(module, *args, **kwargs)
-            return watcher.call_module(module, call_module, args, kwargs)
-
-        def watched_backward(*args: Any, **kwargs: Any) -> Any:
-            return watcher.call_backward(backward, args, kwargs)
-
-        def watched_grad(*args: Any, **kwargs: Any) -> Any:
-            return watcher.call_grad(grad, args, kwargs)
-
-        def watched_zero(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-            watcher.call_zero_grad(optimizer, functools.partial(zero, optimizer), set_to_none)
-
-        def watched_module_zero(module: nn.Module, set_to_none: bool = True) -> None:
-            watcher.call_zero_grad(module, functools.partial(zero_module, module), set_to_none)
-
-        def watched_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            return watcher.call("function", apply.__get__(None, cls), args, kwargs)
-
-        self._taken = 0
-        self._places: list[tuple[Any, str, Any, Any]] = [
-            (nn.Module, "__call__", call_module, watched_call),
-            (torch.autograd, "backward", backward, watched_backward),
-            (torch.autograd, "grad", grad, watched_grad),
-            (torch.autograd.Function, "apply", apply, classmethod(watched_apply)),
-            (torch.optim.Optimizer, "zero_grad", zero, watched_zero),
-            (nn.Module, "zero_grad", zero_module, watched_module_zero),
-        ]
-
-    def set(self, is_watched: bool, most: int | None = None) -> None:
-        """Put the replacements in place, or PyTorch's own functions; of the first `most` only."""
-        for owner, name, own, watched in self._places[:most]:
-            setattr(owner, name, watched if is_watched else own)
-
-    def take_within(self) -> None:
-        """Take out the replacements that Dynamo may meet, until `put_within` was called as often."""
-        if not self._taken:
-            self.set(False, _MET)
-        self._taken += 1
-
-    def put_within(self, is_over: bool) -> None:
-        """Put these back, unless the watch is over."""
-        self._taken -= 1
-        if not (self._taken or is_over):
-            self.set(True, _MET)

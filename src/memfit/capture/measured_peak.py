@@ -65,23 +65,20 @@ def _peak_there(step: StepProgram, batch: object, place: torch.device) -> hardwa
             resident[storage_key(storage)] = storage.nbytes()
         del storage
     own_bytes = sum(-(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES for nbytes in resident.values())
-    hardware.accelerators.synchronize(place)
-    held_bytes, reserved_bytes = (
-        hardware.accelerators.allocated_bytes(place),
-        hardware.accelerators.reserved_bytes(place),
-    )
-    hardware.accelerators.reset_peaks(place)
+    device = hardware.accelerators
+    device.synchronize(place)
+    held_bytes, reserved_bytes = device.allocated_bytes(place), device.reserved_bytes(place)
+    device.reset_peaks(place)
     step(batch)
-    hardware.accelerators.synchronize(place)
-    found = hardware.accelerators.peaks(place)
+    device.synchronize(place)
+    found = device.peaks(place)
     if found is None:
         raise UsageError(f"PyTorch does not count the peak of {place}: steps there can't be measured")
     beside_bytes = max(0, held_bytes - own_bytes)
     cached_bytes = max(0, reserved_bytes - held_bytes)
     # What others hold was reserved for them; the cache at the beginning was this step's, or anybody's.
-    return hardware.accelerators.Peaks(
-        found.allocated_bytes - beside_bytes, max(0, found.reserved_bytes - beside_bytes - cached_bytes)
-    )
+    own_reserved_bytes = max(0, found.reserved_bytes - beside_bytes - cached_bytes)
+    return device.Peaks(found.allocated_bytes - beside_bytes, own_reserved_bytes)
 
 
 def measure_peak_bytes(step: StepProgram, batch: object) -> int:

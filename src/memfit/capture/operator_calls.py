@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -11,8 +12,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from memfit._torch import FakeTensor, packet_of, ranks_of, schema_of, storage_key_of
-from memfit.ir import Work, is_collective
-from memfit.ir import collective_text as collective_text
+from memfit.ir import Work, collective_text, is_collective
 from memfit.workload import is_dense, parts, signature
 
 
@@ -112,18 +112,15 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
     ]
     floating = [t for t in (*given, *made) if t.is_floating_point()]
     dtype = str((floating or given or made)[0].dtype)[6:] if given or made else ""
-    flops = _flops(func, args, kwargs, out)
+    count, flops = flop_registry.get(packet_of(func)), 0
+    if count is not None:
+        with contextlib.suppress(
+            AssertionError
+        ):  # grouped queries before torch 2.12; `ir.flops` counts attention itself
+            flops = int(count(*args, **kwargs, out_val=out))
     write_bytes = sum(map(_covered_bytes, written))
     read_bytes = sum(map(_covered_bytes, given)) if written else 0
     return Work(flops, read_bytes, write_bytes, dtype, bool(written))
-
-
-def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    count = flop_registry.get(packet_of(func))
-    try:
-        return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
-    except AssertionError:  # grouped queries before torch 2.12; `ir.flops` counts attention by itself
-        return 0
 
 
 def _covered_bytes(tensor: torch.Tensor) -> int:

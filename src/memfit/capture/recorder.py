@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -18,11 +19,13 @@ from torch.autograd import graph
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memfit._torch import (
+    CLAMP_SPLITS_TIES,
     BatchNormBase,
     FakeTensor,
     FakeTensorMode,
     NormBase,
     PassiveMode,
+    TorchDispatchMode,
     current_autograd_node,
     current_graph_task_id,
     current_mode_stack,
@@ -41,11 +44,12 @@ from memfit._torch import (
     set_forward_hooks,
     storage_key,
     storage_key_of,
+    storage_use_count,
     top_saved_tensors_default_hooks,
     tree_leaves,
     undone_by_exceptions,
+    use_count,
 )
-from memfit.capture.accumulation import Accumulation
 from memfit.capture.kernel_storages import SparseOperators, grouped_product, kernel_outputs, per_tensor_calls
 from memfit.capture.known_values import KnownValues
 from memfit.capture.operator_calls import (
@@ -68,6 +72,131 @@ _DEVICE = torch.ops.prim.device.default
 _LIFT = _aten.lift_fresh.default  # of what `torch.tensor` makes, which is a fake tensor from then on
 _WITH_DATA = (torch.Tensor, nn.Parameter)
 _NEVER = -2
+
+
+_ADD, _ADD_IN_PLACE = _aten.add.Tensor, _aten.add_.Tensor
+_FILLING = {
+    _aten.scatter.src: (_aten.scatter_.src, ("",)),  # in the formulas of all that select values: max, sort, topk, ...
+    _aten.scatter_add.default: (_aten.scatter_add_.default, ("Gather", "Cummax", "Cummin")),
+    _aten.index_add.default: (_aten.index_add_.default, ("IndexSelect",)),
+    _aten.index_put.default: (_aten.index_put_.default, ("IndexBackward",)),
+    _aten.index_fill.int_Tensor: (_aten.index_fill_.int_Tensor, ("Trace",)),
+    _aten.put.default: (_aten.put_.default, ("Take",)),
+    _aten.masked_scatter.default: (_aten.masked_scatter_.default, ("MaskedSelect",)),
+    _aten.masked_fill.Scalar: (_aten.masked_fill_.Scalar, ("Atan2", "Clamp", "Fmax", "Fmin", "Maximum", "Minimum")),
+}
+"""Operators that fill a formula's tensors: their in-place forms, and prefixes of the autograd nodes' names."""
+_CLAMPING = {
+    _aten.logical_and.default: (_aten.logical_and_.default, ("Clamp",)),
+    _aten.logical_or.default: (_aten.logical_or_.default, ("Clamp",)),
+}
+_CONTINUING = {
+    _aten.sub.Tensor: (_aten.sub_.Tensor, ("BinaryCrossEntropyWithLogits",)),
+    _aten.mul.Tensor: (_aten.mul_.Tensor, ("BinaryCrossEntropyWithLogits",)),
+    **({} if CLAMP_SPLITS_TIES else _CLAMPING),
+}
+"""Operators that write into the previous result, in the formulas of these autograd nodes."""
+
+
+class Accumulation:
+    """Choice of the operators that autograd runs without a dispatch mode. Create it outside of any mode.
+
+    The engine adds the gradients of a tensor in place if it holds the last reference to one of them
+    (`can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp), and backward formulas fill zeros in place
+    (`isTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp): both only without a tensor subclass or mode,
+    where they allocate another tensor instead.
+
+    Args:
+        is_of_this_node: Tells whether a tensor was made by the autograd node that is running, or ran just before;
+            without it, sums in formulas are made in place too, where nothing else holds the first term.
+    """
+
+    def __init__(self, is_of_this_node: Callable[[torch.Tensor], bool] = lambda tensor: False) -> None:
+        self._is_of_this_node = is_of_this_node
+        self._last = _references_of_last()
+        self._continued = -1  # key of the storage that the last formula wrote to in place
+
+    def engine_operator(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the operator and arguments that run without a mode.
+
+        Call it straight from `__torch_dispatch__`, with its own arguments: their references are counted.
+        """
+        known = func is _ADD or func in _FILLING or func in _CONTINUING
+        if not known or kwargs or current_graph_task_id() == -1 or torch.is_grad_enabled():
+            return func, args
+        if func is not _ADD:
+            return self._formula_operator(func, args), args
+        if not isinstance(args[0], torch.Tensor):
+            return func, args
+        if self._is_of_this_node(args[0]):
+            node = current_autograd_node()
+            edges = [] if node is None else [edge for edge in node.next_functions if edge[0] is not None]
+            if len(set(edges)) == len(edges):  # no two lead to one tensor, whose gradients the engine adds
+                return func, args  # a sum of a formula
+        is_own = self._is_last_reference(args)  # the engine does not ask about the second term
+        return (_ADD_IN_PLACE if is_own and _called_by_engine() else func), args
+
+    def _formula_operator(self, func: Any, args: Any) -> Any:
+        in_place, nodes = _FILLING.get(func) or _CONTINUING[func]
+        node: Any = current_autograd_node()
+        if not ("" if node is None else node.name()).startswith(nodes) or not _called_by_engine():
+            return func
+        if func in _FILLING:
+            return in_place
+        storage = storage_key_of(args[0])
+        # C++ holds both temporaries to the end of the statement: a result written in place has one reference more.
+        if storage != self._continued and not self._is_last_reference(args):
+            return func
+        self._continued = storage
+        return in_place
+
+    def _is_last_reference(self, args: Any) -> bool:
+        """Tell whether only the engine holds the first argument and its storage, which the argument covers."""
+        if args[0].layout is not torch.strided:
+            return False
+        expected = 1
+        for stride, size in sorted((d, n) for n, d in zip(args[0].shape, args[0].stride(), strict=True) if n != 1):
+            if stride != expected:
+                return False
+            expected *= size
+        return all(count <= last for count, last in zip(_references(args), self._last, strict=True))
+
+
+def _called_by_engine() -> bool:
+    """Tell whether no Python backward formula stands between the engine and this mode."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != graph.__file__:
+        if frame.f_code.co_name in ("backward", "vjp"):
+            return False
+        frame = frame.f_back
+    return frame is not None
+
+
+def _references(args: Any) -> tuple[int, int, int]:
+    """Return the numbers of C++'s references to the first argument and its storage, and of Python's to the argument.
+
+    The tensor is passed within the mode's arguments, so that no caller's frame holds the tensor itself: under Dynamo's
+    frame evaluation each call holds its arguments.
+    """
+    storage = storage_use_count(storage_key_of(args[0]))
+    return use_count(args[0]), storage, sys.getrefcount(args[0])
+
+
+@functools.cache
+def _references_of_last() -> tuple[int, int, int]:
+    """Return the reference counts that a mode sees of a gradient that only the engine holds, in this PyTorch."""
+    seen: list[tuple[int, int, int]] = []
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is _ADD and current_graph_task_id() != -1:
+                seen.append(_references(args))
+            return func(*args, **(kwargs or {}))
+
+    with torch.enable_grad(), Look():  # type: ignore[no-untyped-call]
+        y = torch.ones(1, requires_grad=True).exp()
+        torch.autograd.backward([y.sin(), y.cos()], [torch.ones(1), torch.ones(1)])
+    return seen[0]
 
 
 @dataclass
@@ -109,14 +238,7 @@ class Recording:
     releases: dict[int, int] = field(default_factory=dict)
 
 
-def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor within the wrappers of `torch.func`'s transforms."""
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
-    return tensor
-
-
-class CallStates:
+class _CallStates:
     """States of the places that modules read, noted as calls begin and compared before the backward pass.
 
     A call reads the places of its module and of its submodules. Equal states of a place are noted once.
@@ -126,48 +248,46 @@ class CallStates:
         reader = Reader()
         own = {module: reader.places(fqn, module) for fqn, module in model.named_modules()}
         hooks = {module: reader.hooks(module) for module in own}
-        self._places: list[Place] = []
-        self._seen: list[list[dict[str, Any]]] = []
-        self._number: dict[int, int] = {}
+        self._seen: dict[int, tuple[Place, list[dict[str, Any]]]] = {}
         self._of_module: dict[nn.Module, list[int]] = {}
         for module in own:
             inside = [place for inner in module.modules() if inner is not module for place in own[inner] + hooks[inner]]
-            self._of_module[module] = list(dict.fromkeys(map(self._numbered, [*own[module], *inside])))
-        self._calls: dict[int, list[tuple[int, int]]] = {}
-
-    def _numbered(self, place: Place) -> int:
-        if id(place) not in self._number:
-            self._number[id(place)] = len(self._places)
-            self._places.append(place)
-            self._seen.append([place.read()])
-        return self._number[id(place)]
+            places = {id(place): place for place in (*own[module], *inside)}
+            self._seen |= {key: (place, [place.read()]) for key, place in places.items() if key not in self._seen}
+            self._of_module[module] = list(places)
+        self._calls: dict[int, dict[int, int]] = {}
 
     def begin(self, call: int, module: nn.Module) -> None:
         """Note the states of the places that a call's module reads, as the call begins."""
-        self._calls[call] = [(number, self._now(number)) for number in self._of_module[module]]
+        self._calls[call] = {key: self._now(key) for key in self._of_module[module]}
 
-    def _now(self, number: int) -> int:
+    def _now(self, key: int) -> int:
         """Return the index of a place's present state among those that it had."""
-        state, seen = self._places[number].read(), self._seen[number]
-        if state != seen[-1]:
+        place, seen = self._seen[key]
+        if (state := place.read()) != seen[-1]:
             seen.append(state)
         return len(seen) - 1
 
     def changes(self) -> dict[int, str]:
         """Return the name of a changed value for each call that read one; forget these calls."""
-        now = {number: self._now(number) for noted in self._calls.values() for number, _ in noted}
+        now = {key: self._now(key) for noted in self._calls.values() for key in noted}
         changed: dict[int, str] = {}
         for call, noted in self._calls.items():
-            for number, before in noted:
-                if before == now[number]:
+            for key, before in noted.items():
+                if before == now[key]:
                     continue
-                then, present = self._seen[number][before], self._seen[number][now[number]]
+                place, seen = self._seen[key]
+                then, present = seen[before], seen[now[key]]
                 name = next((n for n in then.keys() | present.keys() if then.get(n) != present.get(n)), None)
                 if name is not None:
-                    changed[call] = f"{name} of {self._places[number].owner}"
+                    changed[call] = f"{name} of {place.owner}"
                     break
         self._calls.clear()
         return changed
+
+
+def _saved_died(recording: Recording, index: int) -> None:
+    recording.saves[index] = replace(recording.saves[index], death=len(recording.ops) - 1)
 
 
 class _Uncounted(OrderedDict[int, Any]):
@@ -178,15 +298,6 @@ class _Uncounted(OrderedDict[int, Any]):
 
     def __bool__(self) -> bool:
         return True
-
-
-def _let_encoders_run_in_one_operator(model: nn.Module) -> None:
-    """Hide later hooks from PyTorch's encoder layers, which run in one operator only where they have no hooks."""
-    for layer in (module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)):
-        within = list(layer.modules())
-        if not any(forward_hooks(module) or forward_pre_hooks(module) for module in within):
-            for module in within:
-                set_forward_hooks(module, _Uncounted(), _Uncounted())
 
 
 class Recorder(PassiveMode):
@@ -224,7 +335,7 @@ class Recorder(PassiveMode):
         self._module_index: dict[int, int] = {}
         self._call_of_sequence: dict[int, int] = {}
         self.modules: list[Module] = []
-        self._states: CallStates | None = None
+        self._states: _CallStates | None = None
 
     @staticmethod
     def active() -> Recorder | None:
@@ -237,8 +348,7 @@ class Recorder(PassiveMode):
 
         Hooks of saved tensors go on, and Dynamo does not look into them: what runs between graphs saves tensors too.
         """
-        pack, unpack = self._opaque_hooks
-        with replaced(self, "_watches", False), _hooks(pack, unpack, self._refuse_hooks):
+        with replaced(self, "_watches", False), self._hooked(*self._opaque_hooks):
             yield
 
     @functools.cached_property
@@ -368,8 +478,14 @@ class Recorder(PassiveMode):
         written = written_by(func, args, kwargs)
         sparse = [t for t in written if t.layout is not torch.strided]
         held = dense_in(sparse)  # the memory that they give up lives until the operator ends
-        if self.fake is not None and func is not _LIFT:
-            self._observe_outside((args, kwargs))
+        for tensor in tensors_in((args, kwargs)) if self.fake is not None and func is not _LIFT else ():
+            # With data, such as a table that the user's own steps made: held where it outlives a step.
+            if type(tensor) not in _WITH_DATA or tensor.layout is not torch.strided:
+                continue
+            if storage_key_of(self._in_mode(tensor)) in self._index or storage_key_of(tensor) in self.originals:
+                continue
+            index = self.observe(tensor, position if self.recording else -1)
+            self._from_outside |= set() if index is None else {index}
         out = self.run(func, args, kwargs)
         for tensor in sparse:
             self.observe(tensor, position if self.recording else -1)
@@ -386,16 +502,6 @@ class Recorder(PassiveMode):
             self.observe(tensor, position if self.recording else -1)
         del held
         return out
-
-    def _observe_outside(self, arguments: Any) -> None:
-        """Observe tensors with data, such as a table that the user's own steps made: held where they outlive a step."""
-        for tensor in tensors_in(arguments):
-            if type(tensor) not in _WITH_DATA or tensor.layout is not torch.strided:
-                continue
-            if storage_key_of(self._in_mode(tensor)) in self._index or storage_key_of(tensor) in self.originals:
-                continue
-            index = self.observe(tensor, len(self.now.ops) if self.recording else -1)
-            self._from_outside |= set() if index is None else {index}
 
     def _in_mode(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the fake tensor that operators take for one with data: theirs is the storage that views share."""
@@ -423,11 +529,11 @@ class Recorder(PassiveMode):
 
     def add_module(self, module: Module) -> int:
         """Return the index of a module by its FQN, which is recorded once."""
-        known = next((index for index, other in enumerate(self.modules) if other.fqn == module.fqn), None)
-        if known is None:
-            known = len(self.modules)
-            self.modules.append(module)
-        return known
+        fqns = [other.fqn for other in self.modules]
+        if module.fqn in fqns:
+            return fqns.index(module.fqn)
+        self.modules.append(module)
+        return len(fqns)
 
     def _phase(self) -> Phase:
         recomputes = self.phase == "backward" and current_graph_task_id() != -1 and torch.is_grad_enabled()
@@ -461,8 +567,13 @@ class Recorder(PassiveMode):
     @contextlib.contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
         """Attribute operators to the modules of a model, until the context is left."""
-        self._states = CallStates(model)
-        _let_encoders_run_in_one_operator(model)
+        self._states = _CallStates(model)
+        # PyTorch's encoder layers run in one operator only where they have no hooks: ours are hidden from them.
+        for layer in (module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)):
+            within = list(layer.modules())
+            if not any(forward_hooks(module) or forward_pre_hooks(module) for module in within):
+                for module in within:
+                    set_forward_hooks(module, _Uncounted(), _Uncounted())
 
         def began() -> Callable[[], None]:
             return functools.partial(self._end_calls, len(self._stack))
@@ -479,7 +590,10 @@ class Recorder(PassiveMode):
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self.recording or not self._watches:
             return
-        tensors = [_unwrapped(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        for place, tensor in enumerate(tensors):
+            while is_functorch_wrapped_tensor(tensor):  # by `torch.func`'s transforms
+                tensors[place] = tensor = get_unwrapped(tensor)
         inputs = tuple(dict.fromkeys(i for t in tensors if (i := self.observe(t, -1)) is not None))
         movable = [self.observe(t, -1) for t in tensors if covers_storage(t) and has_history(t)]
         activations = tuple(dict.fromkeys(i for i in movable if i is not None))
@@ -494,11 +608,9 @@ class Recorder(PassiveMode):
             self._states.begin(index, module)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self.recording or not self._watches:
-            return
         number = self._module_index[id(module)]
         depths = [depth for depth, call in enumerate(self._stack) if self.now.calls[call].module == number]
-        if depths:
+        if depths and self.recording and self._watches:
             self._end_calls(depths[-1])
 
     def _end_calls(self, depth: int) -> None:
@@ -507,28 +619,14 @@ class Recorder(PassiveMode):
             index = self._stack.pop()
             self.now.calls[index] = replace(self.now.calls[index], end=len(self.now.ops))
 
-    @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self) -> contextlib.AbstractContextManager[None]:
         """Record the tensors that autograd saves, until the context is left."""
-        with _hooks(self._pack, self._unpack, self._refuse_hooks):
-            yield
+        return self._hooked(self._pack, self._unpack)
 
-    @contextlib.contextmanager
-    def dropping(self, kept: Sequence[bool]) -> Iterator[None]:
+    def dropping(self, kept: Sequence[bool]) -> contextlib.AbstractContextManager[None]:
         """Have autograd save only the tensors that `kept`, in their order, names: as under activation checkpointing."""
         decisions = iter(kept)
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor | None:
-            return self._detached(tensor) if next(decisions, False) else None
-
-        with _hooks(pack, self._unpack, self._refuse_hooks):
-            yield
-
-    def _refuse_hooks(self) -> None:
-        """Mark the running modules: no region within them can be checkpointed, since that takes hooks."""
-        for call in self._stack:
-            module = self.now.calls[call].module
-            self.modules[module] = replace(self.modules[module], refuses_hooks=True)
+        return self._hooked(lambda t: self._detached(t) if next(decisions, False) else None, self._unpack)
 
     def _detached(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_leaf:
@@ -564,7 +662,7 @@ class Recorder(PassiveMode):
         call = self._stack[-1] if self._stack else -1
         self.now.saves.append(Save(storage, len(self.now.ops), call, -1, _NEVER))
         saved = _Saved(self._detached(tensor), index)
-        weakref.finalize(saved, self._saved_died, self.now, index).atexit = False
+        weakref.finalize(saved, _saved_died, self.now, index).atexit = False
         return saved
 
     def _unpack(self, saved: Any) -> torch.Tensor:
@@ -581,32 +679,28 @@ class Recorder(PassiveMode):
             self.now.saves[saved.index] = replace(record, unpacked=len(self.now.ops))
         return saved.tensor
 
-    def _saved_died(self, recording: Recording, index: int) -> None:
-        recording.saves[index] = replace(recording.saves[index], death=len(recording.ops) - 1)
-
-
-@contextlib.contextmanager
-def _hooks(
-    pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor], on_refusal: Callable[[], None]
-) -> Iterator[None]:
-    """Set hooks of saved tensors, until the context is left, except within transforms of `torch.func`.
-
-    Transforms refuse hooks: `on_refusal` is called, and saved tensors show by the deaths of their storages.
-    """
-    refuse = graph.disable_saved_tensors_hooks
-
     @contextlib.contextmanager
-    def without(message: str) -> Iterator[None]:
-        ours = top_saved_tensors_default_hooks(False) == (pack, unpack)
-        on_refusal()
-        if ours:
-            pop_saved_tensors_default_hooks()
-        try:
-            with refuse(message):
-                yield
-        finally:
-            if ours:
-                push_saved_tensors_default_hooks(pack, unpack)
+    def _hooked(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+        """Set hooks of saved tensors, until the context is left, except within transforms of `torch.func`.
 
-    with replaced_here(graph, "disable_saved_tensors_hooks", without), graph.saved_tensors_hooks(pack, unpack):
-        yield
+        Transforms refuse hooks: saved tensors show by the deaths of their storages, and the running modules are marked.
+        """
+        refuse = graph.disable_saved_tensors_hooks
+
+        @contextlib.contextmanager
+        def without(message: str) -> Iterator[None]:
+            ours = top_saved_tensors_default_hooks(False) == (pack, unpack)
+            for call in self._stack:  # no region within them can be checkpointed, since that takes hooks
+                module = self.now.calls[call].module
+                self.modules[module] = replace(self.modules[module], refuses_hooks=True)
+            if ours:
+                pop_saved_tensors_default_hooks()
+            try:
+                with refuse(message):
+                    yield
+            finally:
+                if ours:
+                    push_saved_tensors_default_hooks(pack, unpack)
+
+        with replaced_here(graph, "disable_saved_tensors_hooks", without), graph.saved_tensors_hooks(pack, unpack):
+            yield

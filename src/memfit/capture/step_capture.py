@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
+import functools
 import gc
+import inspect
+import logging
 import re
 import time
 from collections.abc import Iterator
@@ -14,13 +16,27 @@ from typing import Any
 import psutil
 import torch
 from msgspec.structs import replace
+from torch import nn
 
-from memfit._torch import EagerMode, FakeTensor, compiled_call, is_compiled_function, own_modules
+from memfit import _torch
+from memfit._torch import (
+    DataDependentOutputException,
+    DropoutBase,
+    DynamicOutputShapeException,
+    EagerMode,
+    FakeTensor,
+    NormBase,
+    UnfollowedOperatorError,
+    UnsupportedOperatorException,
+    compiled_call,
+    converted_by,
+    is_compiled_function,
+    own_modules,
+)
 from memfit.capture.composites import composites_without_mode
 from memfit.capture.control_flow import ControlFlowPath, ControlFlowPaths, GeneratorStates, Readings
-from memfit.capture.fake_workload import fake_copy, in_place_conversions, mode_of, nothing_changes, real_copy
+from memfit.capture.fake_workload import applied_in_place, fake_copy, mode_of, nothing_changes, real_copy
 from memfit.capture.known_values import KnownValues, fake_paths_disabled
-from memfit.capture.notes import evaluation_note, explained, own_fault, warn_if_untested
 from memfit.capture.recorder import Recorder
 from memfit.capture.step_recording import (
     MOST_MICROBATCHES,
@@ -34,8 +50,8 @@ from memfit.capture.step_recording import (
 )
 from memfit.capture.user_state import UserState
 from memfit.capture.value_reads import ReadRecorder, ReadReplay
-from memfit.errors import CaptureError, MemfitError
-from memfit.foundations import format_bytes, safe_point, users_place
+from memfit.errors import CaptureError, MemfitError, UntestedTorchWarning
+from memfit.foundations import format_bytes, memfits_place, safe_point, users_place, warn_users
 from memfit.hardware import AttentionKernels, fake_gpu
 from memfit.ir import Device, Trace
 from memfit.workload import Workload, has_data, map_tensors, part_of, samples_of, tensors_of, uncut_note
@@ -56,6 +72,32 @@ _MOST_SECONDS = 60.0  # time limit of a step with data
 _LEAST_FREE = 0.1  # share of the machine's memory that a step with data leaves free
 _COPIES = 4  # sizes of the parameters: the user's, the copy's, its gradients, and as much of optimizer states
 _CHECK_EVERY = 64  # operators from one check of free memory to the next
+
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+_VALUES_HINT = (
+    "A shape depends on the values of a tensor: replace boolean-mask indexing or nonzero() by torch.where or a product"
+    " with the mask. For mixtures of experts of transformers, set experts_implementation='grouped_mm'"
+)
+_OPERATOR_HINT = "PyTorch can't run this operator without data: take it out of Workload.loss_fn, or estimate without it"
+_UNFOLLOWED_HINT = (
+    "memfit can't see the functions that it calls: call them in Workload.loss_fn yourself, as `f(x) if p else g(x)` in"
+    " place of torch.cond(p, f, g, (x,)), or as a loop in place of scan and map"
+)
+_CLOSURE_HINT = (
+    "memfit runs the forward and backward passes once a step and calls Workload.optimizer.step() without a closure:"
+    " give an optimizer that needs none"
+)
+_SUBCLASS_HINT = (
+    "memfit captures a tensor subclass as a plain tensor, without its methods: put tensor.as_subclass(torch.Tensor)"
+    " into Workload.batch, and the value that the method returns beside it"
+)
+_OTHER_HINT = "Check that Workload.loss_fn(model, batch).backward() runs without memfit"
+_FLEX_HINT = (
+    "memfit has no rule for that kernel: use torch.nn.functional.scaled_dot_product_attention, or in transformers"
+    " attn_implementation='sdpa'"
+)
+
+_SHOWN = 3  # modules in evaluation mode
 
 _is_collector_off = False  # within `without_collector`
 
@@ -81,9 +123,8 @@ def capture(job: CaptureJob) -> Trace:
 
     def run(path: ControlFlowPath) -> Trace:
         trace, reads_batch = recorded(path, job.microbatch_size)
-        may_differ = reads_batch or any(log.microbatches_differ for log in path.replay.logs)
-        every = _every_microbatch(trace, may_differ)
-        return recorded(path, None)[0] if every is _EveryMicrobatch.NEEDED else _with_slack(trace, every)
+        may_differ = reads_batch or any(len(set(log.forward.values())) > 1 for log in path.replay.logs)
+        return _standing_for_all(trace, may_differ) or recorded(path, None)[0]
 
     trace = ControlFlowPaths(run, workload.values, job.reading).worst()
     if job.warm and trace.slack:
@@ -145,13 +186,16 @@ def _fake_copied(
         without_collector(),
         torch.autograd.set_multithreading_enabled(False),
     ):
-        moved = workload if place is None else dataclasses.replace(workload, batch=_moved_batch(workload.batch, values))
+        moved = workload
+        if place is not None:  # a move to another device copies only the elements that a view shows
+            with fake_modes(values):
+                moved = dataclasses.replace(workload, batch=map_tensors(_own_storage, workload.batch))
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors_of(moved.batch))
         with fake_modes(values if is_fake else None):  # the values of their indices cut packed sequences
             part = _shortened(moved, microbatch_size)
         copied = _unwrapped(fake_copy(part, values, place))
         eager = torch.compiler.set_stance("force_eager")
-        with explained(), eager, fake_paths_disabled(), in_place_conversions():
+        with _explained(), eager, fake_paths_disabled(), converted_by(applied_in_place):
             yield copied, values, attention, around
 
 
@@ -166,14 +210,7 @@ def capture_real(job: CaptureJob) -> Trace:
     """Return the trace of a step that runs with data, from its first step on, on a copy of the workload."""
     with nothing_changes(job.workload), without_collector(), torch.autograd.set_multithreading_enabled(False):
         trace = record(dataclasses.replace(job, warm=False), _real_part(job.workload, job.microbatch_size), None)
-        return _with_slack(trace, _every_microbatch(trace, may_differ=False))
-
-
-def _with_slack(trace: Trace, every: _EveryMicrobatch) -> Trace:
-    """Return a trace, with a note and slack where its two microbatches don't stand for all."""
-    if every is _EveryMicrobatch.NOT_NEEDED:
-        return trace
-    return replace(trace, notes=[*trace.notes, _MICROBATCHES_DIFFER], slack=trace.slack + _OTHERS_MORE)
+        return _standing_for_all(trace, may_differ=False) or _with_slack(trace)
 
 
 def is_compiled(workload: Workload) -> bool:
@@ -184,16 +221,10 @@ def is_compiled(workload: Workload) -> bool:
     return modules or is_compiled_function(workload.loss_fn)
 
 
-def _moved_batch(batch: Any, values: KnownValues) -> Any:
-    """Return a batch as after a move to another device, which copies only the elements that a view shows."""
-
-    def moved(leaf: torch.Tensor) -> torch.Tensor:
-        if leaf.layout is not torch.strided:
-            return leaf
-        return leaf if leaf.untyped_storage().nbytes() == leaf.numel() * leaf.itemsize else leaf.clone()
-
-    with fake_modes(values):
-        return map_tensors(moved, batch)
+def _own_storage(leaf: torch.Tensor) -> torch.Tensor:
+    if leaf.layout is not torch.strided or leaf.untyped_storage().nbytes() == leaf.numel() * leaf.itemsize:
+        return leaf
+    return leaf.clone()
 
 
 @contextlib.contextmanager
@@ -236,7 +267,15 @@ def _shortened(workload: Workload, microbatch_size: int | None) -> Workload:
     two = min(size, 2 * (microbatch_size or size))
     if two == size:
         return workload
-    start = _heaviest(workload, microbatch_size or size, size)
+    microbatch_size, start = microbatch_size or size, 0
+    if workload.split is not None or len({t.shape[0] for t in tensors_of(workload.batch) if t.dim()}) != 1:
+        # Two of which the second has the most elements: its gradients are added to earlier ones.
+        parts = [
+            part_of(workload, workload.batch, first, min(first + microbatch_size, size))
+            for first in range(0, size, microbatch_size)
+        ]
+        later = [sum(t.numel() for t in tensors_of(part)) for part in parts][1 : size // microbatch_size]
+        start = microbatch_size * later.index(max(later))
     batch = part_of(workload, workload.batch, start, start + two)
     counted = workload.batch_size if callable(workload.batch_size) or workload.batch_size is None else two
     return dataclasses.replace(workload, batch=_Part(batch, workload.batch), batch_size=counted)
@@ -257,29 +296,8 @@ def _unwrapped(copied: Workload) -> Workload:
     return dataclasses.replace(copied, batches=None)
 
 
-def _heaviest(workload: Workload, microbatch_size: int, size: int) -> int:
-    """Return the first sample of two microbatches of which the second has the most elements."""
-    if workload.split is None and len({t.shape[0] for t in tensors_of(workload.batch) if t.dim()}) == 1:
-        return 0
-    parts = [
-        part_of(workload, workload.batch, start, min(start + microbatch_size, size))
-        for start in range(0, size, microbatch_size)
-    ]
-    elements = [sum(t.numel() for t in tensors_of(part)) for part in parts]
-    later = elements[1 : size // microbatch_size]  # their gradients are added to earlier ones
-    return microbatch_size * later.index(max(later))
-
-
-class _EveryMicrobatch(enum.Enum):
-    """Whether the two microbatches of a trace stand for the others."""
-
-    NOT_NEEDED = enum.auto()
-    NEEDED = enum.auto()
-    TOO_MANY = enum.auto()
-
-
-def _every_microbatch(trace: Trace, may_differ: bool) -> _EveryMicrobatch:
-    """Return whether all microbatches must run, since the two of a trace don't stand for the others.
+def _standing_for_all(trace: Trace, may_differ: bool) -> Trace | None:
+    """Return a trace whose two microbatches stand for all, or would if these were fewer; None where all must run.
 
     They don't where they run different operators, as where lengths or values decide, where others may differ, and where
     sparse gradients are added up, which grow with each microbatch.
@@ -288,7 +306,7 @@ def _every_microbatch(trace: Trace, may_differ: bool) -> _EveryMicrobatch:
         CaptureError: The microbatches add up sparse gradients, and are too many to run.
     """
     if trace.microbatches == trace.scale_microbatches:
-        return _EveryMicrobatch.NOT_NEEDED
+        return trace
     operators = len(trace.ops) * trace.scale_microbatches // trace.microbatches
     adding = (op for op in trace.ops if op.phase == "backward" and op.microbatch and op.name == "aten.add_.Tensor")
     if any('"args":[{"s":' in trace.signatures[op.signature] for op in adding):  # sparse gradients
@@ -298,23 +316,20 @@ def _every_microbatch(trace: Trace, may_differ: bool) -> _EveryMicrobatch:
                 f" They run {operators:,} operators; a capture runs at most {_MOST_OPERATORS:,}. Give a larger"
                 " microbatch_size="
             )
-        return _EveryMicrobatch.NEEDED
-    differ = _run_other_operators(trace)
-    if not (differ or may_differ):
-        return _EveryMicrobatch.NOT_NEEDED
-    if trace.scale_microbatches <= MOST_MICROBATCHES and operators <= _MOST_OPERATORS:
-        return _EveryMicrobatch.NEEDED
-    return _EveryMicrobatch.TOO_MANY if differ else _EveryMicrobatch.NOT_NEEDED
-
-
-def _run_other_operators(trace: Trace) -> bool:
-    """Tell whether the two forward passes differ in more than numbers, and in more than operators on scalars."""
+        return None
     texts = [_NUMBERS.sub("", text) if _SIZED.search(text) else "" for text in trace.signatures]
     forward: list[list[str]] = [[], []]
     for op in trace.ops:
         if op.phase == "forward" and texts[op.signature]:
             forward[op.microbatch].append(texts[op.signature])
-    return forward[0] != forward[1]
+    differ = forward[0] != forward[1]
+    if (differ or may_differ) and trace.scale_microbatches <= MOST_MICROBATCHES and operators <= _MOST_OPERATORS:
+        return None
+    return _with_slack(trace) if differ else trace
+
+
+def _with_slack(trace: Trace) -> Trace:
+    return replace(trace, notes=[*trace.notes, _MICROBATCHES_DIFFER], slack=trace.slack + _OTHERS_MORE)
 
 
 # Steps with data, within limits of time and memory
@@ -412,6 +427,92 @@ def read_with_data(workload: Workload, build: BuildStep, microbatch_size: int | 
 
 def _not_running(error: Exception) -> CaptureError:
     place = f"{users_place(error)} ({type(error).__name__}: {error})"
-    if fault := own_fault(error):
+    if fault := _own_fault(error):
         return CaptureError(f"memfit can't record the step while it runs with data{place}: {fault}")
     return CaptureError(f"the step fails with real data too{place}: fix Workload.model, .loss_fn or .batch first")
+
+
+# What captures tell users: why a step fails and what to do, modules in evaluation mode, an untested PyTorch
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Turn errors of fake tensors into a `CaptureError` that names the user's line."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    try:
+        log.setLevel(logging.CRITICAL)
+        yield
+    except MemfitError:
+        raise
+    except Exception as e:
+        name = type(e).__name__
+        what = f"{name}: {(str(e).strip() or name).splitlines()[0]}"
+        raise CaptureError(f"the step can't be captured without data{users_place(e)} ({what}). {_hint(e)}") from e
+    finally:
+        log.setLevel(level)
+
+
+def _own_fault(error: Exception) -> str:
+    """Return a sentence that says where memfit itself failed; "" where other code did, or memfit refuses by name."""
+    if isinstance(error, (*_NEEDS_VALUES, UnsupportedOperatorException, UnfollowedOperatorError)):
+        return ""
+    place = memfits_place(error)
+    return f"memfit itself failed, at {place}, and not your code: please report it with this line" if place else ""
+
+
+def _hint(error: Exception) -> str:
+    if isinstance(error, UnsupportedOperatorException):
+        return _OPERATOR_HINT
+    if isinstance(error, UnfollowedOperatorError):
+        return _FLEX_HINT if "flex_attention" in str(error) else _UNFOLLOWED_HINT
+    if fault := _own_fault(error):
+        return fault[0].upper() + fault[1:]
+    if "closure" in str(error):
+        return _CLOSURE_HINT
+    if isinstance(error, AttributeError) and "'FakeTensor'" in str(error):
+        return _SUBCLASS_HINT
+    return _VALUES_HINT if isinstance(error, _NEEDS_VALUES) or ".numpy()" in str(error) else _OTHER_HINT
+
+
+def evaluation_note(workload: Workload) -> str | None:
+    """Return a note on modules in evaluation mode that would do something else in training; None where there are none.
+
+    The step is captured as it is: a model may train with some of its modules in evaluation mode on purpose.
+    """
+    model = workload.model
+    found = [(fqn, module) for fqn, module in model.named_modules() if not module.training and _heeds_mode(module)]
+    if not found:
+        return None
+    names = ", ".join(f"{fqn or 'the model itself'} ({type(module).__name__})" for fqn, module in found[:_SHOWN])
+    more = f" and {len(found) - _SHOWN:,} more" if len(found) > _SHOWN else ""
+    said = f"{len(found):,} module{'s' if len(found) > 1 else ''} in evaluation mode: {names}{more}"
+    if model.training:
+        return f"{said}. The prediction keeps them in this mode"
+    return (
+        f"the model is in evaluation mode, as from_pretrained() leaves it, with {said}. The prediction is for this"
+        " mode, and the peak of training mode differs: call model.train() first if your training does"
+    )
+
+
+def _heeds_mode(module: nn.Module) -> bool:
+    """Tell whether a module's own forward pass depends on its mode: by its class, or by what its code reads."""
+    if isinstance(module, DropoutBase):
+        return module.p > 0
+    if isinstance(module, NormBase):
+        return module.track_running_stats
+    forward: Any = inspect.unwrap(type(module).forward)
+    codes = [code] if inspect.iscode(code := getattr(forward, "__code__", None)) else []
+    for code in codes:
+        codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
+    if not any("training" in code.co_names for code in codes):
+        return False
+    rates = [v for name, v in vars(module).items() if "drop" in name and isinstance(v, float | int)]
+    return not rates or any(rates)
+
+
+@functools.cache
+def warn_if_untested() -> None:
+    """Warn at the user's line, once in a process, unless memfit was tested with this PyTorch."""
+    if reason := _torch.versions.why_untested():
+        warn_users(reason, UntestedTorchWarning)

@@ -15,10 +15,10 @@ from memfit._torch import storage_key_of
 from memfit.capture.composites import composites_without_mode
 from memfit.capture.control_flow import ControlFlowPath, DataRun, live_peak_bytes
 from memfit.capture.external_state import external_tensors
+from memfit.capture.fake_workload import aliasing
 from memfit.capture.known_values import KnownValues
 from memfit.capture.operator_calls import device_of
-from memfit.capture.recorder import LiveStorage, Recorder, Recording
-from memfit.capture.subclasses import aliasing
+from memfit.capture.recorder import Recorder, Recording
 from memfit.errors import CaptureError
 from memfit.foundations import format_bytes
 from memfit.hardware import AttentionKernels
@@ -143,8 +143,7 @@ def record(
         count = last + 1 if job.microbatch_size is None else -(-samples_of(job.workload) // job.microbatch_size)
         garbage_bytes *= max(1, 2 * count - (last + 1))  # other microbatches may leave some, and all of the step before
         notes = attention.notes() if attention is not None else []
-        dry = _dry_forward_passes(recorder, step, copied.batch, recorded[0], enter_phase)
-        is_same = _runs_same_operators(recorded[0], dry)
+        dry, is_same = _dry_forward_passes(recorder, step, copied.batch, recorded[0], enter_phase)
         if job.warm and not is_same:
             raise CaptureError("the copy has the state of another step: memfit captures it from its first step on")
         if not is_same:
@@ -152,10 +151,16 @@ def record(
             highest = max([recorded, *more_steps], key=lambda pair: live_peak_bytes(pair[0]))
             recorded = more_steps[-1]
             # Some settle after their second step: DistributedDataParallel makes its buckets anew there.
-            forward = [_forward_names(each) for each, _ in more_steps]
+            forward = [
+                [
+                    (op.microbatch, name)
+                    for op, name in zip(each.ops, _names(each), strict=True)
+                    if op.phase == "forward"
+                ]
+                for each, _ in more_steps
+            ]
             if all(names == forward[0] for names in forward):
-                dry = _dry_forward_passes(recorder, step, copied.batch, recorded[0], enter_phase)
-                is_same = _runs_same_operators(recorded[0], dry)
+                dry, is_same = _dry_forward_passes(recorder, step, copied.batch, recorded[0], enter_phase)
             if is_same:
                 early_share = live_peak_bytes(highest[0]) / max(1, live_peak_bytes(recorded[0])) - 1
             else:
@@ -204,7 +209,7 @@ def _recorded(
 ) -> tuple[Recording, _Categories]:
     """Return the recording of a step, and the categories of its storages."""
     recorder.begin_step()
-    categories = _Categories(recorder, step.workload, lambda: step.buckets)
+    categories = _Categories(recorder, step)
 
     def on_phase(phase: Phase, microbatch: int) -> None:
         categories.see_gradients()
@@ -220,41 +225,37 @@ def _recorded(
 class _Categories:
     """The category of each storage, found while the step runs.
 
-    Args:
-        buckets: Returns what gradients are sent in.
-
     Attributes:
+        found: By storage: its category, owner and parameter.
         late: Storages of optimizer state that this step made, while other parameters had theirs from earlier steps, as
             for a layer that was dropped until now. They count as held from the beginning: another microbatch of an
             earlier step may have made them.
     """
 
-    def __init__(self, recorder: Recorder, workload: Workload, buckets: Callable[[], list[torch.Tensor]]) -> None:
-        self.recorder, self.workload, self._buckets = recorder, workload, buckets
-        self.found: dict[int, tuple[Category, int, int]] = {}  # by storage: category, owner and parameter
+    def __init__(self, recorder: Recorder, step: StepProgram) -> None:
+        self.recorder, self.step = recorder, step
+        self.found: dict[int, tuple[Category, int, int]] = {}
         self.late: set[int] = set()
-        self.position = {id(p): i for i, p in enumerate(workload.model.parameters())}
-        self._with_state = {id(p) for p, values in workload.optimizer.state.items() if tensors_of(values)}
-        self._see(external_tensors(workload), "buffers")
+        model, state = step.workload.model, step.workload.optimizer.state
+        self._position = {id(p): i for i, p in enumerate(model.parameters())}
+        self._with_state = {id(p) for p, values in state.items() if tensors_of(values)}
+        self._see(external_tensors(step.workload), "buffers")
         self.see_optimizer_state()
-        for position, (_, module) in enumerate(workload.model.named_modules()):
+        for position, (_, module) in enumerate(model.named_modules()):
             self._see(module.buffers(recurse=False), "buffers", position)
             for parameter in module.parameters(recurse=False):
                 self._see([parameter], "parameters", position, parameter)
-        self._see(inputs_of(workload), "inputs")
+        self._see(inputs_of(step.workload), "inputs")
 
     def _see(self, tensors: Any, category: Category, owner: int = -1, parameter: Any = None) -> set[int]:
         """Note the category of tensors; return their storages."""
-        seen: set[int] = set()
-        for part in [part for tensor in tensors for part in parts(tensor)]:
-            index = self.recorder.observe(part, -1)
-            if index is not None:
-                self.found[index] = category, owner, self.position.get(id(parameter), -1)
-                seen.add(index)
+        observed = [self.recorder.observe(part, -1) for tensor in tensors for part in parts(tensor)]
+        seen = {index for index in observed if index is not None}
+        self.found |= dict.fromkeys(seen, (category, owner, self._position.get(id(parameter), -1)))
         return seen
 
     def see_optimizer_state(self) -> None:
-        for parameter, values in self.workload.optimizer.state.items():
+        for parameter, values in self.step.workload.optimizer.state.items():
             seen = self._see(tensors_of(values), "optimizer state", parameter=parameter)
             if self._with_state and id(parameter) not in self._with_state:
                 self.late |= seen
@@ -262,28 +263,30 @@ class _Categories:
 
     def _masters(self) -> list[torch.Tensor]:
         """Return the master weights: tensors that the optimizer updates and the model does not have."""
-        held = [p for group in self.workload.optimizer.param_groups for p in group["params"]]
-        return [p for p in held if id(p) not in self.position]
+        held = [p for group in self.step.workload.optimizer.param_groups for p in group["params"]]
+        return [p for p in held if id(p) not in self._position]
 
     def see_gradients(self) -> None:
-        for parameter in [*self.workload.model.parameters(), *self._masters()]:
+        for parameter in [*self.step.workload.model.parameters(), *self._masters()]:
             if parameter.grad is not None:
                 self._see([parameter.grad], "gradients", parameter=parameter)
-        self._see(self._buckets(), "gradients")
+        self._see(self.step.buckets, "gradients")
 
 
 def _dry_forward_passes(
     recorder: Recorder, step: StepProgram, batch: Any, recording: Recording, enter_phase: Callable[[Phase, int], None]
-) -> list[Recording]:
+) -> tuple[list[Recording], bool]:
     """Return, for each microbatch, a recording of the forward pass with nothing saved, in which storages die early.
 
     Microbatches that ran the same operators share one. Tensors that the forward pass itself unpacks are still saved.
+    The second value tells whether they ran the same operators as in the step, but for those that weigh its loss.
     """
     recordings: dict[tuple[tuple[int, ...], int], Recording] = {}
     dry = []
     recorder.begin_step()  # splitting may make tensors, which are no part of the step recorded before
     microbatches = step.split(batch)
     recorder.end_step()
+    names, is_same = _names(recording), True
     for index, microbatch in enumerate(microbatches):
         forward = _forward_of(recording, index)
         first, last = (forward[0], forward[-1]) if forward else (0, -1)
@@ -298,7 +301,8 @@ def _dry_forward_passes(
             del loss
             step.drop_forward()  # the next one begins as after a backward pass
         dry.append(recordings[key])
-    return dry
+        is_same = is_same and [names[i] for i in forward[: len(dry[-1].ops)]] == _names(dry[-1])
+    return dry, is_same
 
 
 def _forward_of(recording: Recording, microbatch: int) -> list[int]:
@@ -306,25 +310,10 @@ def _forward_of(recording: Recording, microbatch: int) -> list[int]:
     return [i for i, op in enumerate(recording.ops) if op.phase == "forward" and op.microbatch == microbatch]
 
 
-def _runs_same_operators(recording: Recording, dry: list[Recording]) -> bool:
-    """Tell whether the dry forward passes ran the same operators as in the step, but for those that weigh its loss."""
-    recorded = _names(recording)
-    return all(
-        [recorded[i] for i in _forward_of(recording, microbatch)[: len(dried.ops)]] == _names(dried)
-        for microbatch, dried in enumerate(dry)
-    )
-
-
 def _names(recording: Recording) -> list[str]:
     """Return the operators' names; of kernels, which are all named alike, their operators."""
     texts = list(recording.signatures)
     return [texts[op.signature] if is_kernel(texts[op.signature]) else op.name for op in recording.ops]
-
-
-def _forward_names(recording: Recording) -> list[tuple[int, str]]:
-    """Return the names of the forward pass's operators, with their microbatches."""
-    names = zip(recording.ops, _names(recording), strict=True)
-    return [(op.microbatch, name) for op, name in names if op.phase == "forward"]
 
 
 def _releases(recording: Recording, dry: list[Recording]) -> dict[int, int]:
@@ -343,14 +332,6 @@ def _releases(recording: Recording, dry: list[Recording]) -> dict[int, int]:
     return releases
 
 
-def _category(storage: LiveStorage, recording: Recording, saved: bool) -> Category:
-    """Return a storage's category by its lifetime: activations are those that wait for the backward pass."""
-    if storage.birth < 0:
-        return "inputs"
-    kept = saved or (storage.death < len(recording.ops) and recording.ops[storage.death].phase == "backward")
-    return "activations" if kept and recording.ops[storage.birth].phase in ("forward", "recompute") else "temporaries"
-
-
 def _assembled(
     job: CaptureJob, copied: Workload, recording: Recording, categories: _Categories, dry: list[Recording]
 ) -> Trace:
@@ -364,8 +345,14 @@ def _assembled(
     full, captured = samples_of(job.workload), samples_of(copied)
     storages = []
     for index, storage in enumerate(recording.storages):
-        refilled = index in recording.refilled
-        by_lifetime = "parameters" if refilled else _category(storage, recording, index in last_save)
+        by_lifetime: Category = "temporaries"
+        if index in recording.refilled:
+            by_lifetime = "parameters"
+        elif storage.birth < 0:
+            by_lifetime = "inputs"
+        elif recording.ops[storage.birth].phase in ("forward", "recompute"):  # activations wait for the backward pass
+            is_late = storage.death < n and recording.ops[storage.death].phase == "backward"
+            by_lifetime = "activations" if is_late or index in last_save else by_lifetime
         category, owner, parameter = categories.found.get(index, (by_lifetime, -1, -1))
         release = releases.get(index, storage.death)
         if storage.death > max(release, last_save.get(index, -1)):  # something else holds it

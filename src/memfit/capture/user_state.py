@@ -22,7 +22,6 @@ import collections
 import contextlib
 import functools
 import gc
-import inspect
 import operator
 import os
 import random
@@ -30,15 +29,15 @@ import sys
 import sysconfig
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, ParamSpec
 
 import numpy as np
 import torch
 
 from memfit._torch import FakeTensor, supported_types
-from memfit.capture.object_graph import contents_of
-from memfit.workload import ATOMS, ForeignGenerator, foreign_generator, same_states, set_slot
+from memfit.capture.object_graph import contents_of, slots_of
+from memfit.workload import ATOMS, ForeignGenerator, foreign_generator, same_states
 
 _P = ParamSpec("_P")
 
@@ -62,7 +61,6 @@ _NO_STATE = (
     slice,
 )
 _OWN_NAMES = {"__dict__", "__weakref__", "__doc__", "_abc_impl", "__abstractmethods__", "__annotations__"}
-_Lru = functools._lru_cache_wrapper
 
 
 class _ContainerKind(NamedTuple):
@@ -70,6 +68,13 @@ class _ContainerKind(NamedTuple):
 
     read: Callable[[Any], Any]
     write: Callable[[Any, Any], None]
+
+
+def _dict_contents(held: dict[Any, Any]) -> dict[Any, Any]:
+    """Return what a dictionary holds, in its order, without running methods of a class: lazy ones import models."""
+    if not isinstance(held, collections.OrderedDict):
+        return dict.copy(held)
+    return {key: dict.__getitem__(held, key) for key in collections.OrderedDict.__iter__(held)}
 
 
 def _write_dict(held: Any, contents: dict[Any, Any]) -> None:
@@ -107,45 +112,21 @@ def _write_cell(cell: types.CellType, contents: list[Any]) -> None:
         del cell.cell_contents
 
 
-def _slots_of(kind: type) -> list[str]:
-    """Return the attributes of a class's objects that are not in their dictionary."""
-    named = (vars(base).get("__slots__", ()) for base in kind.__mro__)
-    slots = (name for names in named for name in ((names,) if isinstance(names, str) else names))
-    return [name for name in slots if type(inspect.getattr_static(kind, name, None)) is types.MemberDescriptorType]
-
-
 def _slot_contents(held: Any) -> dict[str, Any]:
-    """Return the values in an object's slots, without running a `__getattr__`, which may make missing ones."""
     contents = {}
-    for name in _slots_of(type(held)):
-        with contextlib.suppress(AttributeError):
-            contents[name] = object.__getattribute__(held, name)
+    for name, member in slots_of(type(held)).items():
+        with contextlib.suppress(AttributeError):  # it is empty; a `__getattr__` is not to fill it
+            contents[name] = member.__get__(held)
     return contents
 
 
 def _write_slots(held: Any, contents: dict[str, Any]) -> None:
     filled = _slot_contents(held)
-    for name in _slots_of(type(held)):
+    for name, member in slots_of(type(held)).items():
         if name in contents:
-            set_slot(held, name, contents[name])
+            member.__set__(held, contents[name])
         elif name in filled:
-            object.__delattr__(held, name)
-
-
-def _dict_contents(held: dict[Any, Any]) -> dict[Any, Any]:
-    """Return what a dictionary holds, in its order, without running methods of a class: lazy ones import models."""
-    if not isinstance(held, collections.OrderedDict):
-        return dict.copy(held)
-    return {key: dict.__getitem__(held, key) for key in collections.OrderedDict.__iter__(held)}
-
-
-_DICT = _ContainerKind(_dict_contents, _write_dict)
-_LIST = _ContainerKind(list.copy, lambda held, contents: list.__setitem__(held, slice(None), contents))
-_SET = _ContainerKind(lambda held: list(set.__iter__(held)), _write_set)
-_DEQUE = _ContainerKind(lambda held: list(collections.deque.__iter__(held)), _write_deque)
-_CLASS = _ContainerKind(_class_contents, _write_class)
-_CELL = _ContainerKind(contents_of, _write_cell)
-_SLOTS = _ContainerKind(_slot_contents, _write_slots)
+            member.__delete__(held)
 
 
 def _entries_of(cache: Any) -> dict[Any, Any]:
@@ -155,15 +136,23 @@ def _entries_of(cache: Any) -> dict[Any, Any]:
 
 
 def _write_lru(cache: Any, contents: dict[Any, Any]) -> None:
-    if not contents:
-        cache.cache_clear()
-    elif cache.cache_parameters()["maxsize"] is None:
+    if contents and cache.cache_parameters()["maxsize"] is None:
         _write_dict(_entries_of(cache), contents)
-    elif _holds(gc.get_referents(cache), torch.Tensor):
+    elif not contents or _holds(gc.get_referents(cache), torch.Tensor):
         cache.cache_clear()
 
 
+_DICT = _ContainerKind(_dict_contents, _write_dict)
+_CLASS = _ContainerKind(_class_contents, _write_class)
+_SLOTS = _ContainerKind(_slot_contents, _write_slots)
 _LRU = _ContainerKind(lambda cache: dict(_entries_of(cache)), _write_lru)
+_CONTAINERS: dict[type, _ContainerKind] = {
+    dict: _DICT,
+    list: _ContainerKind(list.copy, lambda held, contents: list.__setitem__(held, slice(None), contents)),
+    set: _ContainerKind(lambda held: list(set.__iter__(held)), _write_set),
+    collections.deque: _ContainerKind(lambda held: list(collections.deque.__iter__(held)), _write_deque),
+    types.CellType: _ContainerKind(contents_of, _write_cell),
+}
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -250,21 +239,14 @@ class _Walk:
                 self._waiting += [key for key in contents if type(key) not in ATOMS]
 
     def _visit(self, value: Any, kind: type) -> None:
-        if issubclass(kind, dict):
-            self._note(_DICT, value)
-        elif issubclass(kind, list):
-            self._note(_LIST, value)
+        container = next((_CONTAINERS[base] for base in _CONTAINERS if issubclass(kind, base)), None)
+        if container is not None:
+            self._note(container, value)
         elif issubclass(kind, (tuple, frozenset)):  # by their own methods, whatever a class makes of them
             base = tuple if issubclass(kind, tuple) else frozenset
             self._waiting += base.__iter__(value) if base.__len__(value) <= _LARGEST else ()
-        elif issubclass(kind, set):
-            self._note(_SET, value)
-        elif issubclass(kind, collections.deque):
-            self._note(_DEQUE, value)
         elif issubclass(kind, types.FunctionType):
             self._function(value)
-        elif issubclass(kind, types.CellType):
-            self._note(_CELL, value)
         elif issubclass(kind, types.ModuleType):
             if self._is_within(value):
                 self.modules.append(vars(value))
@@ -273,20 +255,23 @@ class _Walk:
             if self._is_within(value):
                 self.modules.append(value)
                 self._note(_CLASS, value)
-        elif issubclass(kind, _Lru):
+        elif issubclass(kind, functools._lru_cache_wrapper):
             if self._is_within(value):
                 self._note(_LRU, value)
                 self._waiting += [value.__wrapped__, vars(value)]
         elif issubclass(kind, _GENERATORS):
             self.generators.append(value)
-        elif issubclass(kind, torch.Tensor):
-            self._waiting.append(vars(value))
-        elif issubclass(kind, threading.local):
+        elif issubclass(kind, (torch.Tensor, threading.local)):
             self._waiting.append(vars(value))
         elif issubclass(kind, (types.MethodType, functools.partial, property, staticmethod, classmethod)):
             self._waiting += gc.get_referents(value)
-        else:
-            self._object(value, kind)
+        elif _is_open(module := str(getattr(kind, "__module__", "")), module.partition(".")[0]):
+            # An object, by its own attributes, whatever its class makes of reading them.
+            self._waiting.append(kind)
+            with contextlib.suppress(AttributeError):  # it has no dictionary
+                self._waiting.append(object.__getattribute__(value, "__dict__"))
+            if slots_of(kind):
+                self._note(_SLOTS, value)
 
     def _is_within(self, value: Any) -> bool:
         """Tell whether a module's, class's or function's contents are followed; note the package that it is of."""
@@ -304,29 +289,12 @@ class _Walk:
                 self._seen.add(id(around))
                 self._note(_DICT, around)
             if self.package is None:
-                self._waiting += _modules_named(function.__code__, around.get("__package__") or "")
-
-    def _object(self, value: Any, kind: type) -> None:
-        """Follow an object by its own attributes, whatever its class makes of reading them."""
-        module = str(getattr(kind, "__module__", ""))
-        if not _is_open(module, module.partition(".")[0]):
-            return
-        self._waiting.append(kind)
-        with contextlib.suppress(AttributeError):  # it has no dictionary
-            self._waiting.append(object.__getattribute__(value, "__dict__"))
-        if _slots_of(kind):
-            self._note(_SLOTS, value)
-
-
-def _modules_named(code: types.CodeType, package: str) -> Iterator[types.ModuleType]:
-    """Yield the loaded modules whose names are in code, as where a function imports them."""
-    for name in code.co_names:
-        for full in (name, f"{package}.{name}"):
-            if (module := sys.modules.get(full)) is not None:
-                yield module
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from _modules_named(inner, package)
+                package = around.get("__package__") or ""
+                codes = [function.__code__]
+                for code in codes:  # the loaded modules that it names, as where a function imports them
+                    full = [name for own in code.co_names for name in (own, f"{package}.{own}")]
+                    self._waiting += [sys.modules[name] for name in full if sys.modules.get(name) is not None]
+                    codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
 
 
 _Noted = tuple[_ContainerKind, Any, Any, bool]
@@ -430,18 +398,14 @@ def _with_modules(before: Any, now: Any) -> Any:
     """Return contents as noted, with modules that were imported meanwhile, and the globals of Python and Dynamo."""
     if not isinstance(now, dict):
         return before
-    kept = {
-        key: value
-        for key, value in now.items()
-        if (isinstance(value, types.ModuleType) or _is_reserved(key)) and key not in before
-    }
+    new = {k: v for k, v in now.items() if k not in before and (isinstance(v, types.ModuleType) or _is_reserved(k))}
     if "__warningregistry__" in now:
-        kept["__warningregistry__"] = now["__warningregistry__"]
-    return {**before, **kept} if kept else before
+        new["__warningregistry__"] = now["__warningregistry__"]
+    return {**before, **new} if new else before
 
 
 def _is_reserved(key: Any) -> bool:
-    """Tell whether a key is of Python's or Dynamo's: compiled code finds its parts in globals, as `__compiled_fn_1`."""
+    """Tell whether a global is of Python's or Dynamo's: compiled code finds its parts there, as `__compiled_fn_1`."""
     return isinstance(key, str) and key.startswith("__")
 
 
@@ -452,13 +416,12 @@ def _without_fakes(kind: _ContainerKind, held: Any, before: Any, now: Any) -> An
     if not isinstance(now, dict):
         known = set(map(id, before))
         return before if _holds([value for value in now if id(value) not in known], FakeTensor) else now
-    after = {}
-    for key, value in now.items():
-        if before.get(key, _ContainerKind) is value or _is_reserved(key) or not _holds([key, value], FakeTensor):
-            after[key] = value
-        elif key in before:
-            after[key] = before[key]
-    return after
+    fakes = {
+        key
+        for key, value in now.items()
+        if not (before.get(key, _ContainerKind) is value or _is_reserved(key)) and _holds([key, value], FakeTensor)
+    }
+    return {key: before[key] if key in fakes else v for key, v in now.items() if key not in fakes or key in before}
 
 
 def _others() -> dict[int, tuple[int, int]]:

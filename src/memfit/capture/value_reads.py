@@ -76,6 +76,20 @@ class Read:
     form: str
     answer: Any
 
+    @property
+    def is_number(self) -> bool:
+        """Whether a number was read, not a shape."""
+        return self.kind in (_ITEM, "array")
+
+    def as_guess(self) -> str:
+        """Return a note on the answer, which was guessed."""
+        where = f" at {self.site}" if self.site is not None else ""
+        if self.is_number:
+            stated = "" if self.site is None else ". Workload.values can state it"
+            tried = f"memfit tried {self.answer} and its opposite, and predicts the one with the higher peak"
+            return f"{self.form} is read{where}; {tried}{stated}"
+        return f"{self.kind.split('.')[1]} of {self.form}{where} is assumed to select everything"
+
 
 @dataclass
 class ReadLog:
@@ -88,11 +102,6 @@ class ReadLog:
 
     reads: dict[MicrobatchPhase, list[Read]] = field(default_factory=dict)
     forward: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def microbatches_differ(self) -> bool:
-        """Whether the forward passes of microbatches ran different operators."""
-        return len(set(self.forward.values())) > 1
 
 
 def reading_site() -> tuple[Site | None, bool]:
@@ -240,24 +249,6 @@ def _arrays_by(array_of: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Non
 
 
 @dataclass(frozen=True)
-class Guess(Read):
-    """A reading whose answer, the first at its site, was guessed."""
-
-    @property
-    def is_number(self) -> bool:
-        """Whether a number was read, not a shape."""
-        return self.kind in (_ITEM, "array")
-
-    def __str__(self) -> str:
-        where = f" at {self.site}" if self.site is not None else ""
-        if self.is_number:
-            stated = "" if self.site is None else ". Workload.values can state it"
-            tried = f"memfit tried {self.answer} and its opposite, and predicts the one with the higher peak"
-            return f"{self.form} is read{where}; {tried}{stated}"
-        return f"{self.kind.split('.')[1]} of {self.form}{where} is assumed to select everything"
-
-
-@dataclass(frozen=True)
 class Policy:
     """Answers to readings of unknown values.
 
@@ -293,7 +284,7 @@ class ReadReplay:
     ) -> None:
         self.logs, self.stated, self.policy = logs, stated or {}, policy or Policy()
         self.begin_step(0)
-        self.guesses: dict[Site | None, Guess] = {}
+        self.guesses: dict[Site | None, Read] = {}
         self.needs_data = False
         self._repeats: Counter[Site | None] = Counter()
         self._place: MicrobatchPhase = ("forward", 0)
@@ -314,8 +305,7 @@ class ReadReplay:
         if not self.logs:
             return None
         site, is_ours = reading_site()
-        read = None if is_ours else self._next(site, kind, form_of(tensor))
-        return None if read is None else read.answer
+        return None if is_ours else self._next(site, kind, tensor)
 
     def number(self, tensor: torch.Tensor, dtype: torch.dtype, neutral: bool = False) -> ReadNumber:
         """Return the answer to `item()`, or to another operator that returns a number; see `Policy.number`."""
@@ -325,9 +315,8 @@ class ReadReplay:
         for place, stated in self.stated.items() if site is not None else ():
             if f"/{site}".endswith(f"/{place}"):
                 return stated
-        read = self._next(site, _ITEM, form_of(tensor))
-        if read is not None:
-            logged: ReadNumber = read.answer
+        logged: ReadNumber | None = self._next(site, _ITEM, tensor)
+        if logged is not None:
             return logged
         guess = self._number_guessed(site, dtype, neutral)
         self._guessed(site, _ITEM, tensor, guess)
@@ -336,30 +325,25 @@ class ReadReplay:
     def array(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the real tensor that `numpy()` and `tolist()` convert."""
         site, is_ours = reading_site()
-        read = None if is_ours else self._next(site, "array", form_of(tensor))
-        if read is not None:
-            with disable_current_modes():
-                logged: torch.Tensor = read.answer.tensor()
-            return logged
-        number = self._number_guessed(site, tensor.dtype, False)
-        if not is_ours:
+        logged: _Array | None = None if is_ours else self._next(site, "array", tensor)
+        number = 0 if logged is not None else self._number_guessed(site, tensor.dtype, False)
+        if logged is None and not is_ours:
             self._guessed(site, "array", tensor, number)
         with disable_current_modes():
-            return torch.full(tuple(tensor.shape), number, dtype=tensor.dtype)
+            return torch.full(tuple(tensor.shape), number, dtype=tensor.dtype) if logged is None else logged.tensor()
 
     def guessed_shape(self, func: Any, tensor: torch.Tensor) -> None:
         """Note a guess of a shape."""
-        site, _ = reading_site()
-        self._guessed(site, str(func), tensor, None)
+        self._guessed(reading_site()[0], str(func), tensor, None)
 
-    def _next(self, site: Site | None, kind: str, form: str) -> Read | None:
-        """Return the log's next reading with a site, kind and form, and advance past it; None without one."""
-        reads = self._log.reads.get(self._place, ())
+    def _next(self, site: Site | None, kind: str, tensor: torch.Tensor) -> Any:
+        """Return the answer of the log's next reading with a site, kind and form, and advance past it; else None."""
+        reads, sought = self._log.reads.get(self._place, ()), (site, kind, form_of(tensor))
         for position in range(self._position, len(reads)):
             read = reads[position]
-            if (read.site, read.kind, read.form) == (site, kind, form):
+            if (read.site, read.kind, read.form) == sought:
                 self._position = position + 1
-                return read
+                return read.answer
         return None
 
     def _number_guessed(self, site: Site | None, dtype: torch.dtype, neutral: bool) -> ReadNumber:
@@ -368,7 +352,7 @@ class ReadReplay:
         return (Policy() if loops else self.policy).number(site, dtype, neutral)
 
     def _guessed(self, site: Site | None, kind: str, tensor: torch.Tensor, answer: Any) -> None:
-        self.guesses.setdefault(site, Guess(site, kind, form_of(tensor), answer))
+        self.guesses.setdefault(site, Read(site, kind, form_of(tensor), answer))
 
     @contextlib.contextmanager
     def arrays(self, value_of: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
