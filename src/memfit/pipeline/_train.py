@@ -22,7 +22,7 @@ from memfit.pipeline._apply import apply
 from memfit.pipeline._verify import compare
 from memfit.pipeline.placement import check_runs_here, placed, ranks_of
 from memfit.pipeline.verbs import checked, uninterrupted, verb
-from memfit.planner import capture_each, costs_of
+from memfit.planner import capture_each, costs_of, options_of
 from memfit.ranks import launched_rank, once
 from memfit.report import Bars, ReportFile, with_bars
 from memfit.report import write as write_html
@@ -140,32 +140,7 @@ def train(
         OutOfMemoryError: A step ran out of memory, and so it did under every lower plan.
         NonFiniteError: The loss or a gradient is not finite.
     """
-    return trained(
-        plan,
-        workload,
-        RunOptions(
-            out=Path(out),
-            steps=steps,
-            epochs=epochs,
-            evaluate_every=evaluate_every,
-            checkpoint_every=checkpoint_every,
-            keep_checkpoints=keep_checkpoints,
-            async_checkpoints=async_checkpoints,
-            prefetch_batches=prefetch_batches,
-            measure_every=measure_every,
-            compare_steps=compare_steps,
-            tensorboard=tensorboard,
-            resume=resume,
-            overwrite=overwrite,
-            recover=recover,
-            limit_bytes=limit_bytes,
-            adaptive=adaptive,
-            host_budget=host_budget,
-            progress=progress,
-            on_step=on_step,
-            log=log,
-        ),
-    )
+    return trained(plan, workload, options_of(RunOptions, {**locals(), "out": Path(out)}))
 
 
 @uninterrupted

@@ -33,3 +33,4 @@ from .verb_options import EstimateOptions as EstimateOptions
 from .verb_options import FleetOptions as FleetOptions
 from .verb_options import Measure as Measure
 from .verb_options import PlanOptions as PlanOptions
+from .verb_options import options_of as options_of

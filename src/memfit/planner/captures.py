@@ -19,7 +19,7 @@ from memfit.levers import LeversOn, applied, compiles, described_loop, used_leve
 from memfit.planner import gpu_process
 from memfit.planner.gpu_process import DataRuns
 from memfit.ranks import shard
-from memfit.workload import Loop, LoopWorkload, StepProgram, Workload, has_data, samples_of
+from memfit.workload import LoopWorkload, StepProgram, Workload, has_data, samples_of
 
 BENCHMARK_ERROR = 0.15
 """By what share a peak may be above its prediction with `Loop.cudnn_benchmark`: a bound that was not measured."""
@@ -27,22 +27,15 @@ BENCHMARK_ERROR = 0.15
 
 @dataclass(frozen=True)
 class StepVariant:
-    """A workload's step with levers applied, to be captured for a device.
-
-    Attributes:
-        data: Has what the step reads with data.
-        build: Builds the step from the levers and a copy of the workload.
-        warm: Whether the workload has made a step, and its second one is like it (`CaptureJob`).
-        explores: Whether other control-flow paths of the step are tried too.
-    """
+    """A workload's step with levers applied, to be captured for a device."""
 
     workload: Workload
     levers: Levers
     device: Device
     data: DataRuns
-    build: Callable[..., AbstractContextManager[StepProgram]] = applied
-    warm: bool = False
-    explores: bool = True
+    build: Callable[..., AbstractContextManager[StepProgram]] = applied  # from the levers and a copy of the workload
+    warm: bool = False  # whether the workload has made a step, and its second one is like it (`CaptureJob`)
+    explores: bool = True  # whether other control-flow paths of the step are tried too
 
 
 def capture_levers(workload: Workload, levers: Levers, device: Device, data: DataRuns | None = None) -> Trace:
@@ -84,9 +77,6 @@ class Captures:
     All are of one copy that has made a step before, but where levers change what the optimizer holds, and but for those
     of a loop, which also holds gradients and variables of the step before. Of a step that may take several control-flow
     paths, each follows the one that `capture_levers` found with the same data.
-
-    Attributes:
-        data: Has what the step reads with data.
     """
 
     def __init__(self, workload: Workload, device: Device) -> None:
@@ -164,10 +154,17 @@ def _captured_here(variant: StepVariant) -> Trace:
         trace = capture_with_data(job, instead_of=e)
     selective = sorted({fqn for region in levers.regions if region.keep for fqn in region.modules})
     trace = replace(trace, selective=selective)
-    if workload.loop is not None:
-        trace = replace(
-            trace, notes=[*trace.notes, *_loop_notes(workload.loop, variant.build is described_loop, device)]
-        )
+    if workload.loop is not None and variant.build is not described_loop:
+        found = ["memfit captured its own step; Workload.loop does not change its order"]
+        trace = replace(trace, notes=[*trace.notes, *found])
+    elif workload.loop is not None:
+        found = ["memfit captured your own loop, as Workload.loop describes it"]
+        if workload.loop.cudnn_benchmark and device.kind == "cuda":
+            found.append(
+                "with Loop.cudnn_benchmark cuDNN chooses the fastest kernels, even if they need more memory: the"
+                f" error bar is {BENCHMARK_ERROR:.0%} wider"
+            )
+        trace = replace(trace, notes=[*trace.notes, *found])
     if job.device is not None:
         return trace
     note = (
@@ -175,19 +172,6 @@ def _captured_here(variant: StepVariant) -> Trace:
         " Attention, normalisation and the optimizer use other kernels on a GPU, so the error bar is wide"
     )
     return replace(trace, device=device.name, notes=[*trace.notes, note])
-
-
-def _loop_notes(loop: Loop, is_described: bool, device: Device) -> list[str]:
-    """Return notes on whose order of operations was captured."""
-    if not is_described:
-        return ["memfit captured its own step; Workload.loop does not change its order"]
-    found = ["memfit captured your own loop, as Workload.loop describes it"]
-    if loop.cudnn_benchmark and device.kind == "cuda":
-        found.append(
-            "with Loop.cudnn_benchmark cuDNN chooses the fastest kernels, even if they need more memory: the"
-            f" error bar is {BENCHMARK_ERROR:.0%} wider"
-        )
-    return found
 
 
 def _fake_device(device: Device) -> Device | None:

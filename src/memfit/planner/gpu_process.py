@@ -57,10 +57,7 @@ class _DataRun:
 
 
 def readings_to_send(workload: Workload, sizes: Sequence[int]) -> dict[int, Readings]:
-    """Return the step's readings with data, by microbatch size, for a process that has no data.
-
-    Empty where the step reads known values only, or can't run here.
-    """
+    """Return the step's readings with data, by microbatch size; none where it reads known values, or can't run here."""
     whole = Levers(microbatch_size=samples_of(workload))
     if why_no_data_run(workload) is not None or not reads_unknown(workload, functools.partial(applied, whole)):
         return {}
@@ -73,7 +70,6 @@ def readings_to_send(workload: Workload, sizes: Sequence[int]) -> dict[int, Read
 
 
 def receive(readings: dict[int, Readings]) -> None:
-    """Store readings of another process."""
     _received.update(readings)
 
 
@@ -97,18 +93,8 @@ def call(
     """Return the result of `function(workload, **options, progress=...)`, run in a process of its own.
 
     That process has the shapes of the workload's tensors and no data, and is in no process group. What the step reads
-    from its data is sent with it.
-
-    Args:
-        function: A function of a module of memfit, which the process finds by its name.
-        workload: The user's workload; its data and its scheduler stay here.
-        sizes: The microbatch sizes that the step may be captured with there.
-        fakes_cuda: Whether CUDA tensors are fake there.
-
-    Raises:
-        WorkloadError: The workload can't be sent.
-        MemfitError: The function raised it.
-        CaptureError: The process ended without a reply.
+    from its data is sent with it, for the microbatch sizes that it may be captured with there. What the function
+    raises is raised here; `CaptureError` where the process ends without a reply.
     """
     return call_each(function, workload, [options], progress, sizes=sizes, fakes_cuda=fakes_cuda)[0]
 
@@ -124,10 +110,8 @@ def call_each(
 ) -> list[T]:
     """Return the results of `function(workload, **options, progress=...)` for some options, all of them at once.
 
-    Each has a process of its own, as `call` has. Their progress is told as that of one.
-
-    Raises:
-        MemfitError, CaptureError: As `call` raises them, once all have ended.
+    Each has a process of its own, as `call` has. Their progress is told as that of one, and errors are raised once all
+    have ended.
     """
     setters = [(receive, readings_to_send(workload, sizes))]
     packets = [packed(function, workload, options, setters) for options in calls]
