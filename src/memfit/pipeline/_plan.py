@@ -21,8 +21,10 @@ from memfit.levers import (
     COMPILATION,
     SHARDING,
     check_as_given,
+    check_lever_names,
     check_plan,
     check_workload,
+    circumstances,
     microbatch_sizes,
 )
 from memfit.pipeline.placement import device_named, ranks_here
@@ -171,16 +173,16 @@ def _requested(
             f"numerics={numerics!r} does not allow compile={compile!r}: compiled code rounds differently."
             " Allow numerics='reordered'"
         )
-    around = levers.registry.circumstances(workload, found)
+    around = circumstances(workload, found)
     if compile:
         shared = {SHARDING} if world_size > 1 else set()
-        levers.registry.check_lever_names({COMPILATION} | shared | around, where=f"compile={compile!r}: ")
+        check_lever_names({COMPILATION} | shared | around, where=f"compile={compile!r}: ")
     for precision in options.precisions or ():
         check_precision(precision, "precisions", found, workload)
     host_budget_bytes = 0 if options.host_budget is None else parse_budget(options.host_budget, None, "host_budget")
     if host_budget_bytes:
         where = f"host_budget={options.host_budget!r} on {found.name}: "
-        levers.registry.check_lever_names({ACTIVATION_OFFLOAD} | around, where=where)
+        check_lever_names({ACTIVATION_OFFLOAD} | around, where=where)
     if "32-true" not in searched and not allows(numerics, "reduced"):
         raise UsageError(
             f"precisions={list(searched)} are not allowed by numerics={numerics!r}: allow numerics='reduced'"

@@ -23,13 +23,9 @@ from memfit.hardware import free_bytes
 from memfit.training import LogFunction
 from memfit.workload import Workload, described, rng_preserved, samples_of
 
-_EXTRAS = {
-    "transformers": "examples",
-    "sklearn": "examples",
-    "monai": "brain",
-    "nilearn": "brain",
-    "nibabel": "brain",
-}
+_EXTRAS = dict.fromkeys(("transformers", "sklearn"), "examples") | dict.fromkeys(
+    ("monai", "nilearn", "nibabel"), "brain"
+)
 
 
 class _StayOnCpu(TorchFunctionMode):
@@ -77,16 +73,8 @@ def load_fake_workload(name: str, tell: Callable[[str], None] = lambda line: Non
     """Return the workload that a function makes, run under fake tensors: its model takes no memory.
 
     Moves to a GPU, which need not be here, are left out. A function that can't run so, since it computes with data,
-    is run as it is, where the machine has the memory.
-
-    Args:
-        name: `file.py:function` or `package.module:function`.
-        tell: Told before the function is run with data, in a line with the bytes that this takes at least.
-
-    Raises:
-        WorkloadError: No such file, module or function, or it returns something else than a Workload, or has to be run
-            with data and takes more memory than is free.
-        MissingExtraError: It imports a package that an extra of memfit brings.
+    is run as it is, where the machine has the memory; that is told before, in a line with the bytes that it takes at
+    least.
     """
     values, made, around = KnownValues.of(FakeTensorMode(allow_non_fake_inputs=True)), _LiveBytes(), UserState([])
     try:
@@ -129,32 +117,15 @@ def load_workload(name: str) -> Workload:
 
 
 def call(name: str) -> Any:
-    """Return the result of a function that is named as workloads are.
-
-    Raises:
-        WorkloadError: No such file, module or function, or it fails.
-        MissingExtraError: It imports a package that an extra of memfit brings.
-    """
-    with _own_arguments(name):
+    """Return the result of a function that is named as workloads are."""
+    with replaced(sys, "argv", [name.rpartition(":")[0]]):  # and none of memfit's arguments
         return _run(name, _named(name, "workload", HOW))
 
 
 def load_log(name: str) -> LogFunction:
-    """Return the function that takes a run's records; a file that was loaded for a workload is not run again.
-
-    Args:
-        name: `file.py:function` or `package.module:function`.
-
-    Raises:
-        WorkloadError: No such file, module or function, or loading it fails.
-        MissingExtraError: It imports a package that an extra of memfit brings.
-    """
-    with _own_arguments(name):
+    """Return the function that takes a run's records; a file that was loaded for a workload is not run again."""
+    with replaced(sys, "argv", [name.rpartition(":")[0]]):
         return _named(name, "log", f"{NAME} takes a dict", reuse=True)
-
-
-def _own_arguments(name: str) -> AbstractContextManager[None]:
-    return replaced(sys, "argv", [name.rpartition(":")[0]])  # and none of memfit's arguments
 
 
 def _named(name: str, noun: str, how: str, *, reuse: bool = False) -> Callable[..., Any]:
