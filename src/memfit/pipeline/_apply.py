@@ -32,7 +32,7 @@ from memfit.levers import (
     without_switched,
 )
 from memfit.pipeline.adaptive import Adaptive, Admission
-from memfit.pipeline.placement import check_launched, kind_of, placed
+from memfit.pipeline.placement import check_launched, placed
 from memfit.pipeline.verbs import applying, checked
 from memfit.planner import capture_levers, without_coupled
 from memfit.ranks import check_same
@@ -119,7 +119,7 @@ def apply(
         from memfit.ranks import Group, is_joined  # distributed packages take a second to import
 
         if is_joined():  # as far as this process is one of several
-            check_same(Group(kind_of(plan)), "plans", ir.codec.encode(plan))
+            check_same(Group(find_device(plan.device).kind), "plans", ir.codec.encode(plan))
     plan, workload = without_coupled(plan, workload), placed(workload, plan)
     with contextlib.ExitStack() as stack:
         switch = stack.enter_context(switchable(plan, workload, limit_bytes=limit_bytes, mesh=mesh))

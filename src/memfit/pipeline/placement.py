@@ -52,10 +52,6 @@ def device_kind(model: torch.nn.Module) -> str:
     return next((p.device.type for p in model.parameters()), "cpu")
 
 
-def kind_of(plan: Plan) -> str:
-    return find_device(plan.device).kind
-
-
 def check_runs_here(plan: Plan, workload: Workload, *, makes_values: bool = False) -> torch.device:
     """Check that a plan is for a workload, and that both can be run and measured here; return where.
 
@@ -182,7 +178,7 @@ def ranks_of(plan: Plan) -> Iterator[SingleProcess]:
         return
     from memfit.ranks import check_size, joined
 
-    with joined(kind_of(plan)) as ranks:
+    with joined(find_device(plan.device).kind) as ranks:
         check_size(plan.levers.sharding, ranks.size)
         check_same(ranks, "plans", ir.codec.encode(plan))
         yield ranks

@@ -7,7 +7,6 @@ import importlib.util
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,15 +35,6 @@ class _StayOnCpu(TorchFunctionMode):
             return args[0]
         named = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
         return func(*map(_on_cpu, args), **named) if func is torch.Tensor.to else func(*args, **named)
-
-
-def _parameters_convert() -> AbstractContextManager[None]:
-    """Let modules convert fake parameters (`nn.Module.to`): PyTorch swaps them, and can't where it refers to them."""
-
-    def assign(old: torch.Tensor, new: torch.Tensor) -> None:
-        old.data = new.data
-
-    return replaced(torch.utils, "swap_tensors", assign)
 
 
 def _on_cpu(value: Any) -> Any:
@@ -77,8 +67,10 @@ def load_fake_workload(name: str, tell: Callable[[str], None] = lambda line: Non
     least.
     """
     values, made, around = KnownValues.of(FakeTensorMode(allow_non_fake_inputs=True)), _LiveBytes(), UserState([])
+    # Modules convert fake parameters (`nn.Module.to`): PyTorch swaps them, and can't where it refers to them.
+    converts = replaced(torch.utils, "swap_tensors", lambda old, new: setattr(old, "data", new.data))
     try:
-        with rng_preserved(), values.fake, values, made, _StayOnCpu(), _parameters_convert():
+        with rng_preserved(), values.fake, values, made, _StayOnCpu(), converts:
             return load_workload(name)
     except WorkloadError as e:
         if e.__cause__ is None or isinstance(e.__cause__, SystemExit):

@@ -152,23 +152,18 @@ class CapturedSteps:
     def trace(self, levers: Levers) -> Trace:
         """Return the trace of the step with some levers; raise `NotOffered`, with a note, where there is none."""
         if levers not in self.traces:
-            trace = self._traced(levers)
-            if trace is None:
+            if (trace := self._traced(levers)) is None:
                 raise NotOffered("the step can't be captured with it")
             self.traces[levers] = trace
         return self.traces[levers]
 
     def _traced(self, levers: Levers) -> Trace | None:
         """Return the trace of the step with some levers, of shared ones on paper; None where it can't be captured."""
-        if levers.sharding is None:
-            trace = self.failures.capture(levers)
-            return None if trace is None else of_engine(trace, self.request.options.engine)
         alone = replace(levers, sharding=None)
-        if alone not in self.traces and (trace := self.failures.capture(alone)) is not None:
+        trace = self.traces.get(alone) or self.failures.capture(alone)
+        if trace is not None and levers.sharding is not None:
             self.traces[alone] = trace
-        if alone not in self.traces:
-            return None
-        return of_engine(self.traces[alone], levers.sharding)
+        return None if trace is None else of_engine(trace, levers.sharding or self.request.options.engine)
 
     def predicted(self, levers: Levers) -> Prediction:
         if levers not in self._predictions:
@@ -200,7 +195,14 @@ class CapturedSteps:
         Plans of which some were predicted by the one and some by the other would compare paces.
         """
         costs = costs_of(traces, self.device, *progress)
-        if any(self._takes_another_time(trace, costs) for trace in traces):
+
+        def takes_another_time(trace: Trace) -> bool:  # than that of the operators by which steps were predicted
+            uses = Counter(trace.signatures[op.signature] for op in trace.ops)
+            known = {text: self._known.get((trace.precision == "tf32", text)) for text in costs.ops.keys() & uses}
+            pairs = [(n * was, n * costs.ops[text].seconds) for text, n in uses.items() if (was := known.get(text))]
+            return sum(abs(now - was) for was, now in pairs) > SIMPLER_WITHIN * sum(was for was, _ in pairs)
+
+        if any(map(takes_another_time, traces)):
             self.are_renewed = True
             self._known.clear()
             self._predictions.clear()
@@ -208,13 +210,6 @@ class CapturedSteps:
             for text in costs.ops.keys() & trace.signatures:
                 self._known.setdefault((trace.precision == "tf32", text), costs.ops[text].seconds)
         return costs
-
-    def _takes_another_time(self, trace: Trace, costs: CostTable) -> bool:
-        """Tell whether the operators of a step take another time than those by which steps were predicted."""
-        uses = Counter(trace.signatures[op.signature] for op in trace.ops)
-        known = {text: self._known.get((trace.precision == "tf32", text)) for text in costs.ops.keys() & uses}
-        pairs = [(n * was, n * costs.ops[text].seconds) for text, n in uses.items() if (was := known.get(text))]
-        return sum(abs(now - was) for was, now in pairs) > SIMPLER_WITHIN * sum(was for was, _ in pairs)
 
     def _has_kernels(self, levers: Levers) -> bool:
         """Tell whether this machine has kernels for all operators of a step in its precision; note it where not."""

@@ -219,7 +219,13 @@ class _Group:
                 search.done += 1
                 search.progress("search", search.done, len(options.devices) * len(search.world_sizes))
                 key = device.name, self.samples(ranks)
-                if not options.each and self._is_beaten(ranks, device, fastest[device.name], free.get(key, False)):
+                # Do fewer cards as well? As many samples a rank have room: more cards would share the update only, and
+                # send more. Whole nodes are looked at all the same, since they may keep copies of what is sharded. Or
+                # no step can be faster.
+                if not options.each and free.get(key, False) and ranks % device.cards_per_node:
+                    continue
+                bound = 0.0 if options.each else min(self.bound_seconds(x, ranks, device) for x in self.sizes(ranks))
+                if not options.each and not is_faster(bound, fastest[device.name]):
                     continue
                 found = _OneCard(self, device, ranks).fastest()
                 if isinstance(found, Misfit):
@@ -231,16 +237,6 @@ class _Group:
                 search.rows.append(found)
             self._steps.clear()  # no other number of ranks has them
         search.misfits += [least[name] for name, seconds in fastest.items() if seconds == math.inf and name in least]
-
-    def _is_beaten(self, ranks: int, device: Device, fastest: float, is_free: bool) -> bool:
-        """Tell whether fewer cards do as well: no step can be faster, or as many samples a rank have room.
-
-        More cards would then share the update only, and send more. Whole nodes are looked at all the same, since they
-        may keep copies of what is sharded.
-        """
-        if is_free and ranks % device.cards_per_node:
-            return True
-        return not is_faster(min(self.bound_seconds(levers, ranks, device) for levers in self.sizes(ranks)), fastest)
 
     def samples(self, ranks: int) -> int:
         """Return the samples of the rank with the most."""
@@ -320,10 +316,14 @@ class _OneCard:
             if best is not None and not is_faster(bound, best.step_seconds):
                 break  # as is every later one
             shardings = group.shardings(levers, self.ranks, self.device)
-            if self._has_room(levers, shardings):
-                for shared in shardings:
-                    if not self._gathers_for_nothing(shared):
-                        best = self._faster(shared, best)
+            for shared in shardings if self._has_room(levers, shardings) else ():
+                sharding = shared.sharding
+                if sharding is not None and sharding.mode == "zero3" and "zero2" in group.options.modes:
+                    # Parameters would be gathered twice; keeping them gathered is as fast, where that has room.
+                    kept = replace(shared, sharding=replace(sharding, mode="zero2", kept=()))
+                    if self._plain_fits.get(kept, False):
+                        continue
+                best = self._faster(shared, best)
         if best is not None:
             return best
         held = [step.held_bytes(point, self.device) for step, point in self._tried]
@@ -339,13 +339,6 @@ class _OneCard:
             step = self.group.step(max(shardings, key=_share), self.samples)
             self._lowest[levers] = self._live_upper(step, len(step.menu) - 1)
         return self._lowest[levers] <= self.budget_bytes
-
-    def _gathers_for_nothing(self, levers: Levers) -> bool:
-        """Tell whether parameters would be gathered twice though keeping them gathered has room: that is as fast."""
-        sharding = levers.sharding
-        if sharding is None or sharding.mode != "zero3" or "zero2" not in self.group.options.modes:
-            return False
-        return self._plain_fits.get(replace(levers, sharding=replace(sharding, mode="zero2", kept=())), False)
 
     def _faster(self, levers: Levers, best: FleetRow | None) -> FleetRow | None:
         """Return the fastest point of some levers that fits where it beats the best so far, which stays otherwise."""

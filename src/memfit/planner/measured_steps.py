@@ -308,7 +308,9 @@ class _Turns:
         errors, apart_seconds = self.found.errors, 0.0
         if index in errors or 0 in errors:
             return apart_seconds
-        slowdown = self._slowdown()
+        slowdown = 1.0 if self._pace is None else self._pace.read()
+        if self._latest is not None:  # after it the machine was as slow
+            self._latest.slowdown = max(self._latest.slowdown, slowdown)
         try:
             with rng_preserved():  # so that all plans draw the same numbers
                 apart_seconds = self._run(index, seconds, slowdown)
@@ -318,13 +320,6 @@ class _Turns:
         hardware.accelerators.release_cache()
         return apart_seconds
 
-    def _slowdown(self) -> float:
-        """Return how slow the machine is now, which is as slow as it was after the latest turn."""
-        slowdown = 1.0 if self._pace is None else self._pace.read()
-        if self._latest is not None:
-            self._latest.slowdown = max(self._latest.slowdown, slowdown)
-        return slowdown
-
     def _run(self, index: int, seconds: float, slowdown: float) -> float:
         levers, predicted_seconds = self._plans[index]
         with contextlib.ExitStack() as ends:
@@ -333,11 +328,12 @@ class _Turns:
             if step is None:
                 step = ends.enter_context(applied_to_copy(levers, self._workload, self._place))
                 if compiles(levers):
-                    self._tell_of_code()
+                    total = sum(compiles(levers) for levers, _ in self._plans)
+                    self._on_code(len(self._compiled), total)
                     step(step.workload.batch)
                     self._compiled[index] = step
                     self._kept.push(ends.pop_all())
-                    self._tell_of_code()
+                    self._on_code(len(self._compiled), total)
             makes_until = self._clocks.wall()
             turn = self._latest = Turn(self._step(step), slowdown=slowdown)
             self.found.turns[index].append(turn)
@@ -351,9 +347,6 @@ class _Turns:
             if self._pace is not None and turn.seconds and (middle := statistics.median(turn.seconds)) > 0:
                 turn.attended_share = statistics.median(own_seconds) / middle
         return makes_until - began
-
-    def _tell_of_code(self) -> None:
-        self._on_code(len(self._compiled), sum(compiles(levers) for levers, _ in self._plans))
 
     def _step(self, step: Step) -> float:
         wall, own = self._clocks.wall(), self._clocks.own()
