@@ -283,13 +283,6 @@ def test_a_recomputation_that_differs_can_not_be_skipped_as_a_bad_batch() -> Non
     assert seen == 0 and not optimizer.state  # the loop ended in its first backward pass
 
 
-def test_an_error_of_the_loops_own_stays_the_loops_own() -> None:
-    models, optimizers = loops.one()
-    with pytest.raises(ZeroDivisionError), memfit.fit(models[0], optimizers[0], budget="1GiB", tell=lambda _: None):
-        loops.loss_outside(models, optimizers)
-        raise ZeroDivisionError
-
-
 def test_a_context_that_is_not_entered_says_so() -> None:
     (model,), (optimizer,) = loops.one(blocks=1)
     with pytest.warns(RuntimeWarning, match="with memfit.fit") as caught:

@@ -113,7 +113,7 @@ def estimated(workload: Workload, options: EstimateOptions, *, progress: Progres
     for path in (snapshot, chrome_trace):
         if path is not None:
             ir.codec.check_writable(path)
-    if planner.gpu_process.is_elsewhere(found):
+    if planner.is_elsewhere(found):
         given = dataclasses.replace(
             options,
             device=device,
@@ -121,7 +121,7 @@ def estimated(workload: Workload, options: EstimateOptions, *, progress: Progres
             snapshot=snapshot and Path(snapshot).resolve(),
             chrome_trace=chrome_trace and Path(chrome_trace).resolve(),
         )
-        return planner.gpu_process.call(estimated, workload, {"options": given}, progress, sizes=[size])
+        return planner.call_elsewhere(estimated, workload, [{"options": given}], progress, sizes=[size])[0]
     check_workload(workload, found)
     progress("capture", 0, 1)
     trace = capture_plain(part, Levers(precision=precision, microbatch_size=size), found)

@@ -131,10 +131,10 @@ def fleet(
 
 def _searched(workload: Workload, options: FleetRequest, progress: Progress) -> FleetSearch:
     """Search here, or in processes where a GPU's program can be captured."""
-    if any(planner.gpu_process.is_elsewhere(card) for card in options.devices):
+    if any(planner.is_elsewhere(card) for card in options.devices):
         calls = [{"options": part} for part in options.in_two()]
         sizes = microbatch_sizes(samples_of(workload))
-        return joined(planner.gpu_process.call_each(_searched, workload, calls, progress, sizes=sizes))
+        return joined(planner.call_elsewhere(_searched, workload, calls, progress, sizes=sizes))
     for device in options.devices:
         check_workload(workload, device)
     with without_collector():  # which would go through millions of objects, none of which is garbage

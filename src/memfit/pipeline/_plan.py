@@ -137,9 +137,9 @@ def planned(
     if ranks.size > 1 and options.world_size != 1:
         return _plan_on_ranks(ranks, workload, options, progress)
     request = _requested(workload, options, progress, findings or Findings(), max(ranks.size, launched_size()))
-    if planner.gpu_process.is_elsewhere(request.device):
+    if planner.is_elsewhere(request.device):
         sizes = microbatch_sizes(-(-samples_of(workload) // request.world_size))
-        return planner.gpu_process.call(planned, workload, {"options": options}, progress, sizes=sizes)
+        return planner.call_elsewhere(planned, workload, [{"options": options}], progress, sizes=sizes)[0]
     check_workload(workload, request.device)
     with without_collector():  # which would go through millions of objects, none of which is garbage
         return assemble(request)
@@ -235,11 +235,10 @@ def _plan_on_ranks(ranks: SingleProcess, workload: Workload, options: PlanOption
     def make() -> bytes:
         # A process has only one default process group, in which the step of one of several ranks can't be captured.
         sizes = microbatch_sizes(-(-samples_of(workload) // world_size))
-        fakes_cuda = planner.gpu_process.is_elsewhere(find_device(device))
-        made = planner.gpu_process.call(
-            planned, workload, {"options": given}, progress, sizes=sizes, fakes_cuda=fakes_cuda
-        )
-        return ir.codec.encode(made)
+        fakes_cuda = planner.is_elsewhere(find_device(device))
+        calls = [{"options": given}]
+        made = planner.call_elsewhere(planned, workload, calls, progress, sizes=sizes, fakes_cuda=fakes_cuda)
+        return ir.codec.encode(made[0])
 
     data = once(ranks, make)
     check_same(ranks, "plans", data)

@@ -538,14 +538,14 @@ def _verdict(
         )
     failures += _numerics_failures(made, ROUNDING if only_reorders else TOLERANCE[plan.numerics])
     progress("prediction", 0, 1)
-    failures += planner.gpu_process.call(  # in a process that is in no group
+    failures += planner.call_elsewhere(  # in a process that is in no group
         prediction_failures,
         workload,
-        {"plan": plan},
+        [{"plan": plan}],
         lambda *_: None,
         sizes=[plan.levers.microbatch_size],
-        fakes_cuda=planner.gpu_process.is_elsewhere(find_device(plan.device)),
-    )
+        fakes_cuda=planner.is_elsewhere(find_device(plan.device)),
+    )[0]
     progress("prediction", 1, 1)
     return replace(made, failures=failures)
 
