@@ -58,7 +58,7 @@ class DataRuns:
         return _DataRun(self, Levers(precision=levers.precision, microbatch_size=levers.microbatch_size), explores)
 
 
-@dataclass
+@dataclass(eq=False)
 class _DataRun:
     data: DataRuns
     plain: Levers
