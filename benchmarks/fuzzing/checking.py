@@ -27,7 +27,7 @@ from memfit.ir import CostTable, Device, Levers, OpCost, Plan, Regions, Trace, W
 from memfit.levers import applied
 from memfit.pipeline import _plan
 from memfit.planner import capture_levers, captured_steps, confirmation, predict
-from memfit.planner.gpu_process import DataRuns
+from memfit.planner.captures import DataRuns
 from memfit.solver import Solver, build, options
 from memfit.workload import Workload, batch_size_of
 

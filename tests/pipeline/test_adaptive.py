@@ -146,15 +146,8 @@ def test_modules_in_fp32_stay_so_while_plans_change() -> None:
         return dataclasses.replace(made, fp32_modules=("head", "blocks.0.mlp.*"))
 
     budget = int(0.95 * memfit.estimate(mixed(), precision="bf16-mixed").peak_bytes)
-    made = memfit.plan(
-        mixed(),
-        budget=budget,
-        numerics="reduced",
-        precisions=["bf16-mixed"],
-        optimizers=(),
-        points=2,
-        time_limit_seconds=1,
-    )
+    options: dict[str, Any] = {"numerics": "reduced", "precisions": ["bf16-mixed"], "optimizers": ()}
+    made = memfit.plan(mixed(), budget=budget, points=2, time_limit_seconds=1, **options)
     planned, plain = mixed(), mixed()
     lengths = [64, 20]
     with memfit.apply(made, planned, adaptive=True) as step:

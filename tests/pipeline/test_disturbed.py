@@ -34,13 +34,7 @@ def handler() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "verb",
-    [
-        "estimate",
-        *(
-            pytest.param(verb, marks=pytest.mark.ci)
-            for verb in ("verify", "apply", "search", "compare", "train", "fit")
-        ),
-    ],
+    ["estimate", *(pytest.param(v, marks=pytest.mark.ci) for v in "verify apply search compare train fit".split())],
 )
 def test_an_interrupted_verb_raises_what_its_handler_did_and_leaves_all_as_it_was(verb: str, tmp_path: Path) -> None:
     interrupted(verb, 3, tmp_path / "found")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec import structs
+from msgspec.structs import replace
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -34,11 +34,7 @@ from tests.pipeline import loops
 Make = Callable[[], tuple[list[nn.Module], list[Optimizer]]]
 
 CASES: dict[str, tuple[loops.Loop, Make, str]] = {
-    "loss outside": (
-        loops.loss_outside,
-        loops.one,
-        "1 backward pass, 1 update by AdamW, gradients clipped",
-    ),
+    "loss outside": (loops.loss_outside, loops.one, "1 backward pass, 1 update by AdamW, gradients clipped"),
     "accumulating": (loops.accumulating, loops.one, "4 calls of Sequential, 4 backward passes, 1 update by AdamW"),
     "penalty": (loops.with_a_penalty, loops.one, "1 call of Sequential, 1 backward pass"),
     "mixed precision": (
@@ -48,11 +44,7 @@ CASES: dict[str, tuple[loops.Loop, Make, str]] = {
     ),
     "closure": (loops.with_a_closure, lambda: loops.one(Adam), "1 update by Adam"),
     "function": (loops.with_a_function_of_its_own, lambda: loops.one(SGD), "gradients not clipped"),
-    "two optimizers": (
-        loops.adversarial,
-        loops.pair,
-        "4 calls of Sequential, 2 backward passes, 1 update by SGD",
-    ),
+    "two optimizers": (loops.adversarial, loops.pair, "4 calls of Sequential, 2 backward passes, 1 update by SGD"),
     "two optimizers, three passes": (
         loops.adversarial_in_three,
         loops.pair,
@@ -63,17 +55,7 @@ CASES: dict[str, tuple[loops.Loop, Make, str]] = {
     "teacher": (loops.distilling, loops.taught, "1 call of Sequential, 1 backward pass"),
 }
 
-MORE = (
-    "function",
-    "penalty",
-    "two optimizers",
-    "two optimizers, three passes",
-    "running mean",
-    "accumulating",
-    "mixed precision",
-    "transforms",
-    "teacher",
-)
+MORE = tuple(name for name in CASES if name not in ("loss outside", "closure"))
 """Loops that share their mechanisms with others: CI runs them."""
 
 SHARES = {"penalty": 0.9}
@@ -218,10 +200,8 @@ def test_a_budget_that_nothing_meets_says_what_would_once_a_step_is_made() -> No
 
 
 def _skips(step: Callable[[], None]) -> None:
-    try:
+    with contextlib.suppress(Exception):  # as loops do for a bad batch
         step()
-    except Exception:  # as loops do for a bad batch
-        return
 
 
 def _bare(step: Callable[[], None]) -> None:
@@ -229,11 +209,6 @@ def _bare(step: Callable[[], None]) -> None:
         step()
     except:  # noqa: E722
         return
-
-
-def _suppressed(step: Callable[[], None]) -> None:
-    with contextlib.suppress(Exception):
-        step()
 
 
 def _retried(step: Callable[[], None]) -> None:
@@ -257,7 +232,7 @@ def _translated(step: Callable[[], None]) -> None:
         raise RuntimeError("a batch failed") from e
 
 
-@pytest.mark.parametrize("handles", [_skips, _bare, _suppressed, _retried, _exits, _translated])
+@pytest.mark.parametrize("handles", [_skips, _bare, _retried, _exits, _translated])
 def test_no_handler_of_the_loop_swallows_a_verdict(
     handles: Callable[[Callable[[], None]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,13 +283,6 @@ def test_a_recomputation_that_differs_can_not_be_skipped_as_a_bad_batch() -> Non
     assert seen == 0 and not optimizer.state  # the loop ended in its first backward pass
 
 
-def test_an_error_of_the_loops_own_stays_the_loops_own() -> None:
-    models, optimizers = loops.one()
-    with pytest.raises(ZeroDivisionError), memfit.fit(models[0], optimizers[0], budget="1GiB", tell=lambda _: None):
-        loops.loss_outside(models, optimizers)
-        raise ZeroDivisionError
-
-
 def test_a_context_that_is_not_entered_says_so() -> None:
     (model,), (optimizer,) = loops.one(blocks=1)
     with pytest.warns(RuntimeWarning, match="with memfit.fit") as caught:
@@ -336,10 +304,8 @@ def test_a_region_that_does_something_else_again_is_caught_by_the_step_that_runs
 
         def __init__(self) -> None:
             super().__init__()
-            self.inner, self.calls = (
-                nn.Sequential(nn.Linear(64, 1024), nn.Tanh(), nn.Linear(1024, 64)),
-                iter(range(9**9)),
-            )
+            self.inner = nn.Sequential(nn.Linear(64, 1024), nn.Tanh(), nn.Linear(1024, 64))
+            self.calls = iter(range(9**9))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.inner(x) * (1 + next(self.calls))
@@ -396,11 +362,7 @@ def test_checkpoints_and_a_resumed_loop_are_as_without(tmp_path: object) -> None
     [
         ({"budget": "a lot"}, BudgetError, "budget='a lot'"),
         ({"budget": "1GiB", "numerics": "reduced"}, UsageError, "numerics='reduced'"),
-        (
-            {"budget": "1GiB", "optimizer": AdamW(nn.Linear(2, 2).parameters())},
-            UsageError,
-            "optimizer is AdamW of other",
-        ),
+        ({"budget": "1GiB", "optimizer": AdamW(nn.Linear(2, 2).parameters())}, UsageError, "is AdamW of other"),
     ],
 )
 def test_wrong_arguments_are_named_before_the_loop_begins(
@@ -421,17 +383,25 @@ def test_what_the_loop_itself_could_do_is_told_with_its_figures_where_the_plan_i
     with memfit.fit(models, optimizers, budget="0.75x", tell=said.append) as fitted:
         loop(models, optimizers)
     assert fitted.plan is not None
-    slow = msgspec_replace(fitted.plan, 2.0)
-    mixed = structs.replace(
-        memfit.estimate(_workload(), precision="bf16-mixed"), peak_bytes=slow.plain.peak_bytes * 9 // 10
+
+    def taking(times: float) -> Plan:  # of the plain step
+        plan = fitted.plan
+        assert plan is not None
+        return replace(plan, predicted=replace(plan.predicted, step_seconds=times * plan.plain.step_seconds))
+
+    slow, (model,), (optimizer,) = taking(2.0), *loops.one()
+    workload = memfit.Workload(
+        model, next(loops.batches()), lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]), optimizer
     )
-    assert _fit.is_slow(slow) and not _fit.is_slow(msgspec_replace(fitted.plan, 1.0))
-    faster = structs.replace(mixed, step_seconds=0.5 * slow.predicted.step_seconds)
+    predicted = memfit.estimate(workload, precision="bf16-mixed")
+    mixed = replace(predicted, peak_bytes=slow.plain.peak_bytes * 9 // 10)
+    assert _fit.is_slow(slow) and not _fit.is_slow(taking(1.0))
+    faster = replace(mixed, step_seconds=0.5 * slow.predicted.step_seconds)
     lines = "\n".join(_fit.advice(slow, faster if told else "in use"))
     assert ("torch.autocast" in lines) == told and "batch.split" in lines
     assert (format_bytes(mixed.peak_bytes) in lines) == told
-    slower = structs.replace(mixed, step_seconds=1.01 * slow.predicted.step_seconds)
-    larger = structs.replace(faster, peak_bytes=slow.plain.peak_bytes)
+    slower = replace(mixed, step_seconds=1.01 * slow.predicted.step_seconds)
+    larger = replace(faster, peak_bytes=slow.plain.peak_bytes)
     for useless in (slower, larger, None):
         assert "torch.autocast" not in "\n".join(_fit.advice(slow, useless))
     if _fit.is_slow(fitted.plan) and not told:
@@ -461,20 +431,6 @@ def test_mixed_precision_of_a_loop_is_predicted_as_the_loop_would_take_it() -> N
     models, optimizers = loops.one(blocks=4)
     _, peak_bytes = measured(loops.with_autocast_and_scaler, models, optimizers)
     assert isinstance(found, Prediction) and found.peak_bytes == pytest.approx(peak_bytes, rel=0.1)
-
-
-def _workload() -> memfit.Workload:
-    (model,), (optimizer,) = loops.one()
-    x, y = next(loops.batches())
-    return memfit.Workload(
-        model=model, batch=(x, y), loss_fn=lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]), optimizer=optimizer
-    )
-
-
-def msgspec_replace(plan: Plan, times: float) -> Plan:
-    from msgspec.structs import replace
-
-    return replace(plan, predicted=replace(plan.predicted, step_seconds=times * plan.plain.step_seconds))
 
 
 class Cache:

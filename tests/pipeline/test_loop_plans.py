@@ -184,14 +184,8 @@ def test_the_second_start_of_a_program_plans_nothing(plans_made: list[object]) -
 
 @pytest.mark.parametrize(
     "changed",
-    [
-        {"width": 24},
-        {"rows": 320},
-        {"slope": 0.2},
-        {"budget": "0.7x"},
-        {"optimizer": torch.optim.AdamW},
-        {"squared": False},
-    ],
+    [*({k: v} for k, v in {"width": 24, "rows": 320, "slope": 0.2, "budget": "0.7x"}.items())]
+    + [{"optimizer": torch.optim.AdamW}, {"squared": False}],
     ids=lambda changed: next(iter(changed)),
 )
 def test_another_program_is_planned_anew(changed: dict[str, Any], plans_made: list[object]) -> None:

@@ -41,6 +41,11 @@ def small() -> Workload:
     return byte_lm(n_layer=1, d_model=64, n_head=4, context=64, batch_size=2, dropout=0.0, max_bytes=200_000)
 
 
+def squared(model: nn.Module, batch: torch.Tensor) -> Workload:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Workload(model, batch, lambda model, batch: model(batch).square().mean(), optimizer)
+
+
 @pytest.fixture(scope="module")
 def lowest() -> InfeasibleError:
     with pytest.raises(InfeasibleError) as caught:
@@ -48,19 +53,13 @@ def lowest() -> InfeasibleError:
     return caught.value
 
 
-def test_estimate_is_what_is_measured(plain_bytes: int) -> None:
-    assert plain_bytes == pytest.approx(step_peak_bytes(lean(), Levers(microbatch_size=4)), rel=0.02)
-
-
 @pytest.mark.parametrize(
     ("numerics", "share"),
     [
         ("exact", 0.75),
         ("reordered", 0.55),
-        *(
-            pytest.param(*case, marks=pytest.mark.ci)
-            for case in (("exact", 0.9), ("reordered", 0.9), ("reordered", 0.7))
-        ),
+        *(pytest.param("reordered" if share < 0.9 else "exact", share, marks=pytest.mark.ci) for share in (0.9, 0.7)),
+        pytest.param("reordered", 0.9, marks=pytest.mark.ci),
     ],
 )
 def test_planned_step_stays_within_its_budget(plain_bytes: int, share: float, numerics: Any) -> None:
@@ -102,8 +101,7 @@ def test_infeasible_says_what_where_and_what_to_do(lowest: InfeasibleError) -> N
     assert lowest.proven == ("Smallest budget that works" in str(lowest))
     assert lowest.budget_bytes == 2**16
     assert lowest.where in str(lowest)
-    assert f"{lowest.lowest_peak_bytes} bytes" in str(lowest)
-    assert "raise budget=" in str(lowest)
+    assert f"{lowest.lowest_peak_bytes} bytes" in str(lowest) and "raise budget=" in str(lowest)
 
 
 def test_plain_step_is_left_alone_where_it_fits(plain_bytes: int) -> None:
@@ -164,8 +162,7 @@ def test_a_row_that_is_faster_than_the_captured_plan_is_captured_and_taken(slowe
 
 
 @pytest.mark.parametrize(
-    ("budget", "of"),
-    [("50%", "50% of the"), ("0.9x", "0.9x of the plain step's peak of"), ("1GiB", "")],
+    ("budget", "of"), [("50%", "50% of the"), ("0.9x", "0.9x of the plain step's peak of"), ("1GiB", "")]
 )
 def test_a_plan_says_what_a_share_was_of(budget: str, of: str) -> None:
     plan = memfit.plan(lean(), budget=budget, points=1, numerics="exact")
@@ -193,12 +190,7 @@ def test_slow_precisions_are_microbatched_where_nothing_else_is_as_fast(
 
     monkeypatch.setattr(CapturedSteps, "predicted", as_given)
     model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
-    workload = Workload(
-        model=model,
-        batch=torch.randn(64, 256),
-        loss_fn=lambda model, batch: model(batch).square().mean(),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-    )
+    workload = squared(model, torch.randn(64, 256))
     with contextlib.suppress(InfeasibleError) if budget == "1MiB" else contextlib.nullcontext():
         memfit.plan(workload, budget=budget, numerics="reduced", precisions=["32-true", "bf16-mixed"], points=1)
     sizes = {precision: {c.microbatch_size for c in captures if c.precision == precision} for precision in seconds}
@@ -238,18 +230,6 @@ def test_operators_that_are_measured_anew_count_for_all_plans(
     assert len(shared) > 1 and all(rows[levers] > least * before[levers] for levers in shared)
 
 
-def test_planning_changes_nothing_of_the_users() -> None:
-    workload = lean()
-    before = {name: value.clone() for name, value in workload.model.state_dict().items()}
-    random_state = rng_state()
-    memfit.plan(workload, budget="20MiB", points=1)
-    assert all(torch.equal(before[name], value) for name, value in workload.model.state_dict().items())
-    assert workload.optimizer.state == {}
-    assert all(p.grad is None for p in workload.model.parameters())
-    assert rng_state() == random_state
-    assert not any("forward" in m.__dict__ for m in workload.model.modules())
-
-
 def test_random_numbers_of_the_users_own_code_are_drawn_anew() -> None:
     workload = small()
     loss_fn = workload.loss_fn
@@ -269,13 +249,7 @@ def test_random_numbers_of_the_users_own_code_are_drawn_anew() -> None:
 
 def test_batch_norm_is_not_microbatched_unless_allowed() -> None:
     blocks = [nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2)]
-    model = nn.Sequential(*blocks)
-    workload = Workload(
-        model=model,
-        batch=torch.randn(512, 64),
-        loss_fn=lambda model, batch: model(batch).square().mean(),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-    )
+    workload = squared(nn.Sequential(*blocks), torch.randn(512, 64))
     plan = memfit.plan(workload, budget="0.8x", precisions=["32-true"], points=1)
     assert plan.levers != Levers(microbatch_size=512)
     assert {c.levers.microbatch_size for c in plan.frontier} == {512}
@@ -383,13 +357,7 @@ def test_modules_that_do_something_else_when_they_run_again_are_left_out() -> No
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Tanh()) for _ in range(3)]
     model = nn.Sequential(blocks[0], Caching(), blocks[1], Caching(), blocks[2])
-    workload = Workload(
-        model=model,
-        batch=torch.randn(1024, 64),
-        loss_fn=lambda model, batch: model(batch).square().mean(),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        name="caching",
-    )
+    workload = squared(model, torch.randn(1024, 64))
     budget = int(0.8 * memfit.estimate(workload).peak_bytes)
     plan = memfit.plan(workload, budget=budget, numerics="exact", points=1)
     assert {note[:20] for note in plan.notes} & {"1 is not recomputed:", "3 is not recomputed:"}

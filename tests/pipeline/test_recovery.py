@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -45,15 +46,9 @@ def transformer() -> Workload:
     return models.transformer(layers=1)
 
 
-def fused(workload: Workload) -> Workload:
+def with_option(name: str, workload: Workload) -> Workload:
     for group in workload.optimizer.param_groups:
-        group["fused"] = True
-    return workload
-
-
-def foreach(workload: Workload) -> Workload:
-    for group in workload.optimizer.param_groups:
-        group["foreach"] = True
+        group[name] = True
     return workload
 
 
@@ -66,8 +61,8 @@ def several(workload: Workload) -> Workload:
 
 BUILDERS: dict[str, Callable[[], Workload]] = {
     "transformer": transformer,
-    "transformer, foreach": lambda: foreach(transformer()),
-    "transformer, fused": lambda: fused(transformer()),
+    "transformer, foreach": lambda: with_option("foreach", transformer()),
+    "transformer, fused": lambda: with_option("fused", transformer()),
     "convnet": models.convnet,
     "several optimizers": lambda: several(transformer()),
 }
@@ -324,12 +319,8 @@ def test_a_training_run_logs_what_ran_out_and_goes_on_with_the_lower_plan(tmp_pa
     assert newest is not None and memfit.Plan.load(newest / "plan.json") == taken
     assert taken.levers == plan.frontier[1].levers
     page = memfit.write_report(tmp_path / "run").read_text()
-    assert (
-        "Tried to allocate 2.00 MiB" in page
-        and ("ran its batch again under the plan of") in page
-        and ": 1 region" in page
-    )
-    assert "predicted memory snapshot: out-of-memory-2.pickle" in page
+    texts = ("Tried to allocate 2.00 MiB", "ran its batch again under the plan of", ": 1 region")
+    assert all(text in page for text in (*texts, "predicted memory snapshot: out-of-memory-2.pickle"))
     memfit.train(plan, BUILDERS["transformer"](), out=tmp_path / "run", steps=1, overwrite=True)
     assert list((tmp_path / "run").glob("*.pickle")) == []
 
@@ -344,12 +335,10 @@ def test_the_snapshot_is_of_the_plan_that_ran_out(how: str, tmp_path: Path) -> N
     plan = memfit.plan(workload, budget="90%", numerics="exact", precisions=["32-true"], points=3)
     run: dict[str, Any] = {"recover": how == "recover", "adaptive": how == "adaptive"}
     limit_bytes = plan.predicted.peak_bytes - 1
-    if how == "no recovery":
-        with pytest.raises(MemoryLimitError) as caught:
-            memfit.train(plan, workload, out=tmp_path, steps=2, limit_bytes=limit_bytes, **run)
-        assert "predicted memory snapshot: out-of-memory-2.pickle" in caught.value.__notes__[0]
-    else:
+    with pytest.raises(MemoryLimitError) if how == "no recovery" else contextlib.nullcontext() as caught:
         memfit.train(plan, workload, out=tmp_path, steps=2, limit_bytes=limit_bytes, **run)
+    if caught is not None:
+        assert "predicted memory snapshot: out-of-memory-2.pickle" in caught.value.__notes__[0]
     record = ir.codec.read(tmp_path / "run.json", RunRecord)
     assert "out-of-memory-2.pickle" in record.events[0].text
     with (tmp_path / "out-of-memory-2.pickle").open("rb") as file:

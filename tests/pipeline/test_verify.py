@@ -141,9 +141,8 @@ def test_a_gradient_that_goes_missing_is_found(monkeypatch: pytest.MonkeyPatch) 
 def test_microbatches_are_equal_to_rounding() -> None:
     plan = memfit.plan(lean(), budget="64MiB", numerics="exact", precisions=["32-true"], points=1)
     levers = Levers(microbatch_size=1)
-    found = verify(
-        replace(plan, levers=levers, numerics="reordered", uses=lever_uses(LeversOn(levers, 4))), lean(), steps=0
-    )
+    cut = replace(plan, levers=levers, numerics="reordered", uses=lever_uses(LeversOn(levers, 4)))
+    found = verify(cut, lean(), steps=0)
     assert found.loss_difference < 1e-5
     assert 0.0 < found.gradient_difference < 1e-4
     assert not found.bitwise
@@ -163,19 +162,11 @@ class Counting(torch.nn.Module):
 
 def counting() -> Workload:
     torch.manual_seed(0)
-    blocks = [
-        torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.GELU(), torch.nn.Linear(128, 32)) for _ in range(4)
-    ]
+    blocks = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)]
     blocks[2].insert(1, Counting())
-    model = torch.nn.Sequential(*blocks)
-    batch = torch.randn(256, 32)
-    return Workload(
-        model=model,
-        batch=batch,
-        loss_fn=lambda model, batch: model(batch).square().mean(),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        name="counting",
-    )
+    model = nn.Sequential(*blocks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Workload(model, torch.randn(256, 32), lambda model, batch: model(batch).square().mean(), optimizer)
 
 
 NUMBERS = np.random.default_rng(0)
@@ -214,12 +205,8 @@ def test_a_region_that_is_recomputed_to_other_values_is_named() -> None:
 def test_a_training_that_diverges_in_the_steps_in_turn_is_noted() -> None:
     torch.manual_seed(0)
     model = nn.Linear(16, 1, bias=False)
-    diverging = Workload(
-        model=model,
-        batch={"x": torch.randn(64, 16)},
-        loss_fn=lambda model, batch: model(batch["x"]).square().mean(),
-        optimizer=torch.optim.SGD(model.parameters(), lr=5e5),  # the loss grows by 1e12 a step
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=5e5)  # the loss grows by 1e12 a step
+    diverging = Workload(model, torch.randn(64, 16), lambda model, x: model(x).square().mean(), optimizer)
     plan = memfit.plan(diverging, budget="1GiB", numerics="exact", points=1)
     found = memfit.verify(plan, diverging)
     assert found.comparison is None and any("steps in turn diverged" in note for note in found.notes)

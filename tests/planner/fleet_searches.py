@@ -84,11 +84,6 @@ def in_parts(
     return together, [search(workload, [name], budget, [ranks]) for name, ranks in pairs]
 
 
-def every(workload: Workload, *, device: str, budget: str, each: bool, progress: object) -> list[FleetRow]:
-    """Return the rows for up to twelve ranks."""
-    return search(workload, [device], budget, list(range(1, 13)), each=each).rows
-
-
 def _checked(workload: Workload, row: FleetRow) -> Checked:
     held_bytes, seconds = _predicted(workload, row, row.levers)
     fastest = math.inf
@@ -141,10 +136,16 @@ def _predicted(workload: Workload, row: FleetRow, levers: Levers) -> tuple[int, 
 
 
 def found(
-    workload: Workload, *, devices: list[str], budget: str, world_sizes: list[int], progress: object
+    workload: Workload,
+    *,
+    devices: list[str],
+    budget: str,
+    world_sizes: list[int],
+    each: bool = True,
+    progress: object,
 ) -> fleet_search.FleetSearch:
     """Return what one search finds."""
-    return search(workload, devices, budget, world_sizes)
+    return search(workload, devices, budget, world_sizes, each=each)
 
 
 def counted(workload: Workload, *, steps: int, fails: bool, progress: Progress) -> int:

@@ -76,12 +76,7 @@ def _in_fp32(model: Any, batch: torch.Tensor) -> torch.Tensor:
 def workload(loss_fn: Loss) -> Workload:
     torch.manual_seed(0)
     model = Model()
-    return Workload(
-        model=model,
-        batch=torch.randn(32, 8),
-        loss_fn=loss_fn,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-    )
+    return Workload(model, torch.randn(32, 8), loss_fn, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
 
 FAILING: dict[str, tuple[Loss, dict[str, Any], str]] = {
@@ -155,12 +150,8 @@ def _wide() -> Workload:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(4)]
     model = nn.Sequential(*blocks)
-    return Workload(
-        model=model,
-        batch=torch.randn(256, 16),
-        loss_fn=lambda model, batch: model(batch).square().mean(),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Workload(model, torch.randn(256, 16), lambda model, batch: model(batch).square().mean(), optimizer)
 
 
 @pytest.mark.ci
@@ -196,29 +187,19 @@ def test_levers_that_fail_once_regions_are_chosen_are_left_out(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("culprits", "found"),
-    [({"3"}, ["3"]), ({"0", "6"}, ["0", "6"]), (set[str](), [])],
+    ("culprits", "most", "found"),
+    [({"3"}, 7, ["3"]), ({"0", "6"}, 7, ["0", "6"]), (set[str](), 4, list("0123456"))],
+    ids=["one", "two", "only many together"],
 )
-def test_failing_regions_are_found_by_halves(culprits: set[str], found: list[str]) -> None:
+def test_failing_regions_are_found_by_halves(culprits: set[str], most: int, found: list[str]) -> None:
     regions = tuple(Region((str(i),)) for i in range(7))
 
     def attempt(levers: Levers) -> None:
-        if culprits & {fqn for region in levers.regions for fqn in region.modules}:
+        if len(levers.regions) > most or culprits & {fqn for region in levers.regions for fqn in region.modules}:
             raise ValueError
 
     levers = Levers(microbatch_size=1, regions=regions)
-    chosen = [region.modules[0] for region in failing(levers, regions, attempt)]
-    assert chosen == found or (not found and len(chosen) == 7)
-
-
-def test_regions_that_fail_only_together_are_all_found() -> None:
-    regions = tuple(Region((str(i),)) for i in range(4))
-
-    def attempt(levers: Levers) -> None:
-        if len(levers.regions) > 2:
-            raise ValueError
-
-    assert failing(Levers(microbatch_size=1), regions, attempt) == list(regions)
+    assert [region.modules[0] for region in failing(levers, regions, attempt)] == found
 
 
 def test_notes_are_one_line_each() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 import memfit
@@ -9,6 +12,7 @@ from memfit import hardware, planner
 from memfit.hardware import family, known_devices
 from memfit.ir import FleetRow
 from memfit.planner import fleet_search
+from memfit.workload import Workload
 from tests.planner import fleet_searches
 from tests.planner.fleet_searches import Checked, mlp
 
@@ -20,8 +24,12 @@ TOLERANCE = 1.05  # what is about as fast is not taken for more levers, and a me
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Checked]]:
-    options = {"device": DEVICE, "budgets": BUDGETS, "world_sizes": [1, 4, 16]}
-    return planner.gpu_process.call(fleet_searches.searched, mlp(), options, lambda *_: None, sizes=[])
+    return asked(fleet_searches.searched, mlp(), device=DEVICE, budgets=BUDGETS, world_sizes=[1, 4, 16])
+
+
+def asked(function: Callable[..., Any], workload: Workload, **options: Any) -> Any:
+    """Return what a function finds in a process with fake CUDA."""
+    return planner.call_elsewhere(function, workload, [options], lambda *_: None, sizes=[])[0]
 
 
 @pytest.mark.ci  # `make test` has plans of few rows: `pipeline/test_fleet.py`
@@ -70,7 +78,7 @@ def test_one_rank_is_planned_as_memfit_plan_does(found: dict[str, list[Checked]]
 @pytest.mark.ci
 def test_cards_that_share_captures_are_predicted_as_alone() -> None:
     devices = ["rtx-3090", "a100-40gb", "mi300x"]
-    pairs = planner.gpu_process.call(fleet_searches.grouped, mlp(32), {"devices": devices}, lambda *_: None, sizes=[])
+    pairs = asked(fleet_searches.grouped, mlp(32), devices=devices)
     assert len(pairs) == 6
     for together, alone in pairs:
         assert plan_of(together) == plan_of(alone) and together.held_bytes == alone.held_bytes
@@ -80,8 +88,12 @@ def test_cards_that_share_captures_are_predicted_as_alone() -> None:
 @pytest.mark.ci
 def test_what_cards_and_ranks_share_is_what_each_finds_alone() -> None:
     """Replays, peaks and what the allocator holds are shared; budgets are not, and one card has no room at all."""
-    options = {"devices": ["a100-80gb", "a100-40gb", "rtx-3070"], "budget": "0.5%", "world_sizes": [1, 4]}
-    together, alone = planner.gpu_process.call(fleet_searches.in_parts, mlp(), options, lambda *_: None, sizes=[])
+    options: dict[str, Any] = {
+        "devices": ["a100-80gb", "a100-40gb", "rtx-3070"],
+        "budget": "0.5%",
+        "world_sizes": [1, 4],
+    }
+    together, alone = asked(fleet_searches.in_parts, mlp(), **options)
     rows = {(row.device, row.ranks): row for row in together.rows}
     rows_alone = {(row.device, row.ranks): row for each in alone for row in each.rows}
     assert rows.keys() == rows_alone.keys() and len({row.levers for row in rows.values()}) > 2
@@ -96,8 +108,9 @@ def test_what_cards_and_ranks_share_is_what_each_finds_alone() -> None:
 @pytest.mark.ci
 def test_ranks_that_can_not_be_faster_are_left_out_unless_asked() -> None:
     def rows(each: bool) -> list[FleetRow]:
-        options = {"device": DEVICE, "budget": "2GiB", "each": each}
-        return planner.gpu_process.call(fleet_searches.every, mlp(8), options, lambda *_: None, sizes=[])
+        options = {"devices": [DEVICE], "budget": "2GiB", "world_sizes": range(1, 13), "each": each}
+        found: list[FleetRow] = asked(fleet_searches.found, mlp(8), **options).rows
+        return found
 
     every, some = rows(True), rows(False)
     assert [row.ranks for row in every] == list(range(1, 9))  # the batch has eight samples
@@ -123,14 +136,11 @@ def test_cards_of_one_family_are_searched_together_and_none_is_left_out() -> Non
 
 @pytest.mark.ci
 def test_searches_in_two_parts_find_what_one_does() -> None:
-    options = {"world_sizes": [1, 4], "budget": "320MiB"}
+    options: dict[str, Any] = {"world_sizes": [1, 4], "budget": "320MiB"}
     names = ["a100-80gb", "h100"]
-    together = planner.gpu_process.call(
-        fleet_searches.found, mlp(), {**options, "devices": names}, lambda *_: None, sizes=[]
-    )
-    apart = planner.gpu_process.call_each(
-        fleet_searches.found, mlp(), [{**options, "devices": [name]} for name in names], lambda *_: None, sizes=[]
-    )
+    together = asked(fleet_searches.found, mlp(), **options, devices=names)
+    calls = [{**options, "devices": [name]} for name in names]
+    apart = planner.call_elsewhere(fleet_searches.found, mlp(), calls, lambda *_: None, sizes=[])
     joined = fleet_search.joined(apart)
     assert sorted(joined.rows, key=by_card) == sorted(together.rows, key=by_card)
     assert (joined.notes, joined.step_error) == (together.notes, together.step_error)

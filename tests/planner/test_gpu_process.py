@@ -112,7 +112,7 @@ def test_a_script_with_its_own_classes(tmp_path: Path) -> None:
 def test_calls_at_once_reply_in_their_order_and_tell_their_progress_as_one() -> None:
     told: list[tuple[str, int, int]] = []
     calls = [{"steps": 3, "fails": False}, {"steps": 5, "fails": False}]
-    assert planner.gpu_process.call_each(counted, mlp(2), calls, lambda *stage: told.append(stage), sizes=[]) == [3, 5]
+    assert planner.call_elsewhere(counted, mlp(2), calls, lambda *stage: told.append(stage), sizes=[]) == [3, 5]
     done = [count for _, count, _ in told]
     assert {stage for stage, _, _ in told} == {"count"} and done == sorted(done) and told[-1] == ("count", 8, 8)
 
@@ -120,4 +120,4 @@ def test_calls_at_once_reply_in_their_order_and_tell_their_progress_as_one() -> 
 def test_a_call_that_fails_among_others_raises_its_error() -> None:
     calls = [{"steps": 3, "fails": False}, {"steps": 5, "fails": True}]
     with pytest.raises(BudgetError, match="steps=5"):
-        planner.gpu_process.call_each(counted, mlp(2), calls, lambda *_: None, sizes=[])
+        planner.call_elsewhere(counted, mlp(2), calls, lambda *_: None, sizes=[])

@@ -137,26 +137,19 @@ def test_rounds_end_once_they_tell_enough_and_not_before_the_least_number(needed
     ("ratios", "rounds"), [([1.1] * 8, 5), ([1.0, 1.3] * 4, measured_steps.ROUNDS)], ids=["steady", "unsteady"]
 )
 def test_a_steady_machine_needs_fewer_rounds(ratios: list[float], rounds: int) -> None:
-    workload, world = small(), Told()
-    own = workload.loss_fn
+    world = Told()
 
-    def loss(model: nn.Module, batch: Any) -> Any:
+    def loss(model: nn.Module, batch: Any) -> None:
         """Take one second for the whole batch, and a ratio of that for two halves, each round."""
         size = len(batch[0])
         world[size] += 1
         steps = 1 + steps_of(1.0)  # of a turn
         ratio = 1.0 if size == 8 else ratios[(world[size] - 1) // (2 * steps)]
         world.now += ratio * size / 8
-        return own(model, batch)
 
     clocks = Clocks(lambda: world.now, lambda: world.now)
-    found = timed_in_turns(
-        dataclasses.replace(workload, loss_fn=loss),
-        [(levers, 1.0) for levers in (Levers(microbatch_size=8), Levers(microbatch_size=4))],
-        find_device("cpu"),
-        clocks=clocks,
-        limit_seconds=600.0,
-    )
+    plans = [(levers, 1.0) for levers in sizes(8, 4)]
+    found = timed_in_turns(seen_by(loss), plans, find_device("cpu"), clocks=clocks, limit_seconds=600.0)
     assert [len(each) for each in found.turns] == [rounds, rounds]
     assert found.step_seconds[1] == pytest.approx(1.1 if rounds == 5 else 1.15)
 
@@ -195,6 +188,17 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def seen_by(loss: Callable[[nn.Module, Any], object]) -> Workload:
+    """Return the small workload, whose loss is that of what a function may do before it."""
+    workload = small()
+
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        loss(model, batch)
+        return workload.loss_fn(model, batch)
+
+    return dataclasses.replace(workload, loss_fn=loss_fn)
+
+
 def sizes(*microbatches: int) -> list[Levers]:
     return [Levers(microbatch_size=size) for size in microbatches]
 
@@ -218,38 +222,30 @@ def test_nothing_of_the_workload_changes() -> None:
 
 
 def test_one_copy_is_alive_at_a_time_and_none_afterwards() -> None:
-    workload, world = small(), Told()
-    own = workload.loss_fn
-
-    def loss(model: nn.Module, batch: Any) -> Any:
-        world.saw(model)
-        return own(model, batch)
-
-    found = timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4))
+    world = Told()
+    found = timed(seen_by(lambda model, batch: world.saw(model)), *sizes(8, 4))
     assert found.steps[0] >= 2 * measured_steps._LEAST_ROUNDS  # and more, until ratios are sure
     assert (world.most_alive, world.alive) == (1, 0)
 
 
 def test_copies_that_have_code_are_kept_for_their_turns_and_not_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    workload, world = small(), Told()
-    own = workload.loss_fn
+    world = Told()
     code_is_made_for(monkeypatch, 4, 2)
 
-    def loss(model: nn.Module, batch: Any) -> Any:
+    def loss(model: nn.Module, batch: Any) -> None:
         world.saw(model)
         if not world[len(batch[0]), id(model)]:
             world[len(batch[0]), id(model)] = 1
             world[len(batch[0])] += 1
         if len(batch[0]) == 2:
             raise RuntimeError("no code")
-        return own(model, batch)
 
     told: list[tuple[int, int]] = []
 
     def progress(stage: str, done: int, total: int) -> None:
         told.extend([(done, total)] if stage == "make code" else [])
 
-    found = timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4, 2), progress=progress)
+    found = timed(seen_by(loss), *sizes(8, 4, 2), progress=progress)
     assert sorted(told) in ([(0, 2), (0, 2), (1, 2)], [(0, 2), (1, 2), (1, 2)])  # whichever is first
     assert found.steps[1] > 2 and world[4] == 1  # its own, in all rounds
     assert found.errors == {2: "RuntimeError: no code"} and world.most_alive == 2  # what failed keeps none
@@ -257,30 +253,27 @@ def test_copies_that_have_code_are_kept_for_their_turns_and_not_afterwards(monke
 
 
 def test_a_plan_that_fails_is_not_run_again_and_the_others_are() -> None:
-    workload = small()
-    own, world = workload.loss_fn, Told()
+    world = Told()
 
-    def loss(model: nn.Module, batch: Any) -> Any:
+    def loss(model: nn.Module, batch: Any) -> None:
         world[len(batch[0])] += 1
         if len(batch[0]) == 4:
             raise MemoryError("no room\nfor this")
-        return own(model, batch)
 
-    workload = dataclasses.replace(workload, loss_fn=loss)
-    found = timed(workload, Levers(microbatch_size=8), Levers(microbatch_size=4))
+    workload = seen_by(loss)
+    found = timed(workload, *sizes(8, 4))
     assert world[4] == 1 and set(found.step_seconds) == {0}
     (note,) = notes_of(dataclasses.replace(found, own_seconds=found.wall_seconds), find_device("cpu"))
     assert "could not be run" in note and "no room" in note and "for this" not in note
-    first = timed(workload, Levers(microbatch_size=4), Levers(microbatch_size=8))
+    first = timed(workload, *sizes(4, 8))
     assert first.errors.keys() == {0} and first.steps.get(1, 0) <= 2  # with nothing to compare it with, it stops
 
 
 def test_a_time_that_is_over_ends_a_turn_between_two_steps() -> None:
     now = iter(range(10_000))
     clocks = Clocks(lambda: float(next(now)), lambda: 0.0)
-    found = timed_in_turns(
-        small(), [(Levers(microbatch_size=8), 1e-6)], find_device("cpu"), clocks=clocks, limit_seconds=24.0, rounds=1
-    )
+    short, cpu = [(Levers(microbatch_size=8), 1e-6)], find_device("cpu")
+    found = timed_in_turns(small(), short, cpu, clocks=clocks, limit_seconds=24.0, rounds=1)
     assert 0 < found.steps[0] < steps_of(1e-6)
 
 
@@ -291,23 +284,21 @@ def code_is_made_for(monkeypatch: pytest.MonkeyPatch, *sizes: int) -> None:
 
 
 def test_making_code_is_timed_apart_and_costs_the_others_none_of_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    workload, world = small(), Told()
-    own = workload.loss_fn
+    world = Told()
     code_is_made_for(monkeypatch, 4)
 
-    def loss(model: nn.Module, batch: Any) -> Any:
+    def loss(model: nn.Module, batch: Any) -> None:
         size = len(batch[0])
         world.now += 60.0 if size == 4 and world[size] < 2 else 1.0  # the first step, of two microbatches
         world[size] += 1
-        return own(model, batch)
 
     clocks = Clocks(lambda: world.now, lambda: world.now)
-    found = timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4), clocks=clocks, limit_seconds=1000.0)
+    found = timed(seen_by(loss), *sizes(8, 4), clocks=clocks, limit_seconds=1000.0)
     assert found.step_seconds == {0: 1.0, 1: 2.0} and max(turn.first_seconds for turn in found.turns[1]) == 2.0
     rounds = len(found.turns[0])
     assert (world[8], world[4]) == (3 * rounds, 2 * (3 * rounds + 1)) and world.now == 120.0 + 9 * rounds
     world[8] = world[4] = 0
-    again = timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4), clocks=clocks)  # in 20 seconds
+    again = timed(seen_by(loss), *sizes(8, 4), clocks=clocks)  # in 20 seconds
     assert again.step_seconds == {0: 1.0, 1: 2.0}
 
 
@@ -389,16 +380,14 @@ def test_a_plan_whose_thread_waits_more_by_itself_is_as_slow_as_it_is() -> None:
 
 
 def test_each_turn_tells_the_share_in_which_its_thread_computed() -> None:
-    workload, world = small(), Told()
-    plain_loss = workload.loss_fn
+    world = Told()
 
-    def loss(model: nn.Module, batch: Any) -> Any:
+    def loss(model: nn.Module, batch: Any) -> None:
         world.now += 1.0
         world.own += 0.9 if len(batch[0]) == 8 else 0.4
-        return plain_loss(model, batch)
 
     clocks = Clocks(lambda: world.now, lambda: world.own)
-    found = timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4), rounds=1, clocks=clocks)
+    found = timed(seen_by(loss), *sizes(8, 4), rounds=1, clocks=clocks)
     assert [turn.attended_share for (turn,) in found.turns] == pytest.approx([0.9, 0.4])
 
 
@@ -416,15 +405,13 @@ def test_a_machine_that_slows_for_a_round_makes_no_ratio_less_sure() -> None:
 
 
 def test_a_plan_that_is_much_slower_than_predicted_leaves_the_others_their_turns() -> None:
-    workload, world = small(), Told()
-    own = workload.loss_fn
+    world = Told()
 
-    def loss(model: nn.Module, batch: Any) -> Any:
+    def loss(model: nn.Module, batch: Any) -> None:
         world.now += 12.0 if len(batch[0]) == 8 else 0.5
-        return own(model, batch)
 
     clocks = Clocks(lambda: world.now, lambda: world.now)
-    found = timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4, 2), clocks=clocks)
+    found = timed(seen_by(loss), *sizes(8, 4, 2), clocks=clocks)
     assert found.are_first_steps
     assert found.step_seconds == {0: 12.0, 1: 1.0, 2: 2.0}
 
@@ -569,27 +556,22 @@ def test_long_steps_are_run_only_when_asked_to(monkeypatch: pytest.MonkeyPatch) 
     assert machine.run == [found[0].point.levers] and len(taken.measured) == 1
 
 
-def test_of_steps_that_are_not_short_fewer_plans_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_longer_steps_fewer_plans_are_run_but_more_where_they_are_compiled_or_one_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found, machine = plans(1.5), Machine(monkeypatch, [1.5, 1.0, 0.5])
     assert len(choice(found).measured) == 2
     assert machine.run == [plan.point.levers for plan in found[:2]]
-
-
-def test_steps_run_for_longer_where_plans_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     found, machine = plans(2.5), Machine(monkeypatch, [2.5, 2.0, 1.5])
     taken = choice(found)
     assert not machine.run and "predicted to take 2.50 s, too long to compare plans in 30 s" in taken.notes[0]
-    for module in (measured_steps, registry):
-        monkeypatch.setattr(module, "compiles", lambda levers: levers.precision == "bf16-mixed")
-    assert len(choice(found).measured) == 2
-
-
-def test_steps_run_for_longer_and_more_often_where_one_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, machine = plans(2.5), Machine(monkeypatch, [2.5, 2.0, 1.5])
     assert len(choice(found, True).measured) == 3
     asked = machine.options
     choice(plans(0.1))
     assert asked["limit_seconds"] > machine.options["limit_seconds"] and asked["rounds"] > machine.options["rounds"]
+    for module in (measured_steps, registry):
+        monkeypatch.setattr(module, "compiles", lambda levers: levers.precision == "bf16-mixed")
+    assert len(choice(found).measured) == 2
 
 
 def test_a_plan_without_another_near_it_is_run_only_when_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:

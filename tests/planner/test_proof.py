@@ -59,12 +59,8 @@ class Layer(nn.Module):
 def workload(*odd: int, layers: int = 6) -> Workload:
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer(Opaque() if i in odd else None) for i in range(layers)))
-    return Workload(
-        model=model,
-        batch=torch.randn(256, 16),
-        loss_fn=lambda model, batch: model(batch).square().mean(),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Workload(model, torch.randn(256, 16), lambda model, batch: model(batch).square().mean(), optimizer)
 
 
 def planned(made: Workload, share: float = 0.6) -> Plan:
@@ -99,14 +95,12 @@ def are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 def test_a_plan_is_proven_and_what_differs_is_left_out() -> None:
     plan = planned(workload(1, 4))
-    assert plan.levers.regions
-    assert plan.is_proven
+    assert plan.levers.regions and plan.is_proven
     assert plan.proof.levers == levers_key(plan.levers)
     multiplied = {fqn for r in plan.levers.regions if "aten.mul.Tensor#0" not in r.keep for fqn in r.modules}
     assert not multiplied & {"1", "4"}
     assert any("is not recomputed: its second run differs from the first" in note for note in plan.notes)
-    assert "bit for bit" in proof_text(plan)
-    assert "Proof" in str(plan)
+    assert "bit for bit" in proof_text(plan) and "Proof" in str(plan)
     assert are_equal(plain_loop(workload(1, 4)), planned_loop(plan, workload(1, 4)))
     assert verify(plan, workload(), steps=0).bitwise
 

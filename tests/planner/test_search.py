@@ -212,13 +212,7 @@ def test_advice_names_a_freer_class_only_where_a_plan_of_it_fits() -> None:
     assert lowest[1] < between < lowest[0]
     for budget_bytes, is_named in ((between, True), (1000, False)):
         with pytest.raises(InfeasibleError) as error:
-            leanest_that_fits(
-                [whole, cut],
-                limits(budget_bytes, "exact"),
-                Applied(),
-                SECONDS,
-                advice=Advice("batch"),
-            )
+            leanest_that_fits([whole, cut], limits(budget_bytes, "exact"), Applied(), SECONDS, advice=Advice("batch"))
         assert ("numerics='reduced'" in str(error.value)) == is_named
 
 
@@ -346,9 +340,7 @@ def test_no_row_beside_the_plan_dominates_it(rows: list[Row], allowed: Numerics,
 
     points = [point(levers, row) for levers, row in found.items()]
     within = Limits(budget, 0.0, allowed)
-    fitting = [
-        p for p in points if within.fit(confirm(p)) and CLASS_ORDER.index(p.numerics) <= CLASS_ORDER.index(allowed)
-    ]
+    fitting = [p for p in points if within.fit(confirm(p)) and NUMERICS.index(p.numerics) <= NUMERICS.index(allowed)]
     assume(fitting)
     chosen_plan, printed = held_against(points, Confirmed(fitting[0], confirm(fitting[0])), within, confirm)
     assert within.fit(chosen_plan.prediction)
@@ -357,13 +349,10 @@ def test_no_row_beside_the_plan_dominates_it(rows: list[Row], allowed: Numerics,
     assert_undominated(measured.as_captured(), with_plan(printed, measured, within))
 
 
-CLASS_ORDER = ("exact", "reordered", "reduced", "changed")
-
-
 def assert_undominated(plan: Candidate, printed: list[Candidate]) -> None:
     assert plan.levers in [row.levers for row in printed]
     for row in printed:
-        as_strict = CLASS_ORDER.index(row.numerics) <= CLASS_ORDER.index(plan.numerics)
+        as_strict = NUMERICS.index(row.numerics) <= NUMERICS.index(plan.numerics)
         no_worse = as_strict and row.step_seconds <= plan.step_seconds and row.peak_bytes <= plan.peak_bytes
         assert not no_worse or (row.numerics, row.step_seconds, row.peak_bytes) == (
             plan.numerics,
@@ -454,12 +443,8 @@ def test_weighed_ratios_are_between_the_measured_and_the_predicted_ones(
     found = weighed(measured, error)
     assert found[0] == measured[0]
     for one, before in zip(found, measured, strict=True):
-        ends = sorted(
-            [
-                before.measured_seconds / measured[0].measured_seconds,
-                before.predicted_seconds / measured[0].predicted_seconds,
-            ]
-        )
+        by_measuring = before.measured_seconds / measured[0].measured_seconds
+        ends = sorted([by_measuring, before.predicted_seconds / measured[0].predicted_seconds])
         assert (1 - 1e-9) * ends[0] <= one.measured_seconds / measured[0].measured_seconds <= (1 + 1e-9) * ends[1]
         assert one._replace(measured_seconds=0.0) == before._replace(measured_seconds=0.0)
 
@@ -530,16 +515,9 @@ def test_near_ties_fit_are_allowed_and_no_slower_than_the_error(
 
 
 def test_a_larger_error_leaves_more_to_be_run_and_the_plain_step_is_the_first_of_them() -> None:
-    counts = []
-    for step_error in (0.0, 3.0):
-        pair = found(1.3, "reduced", step_error)
-        assert pair is not None
-        counts.append(len(pair[1]))
-    assert counts[0] < counts[1]
-    pair = found(1.3, "reduced", 3.0)
-    assert pair is not None
-    best, plans = pair
-    assert not plans[1].point.uses or not plans[0].point.uses
+    few, more = found(1.3, "reduced", 0.0), found(1.3, "reduced", 3.0)
+    assert few is not None and more is not None and len(few[1]) < len(more[1])
+    assert not all(plan.point.uses for plan in more[1][:2])
 
 
 def test_what_can_not_be_applied_or_does_not_fit_once_captured_is_left_out() -> None:
@@ -569,13 +547,9 @@ def test_a_plan_with_a_wider_error_bar_is_solved_again_for_a_lower_peak(over: fl
         return replace(prediction, peak_upper_bytes=int(over * prediction.peak_bytes))
 
     _, *others = near_ties(every, within, best, wide, step_error=30.0)
-    assert others and all(limits_hold(within, plan) for plan in others)
+    assert others and all(plan.prediction.peak_upper_bytes <= within.budget_bytes for plan in others)
     sizes = {(plan.point.levers.precision, plan.point.levers.microbatch_size) for plan in others}
     assert len(asked) > len(others) == len(sizes)  # of each combination one, and some were asked for again
-
-
-def limits_hold(within: Limits, plan: Confirmed) -> bool:
-    return plan.prediction.peak_upper_bytes <= within.budget_bytes
 
 
 def test_kinds_come_before_more_of_a_kind() -> None:

@@ -1,11 +1,11 @@
 from ._apply import apply as apply
-from ._consolidate import consolidate as consolidate
 from ._estimate import estimate as estimate
 from ._fit import Listener as Listener
 from ._fit import fit as fit
 from ._fit import fit_whatever_trains as fit_whatever_trains
 from ._fleet import fleet as fleet
 from ._plan import plan as plan
+from ._train import consolidate as consolidate
 from ._train import train as train
 from ._train import trained as trained
 from ._train import write_report as write_report

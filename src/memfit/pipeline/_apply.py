@@ -12,16 +12,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from msgspec.structs import replace
 
-from memfit import ir, levers
+from memfit import ir
 from memfit.capture import Accumulation
 from memfit.cost import known_workspace_bytes
 from memfit.errors import UsageError
 from memfit.foundations import on_unused
 from memfit.hardware import find_device
 from memfit.ir import CostTable, OpCost, Plan, allocations
-from memfit.levers import LIMIT, LeversOn, Switch, applied, check_as_given, check_plan, host_bytes_of, without_switched
+from memfit.levers import (
+    LIMIT,
+    LeversOn,
+    Switch,
+    applied,
+    check_as_given,
+    check_lever_names,
+    check_plan,
+    host_bytes_of,
+    lever_names,
+    without_switched,
+)
 from memfit.pipeline.adaptive import Adaptive, Admission
-from memfit.pipeline.placement import check_launched, kind_of, placed
+from memfit.pipeline.placement import check_launched, placed
 from memfit.pipeline.verbs import applying, checked
 from memfit.planner import capture_levers, without_coupled
 from memfit.ranks import check_same
@@ -105,13 +116,10 @@ def apply(
     """
     check_launched(plan)
     if plan.levers.sharding is not None:
-        from memfit.ranks import (
-            Group,  # distributed packages take a second to import
-            is_joined,
-        )
+        from memfit.ranks import Group, is_joined  # distributed packages take a second to import
 
         if is_joined():  # as far as this process is one of several
-            check_same(Group(kind_of(plan)), "plans", ir.codec.encode(plan))
+            check_same(Group(find_device(plan.device).kind), "plans", ir.codec.encode(plan))
     plan, workload = without_coupled(plan, workload), placed(workload, plan)
     with contextlib.ExitStack() as stack:
         switch = stack.enter_context(switchable(plan, workload, limit_bytes=limit_bytes, mesh=mesh))
@@ -147,10 +155,6 @@ def _write_predicted_snapshot(switch: Switch, plan: Plan, batch: Any, path: Path
     """Write the history of two steps on a batch under a plan, as the simulated allocator has it.
 
     Nothing is measured: an operator's workspace counts where it is known already, and each event takes a microsecond.
-
-    Raises:
-        CaptureError: The step can't be captured.
-        OutputError: The file can't be written.
     """
     workload, device = dataclasses.replace(switch.step.workload, batch=batch), find_device(plan.device)
     with switch.lifted():
@@ -178,8 +182,7 @@ def switchable(
         raise UsageError(f"limit_bytes={limit_bytes} is not above 0: give a number of bytes, or None for no limit")
     check_as_given(workload)
     check_plan(plan, workload)
-    levers_bytes = host_bytes_of(plan)
-    if levers_bytes:
+    if levers_bytes := host_bytes_of(plan):
         check_host(host_needs(plan, workload, levers_bytes), None)
     bare, predicted = without_switched(plan.levers, plan.batch_size), plan.predicted
     # Held against the step on a machine like this one: on the CPU, with this PyTorch.
@@ -191,9 +194,7 @@ def switchable(
     ):
         if limit_bytes is not None:
             if on_cpu:
-                levers.registry.check_lever_names(
-                    levers.registry.lever_names(LeversOn(plan.levers, plan.batch_size)) | {LIMIT}
-                )
+                check_lever_names(lever_names(LeversOn(plan.levers, plan.batch_size)) | {LIMIT})
             named = functools.partial(held_tensors, step)
             limit: CpuLimit | AcceleratorLimit
             if (place := device_of(step)).type != "cpu":

@@ -19,7 +19,15 @@ from memfit.ir import BUBBLE, CostTable, Device, Levers, OpCost, Precision, Pred
 from memfit.levers import check_as_given, check_workload
 from memfit.pipeline.placement import device_named
 from memfit.pipeline.verbs import checked, verb
-from memfit.planner import BENCHMARK_ERROR, EstimateOptions, capture_plain, check_precision, costs_of, predict
+from memfit.planner import (
+    BENCHMARK_ERROR,
+    EstimateOptions,
+    capture_plain,
+    check_precision,
+    costs_of,
+    options_of,
+    predict,
+)
 from memfit.ranks import (
     Insertion,
     Mode,
@@ -80,17 +88,7 @@ def estimate(
         OutputError: A file can't be written, which is found out first.
         CaptureError: The step can't be captured.
     """
-    options = EstimateOptions(
-        device=device,
-        precision=precision,
-        microbatch_size=microbatch_size,
-        world_size=world_size,
-        sharding=sharding,
-        parallel=parallel,
-        snapshot=snapshot,
-        chrome_trace=chrome_trace,
-    )
-    return estimated(workload, options, progress=progress)
+    return estimated(workload, options_of(EstimateOptions, locals()), progress=progress)
 
 
 def estimated(workload: Workload, options: EstimateOptions, *, progress: Progress) -> Prediction:
@@ -115,7 +113,7 @@ def estimated(workload: Workload, options: EstimateOptions, *, progress: Progres
     for path in (snapshot, chrome_trace):
         if path is not None:
             ir.codec.check_writable(path)
-    if planner.gpu_process.is_elsewhere(found):
+    if planner.is_elsewhere(found):
         given = dataclasses.replace(
             options,
             device=device,
@@ -123,7 +121,7 @@ def estimated(workload: Workload, options: EstimateOptions, *, progress: Progres
             snapshot=snapshot and Path(snapshot).resolve(),
             chrome_trace=chrome_trace and Path(chrome_trace).resolve(),
         )
-        return planner.gpu_process.call(estimated, workload, {"options": given}, progress, sizes=[size])
+        return planner.call_elsewhere(estimated, workload, [{"options": given}], progress, sizes=[size])[0]
     check_workload(workload, found)
     progress("capture", 0, 1)
     trace = capture_plain(part, Levers(precision=precision, microbatch_size=size), found)
@@ -154,11 +152,7 @@ def estimated(workload: Workload, options: EstimateOptions, *, progress: Progres
 
 
 def _part(workload: Workload, world_size: int) -> Workload:
-    """Return the workload of the rank with the most samples.
-
-    Raises:
-        UsageError: There can't be so many ranks.
-    """
+    """Return the workload of the rank with the most samples."""
     if world_size < 1:
         raise UsageError(f"world_size={world_size} is not above 0: give the number of ranks")
     if world_size == 1:
@@ -188,12 +182,7 @@ def _sharded(trace: Trace, sharding: Sharding, device: Device, samples: int) -> 
 
 
 def _on_paper(trace: Trace, costs: CostTable, parallel: Parallel, device: Device) -> tuple[Trace, CostTable]:
-    """Return the step of the rank that holds most, and its costs; its time is that of the whole pipeline.
-
-    Args:
-        trace: The step of one process.
-        costs: Its costs.
-    """
+    """Return the step of the rank that holds most, and its costs; its time is that of the whole pipeline."""
     if parallel.ranks == 1:
         return trace, costs
     stages = stages_of(trace, parallel)

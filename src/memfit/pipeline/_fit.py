@@ -27,11 +27,14 @@ from memfit.errors import InfeasibleError, MemfitError, PlanMismatchError, Usage
 from memfit.foundations import LOOP, Progress, format_bytes, on_unused, public, read_budget, silent, undone
 from memfit.ir import Numerics, Plan
 from memfit.levers import switched
-from memfit.pipeline.loop_plans import LoopPlans, Stages, advice, is_slow
-from memfit.pipeline.loop_steps import (
+from memfit.pipeline.loop_plans import (
     LargerBatches,
+    LoopPlans,
+    Stages,
     StepKind,
+    advice,
     generators_kept,
+    is_slow,
     module_workload,
     roots_of,
     step_text,
@@ -54,31 +57,17 @@ _NOTED_SHARE = 0.01  # of the budget: what the loop holds beside the step
 
 @dataclass(frozen=True)
 class Listener:
-    """Who hears of a fitted loop.
-
-    Attributes:
-        tell: Takes each text.
-        note: Takes the texts that ask for nothing, in the place of `tell`.
-        on_plan: Called with each plan of the loop's step, before the loop runs under it.
-        stages: Entered for each plan that is made; gives what is called with (stage, done, total) meanwhile.
-        log: Takes a record of each step.
-    """
+    """Who hears of a fitted loop."""
 
     tell: Callable[[str], None]
-    note: Callable[[str], None] | None = None
-    on_plan: Callable[[Plan], None] = lambda plan: None
-    stages: Stages = lambda: contextlib.nullcontext(silent)
-    log: LogFunction | None = None
+    note: Callable[[str], None] | None = None  # of what asks for nothing, in the place of `tell`
+    on_plan: Callable[[Plan], None] = lambda plan: None  # before the loop runs under it
+    stages: Stages = lambda: contextlib.nullcontext(silent)  # gives what is told of the making of a plan
+    log: LogFunction | None = None  # of each step
 
 
 class Fitted:
     """A loop that memfit fits into a budget.
-
-    Args:
-        optimizers: Returns the optimizers that the loop has made so far.
-        options: Options of `memfit.plan`, `budget` at least.
-        listener: Who hears of it.
-        given: A plan to begin with; None to make one.
 
     Attributes:
         plan: What it runs under after its first step; None before.
@@ -186,7 +175,6 @@ class Fitted:
         self._log.begin(module)
 
     def _end_log(self) -> None:
-        """Log the step that ended, if there is one."""
         if not self._watcher.updates:
             return
         with self._watcher.paused():
@@ -293,8 +281,7 @@ class Fitted:
     def _holding(self, steps: list[RecordedStep], is_last: bool) -> str | None:
         """Put the loop under a plan that holds steps, and say how: the one in force, or another; None where none does.
 
-        Raises:
-            InfeasibleError: None does, and these are the last steps to try.
+        Raised where none does and these are the last steps to try.
         """
         plan = self.plan
         assert plan is not None

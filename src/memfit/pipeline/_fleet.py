@@ -15,7 +15,7 @@ from memfit.cost import STEP_ERROR
 from memfit.errors import InfeasibleError, UsageError
 from memfit.foundations import Progress, format_seconds, parse_hours, read_budget, silent
 from memfit.hardware import find_device, known_devices, read_prices
-from memfit.ir import NUMERICS, Device, Fleet, FleetRow, Misfit, Mode, Numerics, Precision, Price, allows
+from memfit.ir import NUMERICS, Device, Fleet, FleetRow, Mode, Numerics, Precision, Price, allows
 from memfit.levers import check_as_given, check_workload, microbatch_sizes
 from memfit.pipeline.verbs import checked, verb
 from memfit.planner import FleetRequest, FleetSearch, joined, search
@@ -92,7 +92,17 @@ def fleet(
     result = _searched(workload, options, progress)
     rows, misfits = result.rows, result.misfits
     if not rows:
-        raise _nothing_fits(misfits, numerics)
+        freer = "" if allows(numerics, "reduced") else " allow numerics='reduced',"
+        nearest = min(misfits, key=lambda each: each.held_bytes / each.budget_bytes)
+        raise InfeasibleError(
+            f"Does not fit any of {len(misfits)} cards: the nearest, {nearest.ranks} × {nearest.device}, needs"
+            f" {of_text(nearest.held_bytes, nearest.budget_bytes)} of the budget= on each. What to do:"
+            f" try more ranks by world_sizes=,{freer} give a larger budget=, or make the model smaller",
+            budget_bytes=nearest.budget_bytes,
+            lowest_peak_bytes=nearest.held_bytes,
+            where=nearest.device,
+            proven=False,
+        )
     by_name = {card.name: card for card in options.devices}
     order = list(by_name)
     notes = [*result.notes, *_notes(options, rows)]
@@ -121,10 +131,10 @@ def fleet(
 
 def _searched(workload: Workload, options: FleetRequest, progress: Progress) -> FleetSearch:
     """Search here, or in processes where a GPU's program can be captured."""
-    if any(planner.gpu_process.is_elsewhere(card) for card in options.devices):
+    if any(planner.is_elsewhere(card) for card in options.devices):
         calls = [{"options": part} for part in options.in_two()]
         sizes = microbatch_sizes(samples_of(workload))
-        return joined(planner.gpu_process.call_each(_searched, workload, calls, progress, sizes=sizes))
+        return joined(planner.call_elsewhere(_searched, workload, calls, progress, sizes=sizes))
     for device in options.devices:
         check_workload(workload, device)
     with without_collector():  # which would go through millions of objects, none of which is garbage
@@ -170,20 +180,6 @@ def _cards(names: Sequence[str] | None) -> list[Device]:
     if len({device.kind for device in cards.values()}) > 1:
         raise UsageError(f"devices={list(names)} are of several kinds: compare GPUs with GPUs")
     return list(cards.values())
-
-
-def _nothing_fits(misfits: Sequence[Misfit], numerics: Numerics) -> InfeasibleError:
-    freer = "" if allows(numerics, "reduced") else " allow numerics='reduced',"
-    nearest = min(misfits, key=lambda each: each.held_bytes / each.budget_bytes)
-    return InfeasibleError(
-        f"Does not fit any of {len(misfits)} cards: the nearest, {nearest.ranks} × {nearest.device}, needs"
-        f" {of_text(nearest.held_bytes, nearest.budget_bytes)} of the budget= on each. What to do:"
-        f" try more ranks by world_sizes=,{freer} give a larger budget=, or make the model smaller",
-        budget_bytes=nearest.budget_bytes,
-        lowest_peak_bytes=nearest.held_bytes,
-        where=nearest.device,
-        proven=False,
-    )
 
 
 def _notes(options: FleetRequest, rows: Sequence[FleetRow]) -> list[str]:

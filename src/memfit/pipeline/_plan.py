@@ -15,19 +15,21 @@ from memfit.errors import UsageError
 from memfit.foundations import Progress, parse_budget, read_budget, silent
 from memfit.hardware import find_device
 from memfit.hardware import precisions as precisions_of
-from memfit.ir import NUMERICS, CompilerLever, Device, Mode, Numerics, OptimizerLever, Plan, Precision, Sharding, allows
+from memfit.ir import NUMERICS, CompilerLever, Mode, Numerics, OptimizerLever, Plan, Precision, Sharding, allows
 from memfit.levers import (
     ACTIVATION_OFFLOAD,
     COMPILATION,
     SHARDING,
     check_as_given,
+    check_lever_names,
     check_plan,
     check_workload,
+    circumstances,
     microbatch_sizes,
 )
 from memfit.pipeline.placement import device_named, ranks_here
 from memfit.pipeline.verbs import checked, verb
-from memfit.planner import Findings, Measure, PlanOptions, Request, assemble, check_precision
+from memfit.planner import Findings, Measure, PlanOptions, Request, assemble, check_precision, options_of
 from memfit.ranks import SEARCHED, SingleProcess, check_same, each, launched_size, once
 from memfit.report import stages, with_bars
 from memfit.workload import Workload, samples_of
@@ -112,51 +114,32 @@ def plan(
         PlanMismatchError: The ranks of the process group have different workloads.
         UsageError: An argument is out of its range, or `world_size` is not the number of ranks of the process group.
     """
+    options = options_of(PlanOptions, locals())
     if measure != "auto" and not isinstance(measure, bool):
         raise UsageError(f"measure={measure!r} is unknown: use 'auto', True or False")
-    return planned(
-        workload,
-        PlanOptions(
-            budget=budget,
-            device=device,
-            numerics=numerics,
-            precisions=precisions,
-            optimizers=optimizers,
-            world_size=world_size,
-            sharding=sharding,
-            engine=engine,
-            points=points,
-            host_budget=host_budget,
-            time_limit_seconds=time_limit_seconds,
-            measure=False if measure == "auto" and os.environ.get(MEASURE_VARIABLE) == "no" else measure,
-            compile=compile,
-        ),
-        progress=progress,
-    )
+    if measure == "auto" and os.environ.get(MEASURE_VARIABLE) == "no":
+        options = replace(options, measure=False)
+    return planned(workload, options, progress=progress)
 
 
 def planned(
     workload: Workload, options: PlanOptions, *, progress: Progress = silent, findings: Findings | None = None
 ) -> Plan:
-    """Return the plan that `memfit.plan` makes.
-
-    Args:
-        findings: What plans of the same model have found so far; this one adds its own.
-    """
+    """Return the plan that `memfit.plan` makes; it adds to what plans of the same model have found so far."""
     ranks = ranks_here()
     if options.world_size is None:
         options = replace(options, world_size=ranks.size)
     if ranks.size > 1 and options.world_size != 1:
         check_ranks(options)
-        return _plan_on_ranks(
-            ranks, workload, replace(options, device=device_named(options.device, workload)), progress
-        )
-    check_as_given(workload)
+    else:
+        check_as_given(workload)
     options = replace(options, device=device_named(options.device, workload))
+    if ranks.size > 1 and options.world_size != 1:
+        return _plan_on_ranks(ranks, workload, options, progress)
     request = _requested(workload, options, progress, findings or Findings(), max(ranks.size, launched_size()))
-    if planner.gpu_process.is_elsewhere(request.device):
+    if planner.is_elsewhere(request.device):
         sizes = microbatch_sizes(-(-samples_of(workload) // request.world_size))
-        return planner.gpu_process.call(planned, workload, {"options": options}, progress, sizes=sizes)
+        return planner.call_elsewhere(planned, workload, [{"options": options}], progress, sizes=sizes)[0]
     check_workload(workload, request.device)
     with without_collector():  # which would go through millions of objects, none of which is garbage
         return assemble(request)
@@ -167,11 +150,8 @@ def _requested(
 ) -> Request:
     """Return options made definite, and checked."""
     found = find_device(str(options.device))
-    budget, numerics, searched = (
-        read_budget(options.budget),
-        options.numerics,
-        tuple(options.precisions or precisions_of(found)),
-    )
+    budget, numerics = read_budget(options.budget), options.numerics
+    searched = tuple(options.precisions or precisions_of(found))
     if numerics not in NUMERICS:
         raise UsageError(f"numerics={numerics!r} is unknown: use one of {', '.join(NUMERICS)}")
     if options.points < 1:
@@ -185,13 +165,24 @@ def _requested(
             f"with world_size={world_size} memfit shares the step, and with engine= another library does:"
             " leave out one of them"
         )
-    _check_compilation(workload, options, found)
+    compile = options.compile
+    if compile != "auto" and not isinstance(compile, bool):
+        raise UsageError(f"compile={compile!r} is unknown: use 'auto', True or False")
+    if compile and not allows(numerics, "reordered"):
+        raise UsageError(
+            f"numerics={numerics!r} does not allow compile={compile!r}: compiled code rounds differently."
+            " Allow numerics='reordered'"
+        )
+    around = circumstances(workload, found)
+    if compile:
+        shared = {SHARDING} if world_size > 1 else set()
+        check_lever_names({COMPILATION} | shared | around, where=f"compile={compile!r}: ")
     for precision in options.precisions or ():
         check_precision(precision, "precisions", found, workload)
     host_budget_bytes = 0 if options.host_budget is None else parse_budget(options.host_budget, None, "host_budget")
     if host_budget_bytes:
-        used = {ACTIVATION_OFFLOAD} | levers.registry.circumstances(workload, found)
-        levers.registry.check_lever_names(used, where=f"host_budget={options.host_budget!r} on {found.name}: ")
+        where = f"host_budget={options.host_budget!r} on {found.name}: "
+        check_lever_names({ACTIVATION_OFFLOAD} | around, where=where)
     if "32-true" not in searched and not allows(numerics, "reduced"):
         raise UsageError(
             f"precisions={list(searched)} are not allowed by numerics={numerics!r}: allow numerics='reduced'"
@@ -212,23 +203,6 @@ def _requested(
         compilers=_COMPILERS if options.compile else (),
         processes=processes,
         findings=findings,
-    )
-
-
-def _check_compilation(workload: Workload, options: PlanOptions, device: Device) -> None:
-    compile = options.compile
-    if compile != "auto" and not isinstance(compile, bool):
-        raise UsageError(f"compile={compile!r} is unknown: use 'auto', True or False")
-    if not compile:
-        return
-    if not allows(options.numerics, "reordered"):
-        raise UsageError(
-            f"numerics={options.numerics!r} does not allow compile={compile!r}: compiled code rounds differently."
-            " Allow numerics='reordered'"
-        )
-    shared = {SHARDING} if options.world_size != 1 else set()
-    levers.registry.check_lever_names(
-        {COMPILATION} | shared | levers.registry.circumstances(workload, device), where=f"compile={compile!r}: "
     )
 
 
@@ -261,11 +235,10 @@ def _plan_on_ranks(ranks: SingleProcess, workload: Workload, options: PlanOption
     def make() -> bytes:
         # A process has only one default process group, in which the step of one of several ranks can't be captured.
         sizes = microbatch_sizes(-(-samples_of(workload) // world_size))
-        fakes_cuda = planner.gpu_process.is_elsewhere(find_device(device))
-        made = planner.gpu_process.call(
-            planned, workload, {"options": given}, progress, sizes=sizes, fakes_cuda=fakes_cuda
-        )
-        return ir.codec.encode(made)
+        fakes_cuda = planner.is_elsewhere(find_device(device))
+        calls = [{"options": given}]
+        made = planner.call_elsewhere(planned, workload, calls, progress, sizes=sizes, fakes_cuda=fakes_cuda)
+        return ir.codec.encode(made[0])
 
     data = once(ranks, make)
     check_same(ranks, "plans", data)
@@ -275,11 +248,7 @@ def _plan_on_ranks(ranks: SingleProcess, workload: Workload, options: PlanOption
 
 
 def check_ranks(options: PlanOptions) -> int:
-    """Return how many ranks are to share a step.
-
-    Raises:
-        UsageError: There can't be so many, or they can't share it as the options say.
-    """
+    """Return how many ranks are to share a step; refuse what they can't share, or not as the options say."""
     world_size, sharding = options.world_size, options.sharding
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise UsageError(f"world_size={world_size!r} is not a whole number above 0: give the number of ranks")

@@ -210,11 +210,7 @@ def _on_cpu(tensors: Tensors) -> Tensors:
 def _peaks(
     workload: Workload, levers: Levers, place: torch.device, ran: Callable[[], None] = lambda: None
 ) -> tuple[int, int | None]:
-    """Return the measured peaks of a step: allocated bytes, and on an accelerator reserved bytes.
-
-    Args:
-        ran: Called after each of the two runs.
-    """
+    """Return the measured peaks of a step: allocated bytes, and on an accelerator reserved bytes."""
     with applied_to_copy(levers, workload, place) as step:
         batch = step.workload.batch
         step(batch)  # makes the optimizer's state
@@ -238,11 +234,7 @@ def _rank_peak_bytes(step: Step, batch: Any) -> int:
 
 
 def compare(
-    plan: Plan,
-    workload: Workload,
-    *,
-    steps: int,
-    progress: Callable[[int, int], None] | None = None,
+    plan: Plan, workload: Workload, *, steps: int, progress: Callable[[int, int], None] | None = None
 ) -> Comparison:
     """Train the plain and the planned step side by side on copies, on the same batches from the same start.
 
@@ -251,17 +243,8 @@ def compare(
 
     A plan for several ranks is compared on as many, which all call this. The plain step is then
     DistributedDataParallel's in fp32: each rank runs its part of the batch in one pass, and recomputes nothing. Peaks
-    are of the rank that holds most, times of the one that takes longest.
-
-    Args:
-        plan: The plan.
-        workload: The workload it was made for; nothing of it is changed.
-        steps: Steps of each (≥ 1).
-        progress: Called with how many steps are done, of how many.
-
-    Raises:
-        UsageError: There are more or fewer ranks than the plan is for.
-        PlainStepTooLargeError: The plain step of the ranks is predicted not to fit.
+    are of the rank that holds most, times of the one that takes longest. Where that step is predicted not to fit,
+    `PlainStepTooLargeError` is raised: one rank that runs out leaves the others waiting.
     """
     place = check_runs_here(plan, workload)
     batches = first_batches(workload, steps)
@@ -269,15 +252,21 @@ def compare(
     with ranks_of(plan) as ranks, nothing_changes(workload) as around:
         progress = None if progress is None else around.outside(progress)
         if (sharding := plan.levers.sharding) is not None:
-            _check_plain_fits(plan, ranks)
+            needed = plan.plain.peak_reserved_bytes or plan.plain.peak_bytes
+            least = -int(ranks.most([-find_device(plan.device).usable_bytes])[0])
+            if needed > least:
+                raise PlainStepTooLargeError(
+                    f"the plain step needs {format_bytes(needed)} on each rank, and {plan.device} has"
+                    f" {format_bytes(least)}: memfit can't run it to compare the plan with it. Compare on a smaller"
+                    " batch or model"
+                )
             data_parallel = Sharding(world_size=sharding.world_size, mode="ddp", gradient_as_bucket_view=True)
             size = -(-plan.batch_size // sharding.world_size)
             plain_levers = Levers(microbatch_size=size, sharding=data_parallel)
         if ranks.size > 1:
             place = rank_place(place)
         copies = [real_copy(workload, place), real_copy(workload, place)]
-        losses: list[list[float]] = [[], []]
-        seconds: list[list[float]] = [[], []]
+        losses, seconds = ([list[float](), list[float]()] for _ in range(2))
         own_seconds = 0.0
         with applied(plain_levers, copies[0]) as plain, applied(plan.levers, copies[1]) as planned:
             pace = Pace() if place.type == "cpu" and ranks.size == 1 else None  # ranks wait for one another
@@ -312,22 +301,6 @@ def compare(
     )
 
 
-def _check_plain_fits(plan: Plan, ranks: SingleProcess) -> None:
-    """Refuse to compare with a step that is predicted not to fit: one rank that runs out leaves the others waiting.
-
-    Raises:
-        PlainStepTooLargeError: It does not fit on the rank that has least; raised on all of them.
-    """
-    needed, own = plan.plain.peak_reserved_bytes or plan.plain.peak_bytes, find_device(plan.device).usable_bytes
-    least = -int(ranks.most([-own])[0])
-    if needed > least:
-        raise PlainStepTooLargeError(
-            f"the plain step needs {format_bytes(needed)} on each rank, and {plan.device} has"
-            f" {format_bytes(least)}: memfit can't run it to compare the plan with it. Compare on a smaller"
-            " batch or model"
-        )
-
-
 def first_batches(workload: Workload, count: int) -> list[Any]:
     """Return the first training batches, whole ones only; the position of the user's data is left as it was."""
     if workload.batches is None:
@@ -356,7 +329,7 @@ def first_batches(workload: Workload, count: int) -> list[Any]:
 
 
 def _compared(plan: Plan, loss: float, gradients: Tensors, plain_loss: float, plain: Tensors) -> Verification:
-    """Return how the planned step's loss and gradients differ from the plain one's; its peak is not measured yet."""
+    """Return how the planned step differs from the plain one; its peak is not measured yet."""
     pairs = {name: (gradients[name], gradient) for name, gradient in plain.items() if name in gradients}
     found = [
         GradientDifference(parameter=name, relative=relative([pairs[name]]), equal=equal(*pairs[name]))
@@ -464,16 +437,11 @@ def prediction_failures(workload: Workload, *, plan: Plan, progress: Progress = 
 
 
 class _OfRank(NamedTuple):
-    """One rank's step: its loss, its gradients' digests, the names of those that change where a unit is gathered again.
-
-    And its peaks: allocated bytes, and on an accelerator reserved bytes.
-    """
-
     loss: float
-    digests: dict[str, str]
-    differing: list[str]
+    digests: dict[str, str]  # of gradients
+    differing: list[str]  # those that change where a unit is gathered again
     peak_bytes: int
-    reserved_bytes: int | None
+    reserved_bytes: int | None  # on an accelerator
 
 
 def _held_on_ranks(plan: Plan, workload: Workload, ranks: SingleProcess, progress: Progress) -> Verification:
@@ -525,17 +493,27 @@ def _verdict(
     progress("one process", 0, 1)
     plain_loss, plain_gradients = played(workload, plan.levers, place)
     progress("one process", 1, 1)
+    failures, first = list[str](), found[0]
+    for rank, own in enumerate(found):
+        names = [n for n in {**first.digests, **own.digests} if first.digests.get(n) != own.digests.get(n)]
+        if names or own.loss != first.loss:
+            what = f"gradient of {', '.join(names)}" if names else f"loss ({own.loss:.9g} against {first.loss:.9g})"
+            failures.append(f"rank {rank} has another {what} than rank 0; all ranks must have that of the whole batch")
+        if own.differing:
+            failures.append(
+                f"rank {rank}: the gradient of {', '.join(own.differing)} differs between parameters that stay"
+                " gathered and parameters gathered again"
+            )
     peaks = [of_rank.peak_bytes for of_rank in found]
     reserved = [of_rank.reserved_bytes for of_rank in found if of_rank.reserved_bytes is not None]
     made = replace(
-        _compared(plan, found[0].loss, gradients, plain_loss, plain_gradients),
+        _compared(plan, first.loss, gradients, plain_loss, plain_gradients),
         measured_peak_bytes=max(peaks),
         measured_reserved_bytes=max(reserved, default=None),
         notes=[f"the plain step runs in one process, and adds up the gradients of the parts of {len(found)} ranks"],
         rank_peaks_bytes=peaks,
     )
     upper = plan.predicted.peak_upper_bytes
-    failures = _disagreements(found)
     failures += [
         f"rank {rank} has a measured peak of {format_bytes(peak)} ({peak} bytes), above the predicted upper end,"
         f" {format_bytes(upper)} ({upper} bytes)"
@@ -543,9 +521,13 @@ def _verdict(
         if peak > upper
     ]
     failures += _peak_failures(plan, made)
-    # Two ranks that each send the sum of their microbatches are bitwise one process: a sum of two has one order.
-    sharding, only_reorders = plan.levers.sharding, _only_reorders(plan)
+    sharding = plan.levers.sharding
     assert sharding is not None
+    # Where nothing but the order of additions differs, in fp32 throughout, two ranks that each send the sum of their
+    # microbatches are bitwise one process: a sum of two has one order.
+    is_reduced = (sharding.param_dtype or sharding.reduce_dtype) is not None
+    others = [use for use in plan.uses if use.numerics != "exact" and use.name not in (SHARDING, MICROBATCHES)]
+    only_reorders = plan.levers.precision == "32-true" and not is_reduced and not others
     is_sent_once = sharding.reduces == "last" or plan.levers.microbatch_size >= -(-samples_of(workload) // len(found))
     if len(found) == 2 and is_sent_once and only_reorders and not made.bitwise:
         unequal = next((difference for difference in made.gradients if not difference.equal), None)
@@ -556,14 +538,14 @@ def _verdict(
         )
     failures += _numerics_failures(made, ROUNDING if only_reorders else TOLERANCE[plan.numerics])
     progress("prediction", 0, 1)
-    failures += planner.gpu_process.call(  # in a process that is in no group
+    failures += planner.call_elsewhere(  # in a process that is in no group
         prediction_failures,
         workload,
-        {"plan": plan},
+        [{"plan": plan}],
         lambda *_: None,
         sizes=[plan.levers.microbatch_size],
-        fakes_cuda=planner.gpu_process.is_elsewhere(find_device(plan.device)),
-    )
+        fakes_cuda=planner.is_elsewhere(find_device(plan.device)),
+    )[0]
     progress("prediction", 1, 1)
     return replace(made, failures=failures)
 
@@ -603,28 +585,3 @@ def played(workload: Workload, levers: Levers, place: torch.device) -> tuple[flo
             if samples % size or levers.microbatch_size < samples // size:  # as `Window.finish` corrects gradients
                 foreach_mul_(list(total.values()), divisor.double() / count)
             return float(of_all / count), _on_cpu(total)
-
-
-def _disagreements(found: list[_OfRank]) -> list[str]:
-    """Return in what ranks have other gradients than the first, and others where parameters don't stay gathered."""
-    failures = []
-    first = found[0]
-    for rank, own in enumerate(found):
-        names = [n for n in {**first.digests, **own.digests} if first.digests.get(n) != own.digests.get(n)]
-        if names or own.loss != first.loss:
-            what = f"gradient of {', '.join(names)}" if names else f"loss ({own.loss:.9g} against {first.loss:.9g})"
-            failures.append(f"rank {rank} has another {what} than rank 0; all ranks must have that of the whole batch")
-        if own.differing:
-            failures.append(
-                f"rank {rank}: the gradient of {', '.join(own.differing)} differs between parameters that stay"
-                " gathered and parameters gathered again"
-            )
-    return failures
-
-
-def _only_reorders(plan: Plan) -> bool:
-    """Tell whether nothing but the order of additions differs from the plain step, in fp32 throughout."""
-    sharding = plan.levers.sharding
-    is_reduced = sharding is not None and (sharding.param_dtype or sharding.reduce_dtype) is not None
-    others = [use for use in plan.uses if use.numerics != "exact" and use.name not in (SHARDING, MICROBATCHES)]
-    return plan.levers.precision == "32-true" and not is_reduced and not others

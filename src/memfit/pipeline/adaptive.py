@@ -48,8 +48,6 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class _Admitted(NamedTuple):
-    """An extent that a step holds within its budget, and what the step takes on it."""
-
     extent: Extent
     prediction: Prediction
 
@@ -59,10 +57,6 @@ class Admission:
 
     Where batches grow a second time, sizes that grew are looked ahead (`extent.GROWTH`), so that a run makes few
     captures, however its batches grow. The step tells what it is predicted to take on each.
-
-    Args:
-        switch: Puts the step under a plan.
-        workload: What the plan was made for, with its batch.
     """
 
     def __init__(self, switch: Switch, plan: Plan, workload: Workload) -> None:
@@ -76,12 +70,7 @@ class Admission:
         )
 
     def __call__(self, batch: Any) -> None:
-        """Admit a batch.
-
-        Raises:
-            UsageError: The batch is larger than the planned one, and the step would exceed the budget on it, or can't
-                be predicted on it.
-        """
+        """Admit a batch; refuse a larger one on which the step would exceed the budget, or can't be predicted."""
         extent, step, sharding = extent_of(batch), self._switch.step, self._plan.levers.sharding
         is_larger = not covers(self._planned, extent)
         if sharding is not None:
@@ -152,9 +141,7 @@ class Admission:
 class ShapeInterpolation:
     """A linear interpolation between small shapes and the largest, on which batches are placed.
 
-    Args:
-        largest: Shapes of the tensors of the largest batch.
-        smaller: Those of a batch that is smaller in the dimensions that vary.
+    `smaller` are shapes that are smaller in the dimensions that vary.
     """
 
     def __init__(self, largest: Shapes, smaller: Shapes) -> None:
@@ -192,13 +179,7 @@ class ShapeInterpolation:
 
 
 class Adaptive(Recovery):
-    """Runs every batch with a plan of its own.
-
-    Args:
-        switch: Puts the step under a plan.
-        plan: The plan whose frontier has the others.
-        workload: The workload that the step is made of.
-        snapshots: Writes a snapshot of each step that runs out of memory; None for none.
+    """Runs every batch with a plan of its own, of those on a plan's frontier.
 
     Attributes:
         candidates: The plans.
@@ -258,10 +239,8 @@ class Adaptive(Recovery):
         high = next(i for i, anchor in enumerate(ANCHORS) if place <= anchor) or 1
         start, stop = ANCHORS[high - 1], ANCHORS[high]
         share = (place - start) / (stop - start)
-        return [
-            ExpectedStep(a.peak_bytes + share * (b.peak_bytes - a.peak_bytes), a.seconds)
-            for a, b in zip(self._at[high - 1], self._at[high], strict=True)
-        ]
+        pairs = zip(self._at[high - 1], self._at[high], strict=True)
+        return [ExpectedStep(a.peak_bytes + share * (b.peak_bytes - a.peak_bytes), a.seconds) for a, b in pairs]
 
     @functools.cached_property
     def _at_largest(self) -> list[ExpectedStep]:
@@ -272,12 +251,18 @@ class Adaptive(Recovery):
         shapes = shapes_of(batch)
         if shapes == self._largest:
             return 1.0
-        _check_smaller(shapes, self._largest)
+        largest = self._largest
+        same = len(shapes) == len(largest) and all(len(a) == len(b) for a, b in zip(shapes, largest, strict=True))
+        if not same or any(shapes[i][d] > largest[i][d] for i, d in varying(shapes, largest)):
+            raise UsageError(
+                f"a batch with tensors of shapes {list(shapes)} is not within the largest, Workload.batch with"
+                f" {list(largest)}: make the plan with Workload.batch as large as any batch"
+            )
         if self._between is None or not self._between.covers(shapes):
-            largest = self._at_largest
-            self._between = ShapeInterpolation(self._largest, shapes)
+            at_largest = self._at_largest
+            self._between = ShapeInterpolation(largest, shapes)
             smaller = [self._between.batch_at(self._workload.batch, place) for place in ANCHORS[:-1]]
-            self._at = [*map(self._anchor, smaller), largest]
+            self._at = [*map(self._anchor, smaller), at_largest]
         return self._between.place(shapes)
 
     def _anchor(self, batch: Any) -> list[ExpectedStep]:
@@ -334,12 +319,3 @@ def varying(one: Shapes, other: Shapes) -> Iterator[tuple[int, int]]:
     """Yield the dimensions in which shapes differ: the tensor's position, and the dimension's."""
     for i, (a, b) in enumerate(zip(one, other, strict=True)):
         yield from ((i, d) for d in range(len(a)) if a[d] != b[d])
-
-
-def _check_smaller(shapes: Shapes, largest: Shapes) -> None:
-    same = len(shapes) == len(largest) and all(len(a) == len(b) for a, b in zip(shapes, largest, strict=True))
-    if not same or any(shapes[i][d] > largest[i][d] for i, d in varying(shapes, largest)):
-        raise UsageError(
-            f"a batch with tensors of shapes {list(shapes)} is not within the largest, Workload.batch with"
-            f" {list(largest)}: make the plan with Workload.batch as large as any batch"
-        )

@@ -21,11 +21,7 @@ from memfit.workload import Workload, described, tensors_of
 
 
 def device_named(device: str | torch.device | None, workload: Workload) -> str:
-    """Return the name of the device to predict or run on: the one that is given, or the one that the model is on.
-
-    Raises:
-        UsageError: It is no name of a device.
-    """
+    """Return the name of the device to predict or run on: the one that is given, or the one that the model is on."""
     if isinstance(device, str | torch.device):
         return str(device)
     if device is not None:
@@ -35,13 +31,11 @@ def device_named(device: str | torch.device | None, workload: Workload) -> str:
 
 
 def place_of(workload: Workload) -> torch.device:
-    """Return the device of a workload's model."""
     held = [*workload.model.parameters(), *workload.model.buffers()]
     return held[0].device if held else torch.device("cpu")
 
 
 def device_here(plan: Plan) -> Device | None:
-    """Return this machine's device that a plan was made for; None without one."""
     return on_this_machine(find_device(plan.device))
 
 
@@ -58,21 +52,10 @@ def device_kind(model: torch.nn.Module) -> str:
     return next((p.device.type for p in model.parameters()), "cpu")
 
 
-def kind_of(plan: Plan) -> str:
-    """Return the kind of the device that a plan runs on ("cpu", "cuda")."""
-    return find_device(plan.device).kind
-
-
 def check_runs_here(plan: Plan, workload: Workload, *, makes_values: bool = False) -> torch.device:
     """Check that a plan is for a workload, and that both can be run and measured here; return where.
 
-    Args:
-        makes_values: Whether a model on the meta device may stand for the values that its modules make.
-
-    Raises:
-        PlanMismatchError: The plan was made for another workload.
-        PlanError: It was made for a device that is not here, or a plan is applied to the workload.
-        WorkloadError: The model is on another device, or holds no data.
+    With `makes_values` a model on the meta device may stand for the values that its modules make.
     """
     device = device_here(plan)
     if device is None:
@@ -98,9 +81,6 @@ def placed(workload: Workload, plan: Plan) -> Workload:
     loss function holds in place, so that references to them stay good, and the batch by a copy. A model on the meta
     device makes its values on the CPU first (`ranks.meta_models`); where it is to be fully sharded, it does so when it
     is. A workload for a device that is not here is returned as it is.
-
-    Raises:
-        WorkloadError: The model is on another accelerator, or on the meta device and can't make its values.
     """
     device = device_here(plan)
     if device is None:
@@ -183,11 +163,7 @@ def ranks_here() -> SingleProcess:
 
 
 def check_launched(plan: Plan) -> None:
-    """Check that a launcher has not started several processes for a plan of one.
-
-    Raises:
-        UsageError: It has.
-    """
+    """Refuse a plan of one process where a launcher has started several."""
     if plan.levers.sharding is None:
         remedy = f"start one process, without torchrun, or make a plan with world_size={launched_size()}"
         check_shared(1, "the plan", remedy)
@@ -195,19 +171,14 @@ def check_launched(plan: Plan) -> None:
 
 @contextlib.contextmanager
 def ranks_of(plan: Plan) -> Iterator[SingleProcess]:
-    """Be one of the ranks that a plan is for, until the context is left.
-
-    Raises:
-        UsageError: There are more or fewer ranks.
-        PlanMismatchError: The ranks have different plans.
-    """
+    """Be one of the ranks that a plan is for, until the context is left."""
     check_launched(plan)
     if plan.levers.sharding is None:
         yield SingleProcess()
         return
     from memfit.ranks import check_size, joined
 
-    with joined(kind_of(plan)) as ranks:
+    with joined(find_device(plan.device).kind) as ranks:
         check_size(plan.levers.sharding, ranks.size)
         check_same(ranks, "plans", ir.codec.encode(plan))
         yield ranks

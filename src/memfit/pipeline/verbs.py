@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -21,21 +21,6 @@ from memfit.workload import Workload, described, generators_of_turn
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _S = TypeVar("_S", bound=Step)
-_KINDS: dict[str, Callable[[Any], bool]] = {
-    "workload": lambda value: isinstance(value, Workload),
-    "plan": lambda value: isinstance(value, Plan),
-    "run": lambda value: isinstance(value, str | os.PathLike),
-    "model": lambda value: _are(nn.Module, value),
-    "optimizer": lambda value: _are(torch.optim.Optimizer, value),
-}
-"""The arguments that are checked, by name, wherever they are first ones."""
-_NOUNS = {
-    "workload": "a memfit.Workload",
-    "plan": "a memfit.Plan",
-    "run": "the folder of a run",
-    "model": "a torch.nn.Module",
-    "optimizer": "a torch.optim.Optimizer",
-}
 _LIKELY = {"budget": 'budget="90%"', "out": 'out="run"', "steps": "steps=10_000", "run": '"run"'}
 _TOOLS = ("ladder", "probe_range")
 """The functions that are below `memfit.tools`."""
@@ -112,7 +97,7 @@ def _check(verb: str, signature: inspect.Signature, args: tuple[Any, ...], kwarg
     ]
     needed = [name for name in required if name not in first]
     given = dict(zip(first, args, strict=False)) | {name: kwargs[name] for name in first if name in kwargs}
-    wrong = {name: value for name, value in given.items() if name in _KINDS and not _KINDS[name](value)}
+    wrong = {name: value for name, value in given.items() if name in _KINDS and not _KINDS[name].fits(value)}
 
     def call(**instead: str) -> str:
         parts = [instead.get(name, _LIKELY.get(name, name)) for name in first if name in (*given, *_KINDS)]
@@ -120,23 +105,19 @@ def _check(verb: str, signature: inspect.Signature, args: tuple[Any, ...], kwarg
 
     for name, value in wrong.items():
         for other in wrong:
-            if other != name and _KINDS[other](value):
+            if other != name and _KINDS[other].fits(value):
                 raise UsageError(
                     f"{name} is {described(value)}, and {other} is {described(given[other])}: write {call()} in this"
                     " order"
                 )
-        raise UsageError(f"{name} is {described(value)}, not {_NOUNS[name]}: {_remedy(name, value, call)}")
+        write = f"write {call()}. If a function made it, end that function with `return {name}`"
+        if value is not None:
+            write = f"write {call(**{name: _KINDS[name].instead(value)})}"
+        raise UsageError(f"{name} is {described(value)}, not {_KINDS[name].noun}: {write}")
     try:
         signature.bind(*args, **kwargs)
     except TypeError as e:
         raise UsageError(f"memfit.{verb}: {e}. Write {call()}") from None
-
-
-def _remedy(name: str, value: Any, call: Callable[..., str]) -> str:
-    """Return what to type in the place of a wrong first argument, as the end of a sentence."""
-    if value is None:
-        return f"write {call()}. If a function made it, end that function with `return {name}`"
-    return f"write {call(**{name: _INSTEAD[name](value)})}"
 
 
 def _workload_instead(value: Any) -> str:
@@ -160,13 +141,8 @@ def _optimizer_instead(value: Any) -> str:
     return f"{name}(model.parameters())"
 
 
-_INSTEAD: dict[str, Callable[[Any], str]] = {
-    "workload": _workload_instead,
-    "plan": _plan_instead,
-    "run": lambda value: '"run"',
-    "model": lambda value: "workload.model" if isinstance(value, Workload) else "model",
-    "optimizer": _optimizer_instead,
-}
+def _model_instead(value: Any) -> str:
+    return "workload.model" if isinstance(value, Workload) else "model"
 
 
 def _are(kind: type, value: Any) -> bool:
@@ -174,3 +150,19 @@ def _are(kind: type, value: Any) -> bool:
     if isinstance(value, kind):
         return True
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(v, kind) for v in value)
+
+
+class _Kind(NamedTuple):
+    noun: str
+    fits: Callable[[Any], bool]
+    instead: Callable[[Any], str]  # what to type in the place of a wrong one
+
+
+_KINDS = {
+    "workload": _Kind("a memfit.Workload", lambda value: isinstance(value, Workload), _workload_instead),
+    "plan": _Kind("a memfit.Plan", lambda value: isinstance(value, Plan), _plan_instead),
+    "run": _Kind("the folder of a run", lambda value: isinstance(value, str | os.PathLike), lambda value: '"run"'),
+    "model": _Kind("a torch.nn.Module", lambda value: _are(nn.Module, value), _model_instead),
+    "optimizer": _Kind("a torch.optim.Optimizer", lambda value: _are(torch.optim.Optimizer, value), _optimizer_instead),
+}
+"""The arguments that are checked, by name, wherever they are first ones."""

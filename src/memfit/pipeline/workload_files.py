@@ -7,7 +7,6 @@ import importlib.util
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,13 +22,9 @@ from memfit.hardware import free_bytes
 from memfit.training import LogFunction
 from memfit.workload import Workload, described, rng_preserved, samples_of
 
-_EXTRAS = {
-    "transformers": "examples",
-    "sklearn": "examples",
-    "monai": "brain",
-    "nilearn": "brain",
-    "nibabel": "brain",
-}
+_EXTRAS = dict.fromkeys(("transformers", "sklearn"), "examples") | dict.fromkeys(
+    ("monai", "nilearn", "nibabel"), "brain"
+)
 
 
 class _StayOnCpu(TorchFunctionMode):
@@ -40,15 +35,6 @@ class _StayOnCpu(TorchFunctionMode):
             return args[0]
         named = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
         return func(*map(_on_cpu, args), **named) if func is torch.Tensor.to else func(*args, **named)
-
-
-def _parameters_convert() -> AbstractContextManager[None]:
-    """Let modules convert fake parameters (`nn.Module.to`): PyTorch swaps them, and can't where it refers to them."""
-
-    def assign(old: torch.Tensor, new: torch.Tensor) -> None:
-        old.data = new.data
-
-    return replaced(torch.utils, "swap_tensors", assign)
 
 
 def _on_cpu(value: Any) -> Any:
@@ -77,20 +63,14 @@ def load_fake_workload(name: str, tell: Callable[[str], None] = lambda line: Non
     """Return the workload that a function makes, run under fake tensors: its model takes no memory.
 
     Moves to a GPU, which need not be here, are left out. A function that can't run so, since it computes with data,
-    is run as it is, where the machine has the memory.
-
-    Args:
-        name: `file.py:function` or `package.module:function`.
-        tell: Told before the function is run with data, in a line with the bytes that this takes at least.
-
-    Raises:
-        WorkloadError: No such file, module or function, or it returns something else than a Workload, or has to be run
-            with data and takes more memory than is free.
-        MissingExtraError: It imports a package that an extra of memfit brings.
+    is run as it is, where the machine has the memory; that is told before, in a line with the bytes that it takes at
+    least.
     """
     values, made, around = KnownValues.of(FakeTensorMode(allow_non_fake_inputs=True)), _LiveBytes(), UserState([])
+    # Modules convert fake parameters (`nn.Module.to`): PyTorch swaps them, and can't where it refers to them.
+    converts = replaced(torch.utils, "swap_tensors", lambda old, new: setattr(old, "data", new.data))
     try:
-        with rng_preserved(), values.fake, values, made, _StayOnCpu(), _parameters_convert():
+        with rng_preserved(), values.fake, values, made, _StayOnCpu(), converts:
             return load_workload(name)
     except WorkloadError as e:
         if e.__cause__ is None or isinstance(e.__cause__, SystemExit):
@@ -129,32 +109,15 @@ def load_workload(name: str) -> Workload:
 
 
 def call(name: str) -> Any:
-    """Return the result of a function that is named as workloads are.
-
-    Raises:
-        WorkloadError: No such file, module or function, or it fails.
-        MissingExtraError: It imports a package that an extra of memfit brings.
-    """
-    with _own_arguments(name):
+    """Return the result of a function that is named as workloads are."""
+    with replaced(sys, "argv", [name.rpartition(":")[0]]):  # and none of memfit's arguments
         return _run(name, _named(name, "workload", HOW))
 
 
 def load_log(name: str) -> LogFunction:
-    """Return the function that takes a run's records; a file that was loaded for a workload is not run again.
-
-    Args:
-        name: `file.py:function` or `package.module:function`.
-
-    Raises:
-        WorkloadError: No such file, module or function, or loading it fails.
-        MissingExtraError: It imports a package that an extra of memfit brings.
-    """
-    with _own_arguments(name):
+    """Return the function that takes a run's records; a file that was loaded for a workload is not run again."""
+    with replaced(sys, "argv", [name.rpartition(":")[0]]):
         return _named(name, "log", f"{NAME} takes a dict", reuse=True)
-
-
-def _own_arguments(name: str) -> AbstractContextManager[None]:
-    return replaced(sys, "argv", [name.rpartition(":")[0]])  # and none of memfit's arguments
 
 
 def _named(name: str, noun: str, how: str, *, reuse: bool = False) -> Callable[..., Any]:

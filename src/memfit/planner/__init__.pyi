@@ -1,4 +1,3 @@
-from . import gpu_process as gpu_process
 from .assembly import assemble as assemble
 from .batch_coupling import coupling as coupling
 from .batch_coupling import without_coupled as without_coupled
@@ -6,16 +5,17 @@ from .captured_steps import Findings as Findings
 from .captured_steps import Request as Request
 from .captures import BENCHMARK_ERROR as BENCHMARK_ERROR
 from .captures import Captures as Captures
+from .captures import call_elsewhere as call_elsewhere
 from .captures import capture_each as capture_each
 from .captures import capture_levers as capture_levers
 from .captures import capture_plain as capture_plain
+from .captures import is_elsewhere as is_elsewhere
 from .confirmation import first_line as first_line
 from .confirmation import probe_regions as probe_regions
 from .fleet_search import FleetRequest as FleetRequest
 from .fleet_search import FleetSearch as FleetSearch
 from .fleet_search import joined as joined
 from .fleet_search import search as search
-from .gpu_process import is_elsewhere as is_elsewhere
 from .prediction import check_precision as check_precision
 from .prediction import costs_of as costs_of
 from .prediction import predict as predict
@@ -33,3 +33,4 @@ from .verb_options import EstimateOptions as EstimateOptions
 from .verb_options import FleetOptions as FleetOptions
 from .verb_options import Measure as Measure
 from .verb_options import PlanOptions as PlanOptions
+from .verb_options import options_of as options_of

@@ -229,8 +229,19 @@ class _Assembly:
             if not (added := self._search_too(self.deferred.next(best_seconds, self.limits.peak_bytes))):
                 break
             best = self._fastest(added, seconds, best)
-        for _ in range(_SIZES_BETWEEN):
-            if best is None or not (added := self._with_size_between(best)):
+        for _ in range(_SIZES_BETWEEN if best is not None else 0):  # where such microbatches may be about as fast
+            assert best is not None
+            searched = [c.levers for c in self.limits.allow(self.combinations) if not compiles(c.levers)]
+            levers = size_between(
+                searched,
+                self.steps.predicted,
+                batch_size=self.steps.batch_size,
+                budget_bytes=self.limits.budget_bytes,
+                below_seconds=(1 + _NEAR) * best.prediction.step_seconds,
+            )
+            if levers is None or self.steps.failures.has_failed(levers):
+                break
+            if not (added := self._search_too(self.steps.captured([levers]))):
                 break
             best = self._fastest(added, seconds / 4, best)
         least = min(c.problem.plain_seconds for c in self.limits.allow(self.combinations))
@@ -269,19 +280,6 @@ class _Assembly:
             self.solving_seconds += spent
         return best
 
-    def _with_size_between(self, best: Confirmed) -> list[Combination]:
-        """Capture the step as it is with a size of microbatches between others, where that may be about as fast."""
-        steps = self.steps
-        searched = [c.levers for c in self.limits.allow(self.combinations)]
-        levers = size_between(
-            [levers for levers in searched if not compiles(levers)],
-            steps.predicted,
-            batch_size=steps.batch_size,
-            budget_bytes=self.limits.budget_bytes,
-            below_seconds=(1 + _NEAR) * best.prediction.step_seconds,
-        )
-        return [] if levers is None or steps.failures.has_failed(levers) else self._search_too(steps.captured([levers]))
-
     def _search_too(self, captured: Sequence[Levers]) -> list[Combination]:
         self.wanted += captured
         return [self._add(levers) for levers in captured]
@@ -291,11 +289,16 @@ class _Assembly:
         steps = self.steps
         if lever.most_saved_bytes(steps.traces[steps.plain]) < least_bytes(steps):
             return []
+
+        def kept(levers: Levers) -> tuple[object, ...]:  # what neither a switch nor a fallback changes
+            fields = [each.field for each in LEVERS if not (each.switchable or isinstance(each, Fallback))]
+            return tuple(getattr(levers, field) for field in fields)
+
         bases = self._bases(best)
         if best is not None:
-            bases = [c for c in bases if _kept(c.levers) == _kept(best.point.levers)]
+            bases = [c for c in bases if kept(c.levers) == kept(best.point.levers)]
         bases.sort(key=lambda c: -c.solver.peak_floor_bytes)  # of those that differ in switches, the leanest is last
-        distinct = {(_kept(c.levers), c.levers.microbatch_size): c.levers for c in bases}
+        distinct = {(kept(c.levers), c.levers.microbatch_size): c.levers for c in bases}
         return [levers for base in distinct.values() if self._can_be_tried(levers := lever.fallback(base))]
 
     def _bases(self, best: Confirmed | None = None) -> list[Combination]:
@@ -349,11 +352,10 @@ class _Assembly:
 
     def _beside(self, point: Candidate) -> list[Confirmed]:
         """Return a plan with lean modules beside its regions; the solver does not combine the two."""
-        found = []
+        found, plans = list[Levers](), list[Confirmed]()
         for lever in LEVERS:
             with contextlib.suppress(NotOffered):
                 found += lever.propose(self.steps, [point.levers]) if lever.recomputes else []
-        plans = []
         for levers in found:
             if levers != point.levers and self._can_be_tried(levers):
                 uses = self.steps.uses(levers)
@@ -449,14 +451,8 @@ class _Assembly:
 
     def _near_ties(self, chosen: Confirmed) -> list[Confirmed]:
         """Return the plans to run; with measure="auto" those only whose code is made in time."""
-        found = near_ties(
-            self.combinations,
-            self.limits,
-            chosen,
-            self._confirm_another,
-            step_error=self.steps.costs.step_error,
-            way=compiles,
-        )
+        error, confirm = self.steps.costs.step_error, self._confirm_another
+        found = near_ties(self.combinations, self.limits, chosen, confirm, step_error=error, way=compiles)
         if self.request.options.measure is True:
             return found
         total, kept = 0.0, list[Confirmed]()
@@ -476,7 +472,6 @@ class _Assembly:
     # Tell
 
     def plan(self, choice: ChosenPlan, points: list[Candidate], solve_seconds: float) -> Plan:
-        """Return the plan that was chosen, with its frontier."""
         request, steps = self.request, self.steps
         point, prediction = choice.confirmed
         is_here = request.device.kind == "cpu" and request.device.is_here
@@ -541,9 +536,3 @@ class _Assembly:
                 " paper and did not capture it; the batch and the prediction are one rank's"
             )
         return list(dict.fromkeys(notes))
-
-
-def _kept(levers: Levers) -> tuple[object, ...]:
-    """Return the settings of a step that neither a switch nor a fallback changes."""
-    kept = (lever for lever in LEVERS if not (lever.switchable or isinstance(lever, Fallback)))
-    return tuple(getattr(levers, lever.field) for lever in kept)

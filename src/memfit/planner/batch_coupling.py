@@ -97,9 +97,7 @@ def without_coupled(plan: Plan, workload: Workload) -> Plan:
     """Return a plan without the points of its frontier that a coupling loss forbids.
 
     For plans that were made for a device elsewhere, from shapes alone: those for the CPU have looked at the data.
-
-    Raises:
-        PlanError: The plan's own levers are forbidden.
+    Refused where the plan's own levers are forbidden.
     """
     chosen = plan.levers.microbatch_size < plan.batch_size and plan.numerics != "changed"
     if plan.device == "cpu" or not (chosen or any(_is_cut(plan, point) for point in plan.frontier)):

@@ -79,7 +79,6 @@ class Advice:
     """What an error says of a step that does not fit.
 
     Attributes:
-        batch: The name of the batch.
         savings: Returns what else would save of a plan of some levers and peak, the most first.
         plain_bytes: What the step needs as it is; None where that is not known.
     """
@@ -107,7 +106,6 @@ class Limits(NamedTuple):
     numerics: Numerics
 
     def allow(self, combinations: Sequence[Combination]) -> list[Combination]:
-        """Return the combinations of an allowed class."""
         return [c for c in combinations if allows(self.numerics, c.numerics)]
 
     @property
@@ -121,7 +119,6 @@ class Limits(NamedTuple):
         return int(peak_bytes - over_bytes / (1 + self.peak_error)) - 1
 
     def fit(self, prediction: Prediction) -> bool:
-        """Tell whether a step fits."""
         return prediction.peak_upper_bytes <= self.budget_bytes
 
 
@@ -160,13 +157,12 @@ def leanest_that_fits(
 ) -> Confirmed:
     """Return the plan that needs the smallest budget if it fits: of the lowest peak with its error bar.
 
-    It is always the same one, so that the budget which is named where it does not fit is one that it fits.
+    It is always the same one, so that the budget which is named where it does not fit is one that it fits. Half of the
+    time for solving is for all that may be the leanest, the rest for those that may still be.
 
     Args:
         combinations: All that may hold as little: that none is left out is what "no plan needs less" says.
-        seconds: For solving: half of it for all that may be the leanest, the rest for those that may still be.
         beside: Returns the leanest plan with further levers, of which nothing is proven.
-        advice: For the error.
 
     Raises:
         InfeasibleError: It does not fit.
@@ -201,27 +197,29 @@ def leanest_that_fits(
 def held_against(
     points: Sequence[Candidate], chosen: Confirmed, limits: Limits, confirm: Confirm
 ) -> tuple[Confirmed, list[Candidate]]:
-    """Capture the points that seem to fit and to be faster than the plan chosen, or to dominate it, once captured.
+    """Capture the points that seem to fit and to be faster than the plan chosen, or to dominate it.
 
-    Returns:
-        The fastest of them all, and the frontier, with what is predicted for each point that was captured. No point of
-        it dominates the plan.
+    Returned are the fastest of them all, and the frontier, with what is predicted for each point that was captured. No
+    point of it dominates the plan.
     """
+
+    def is_better(point: Candidate) -> bool:  # enough faster; or no slower, no larger and no freer, and better in one
+        faster = is_faster(point.step_seconds, chosen.prediction.step_seconds)
+        return faster or dominates(point, chosen.as_captured())
+
     captured: list[Candidate] = []
     for _ in range(_ATTEMPTS):
         rivals = [
             point
             for point in points
-            if allows(limits.numerics, point.numerics)
-            and point.held_bytes <= limits.budget_bytes
-            and _is_better(point, chosen)
+            if allows(limits.numerics, point.numerics) and point.held_bytes <= limits.budget_bytes and is_better(point)
         ]
         if not rivals:
             break
         rival = min(rivals, key=lambda point: point.step_seconds)
         points = [point for point in points if point.levers != rival.levers]
         loser = Confirmed(rival, confirm(rival))
-        if limits.fit(loser.prediction) and _is_better(loser.as_captured(), chosen):
+        if limits.fit(loser.prediction) and is_better(loser.as_captured()):
             bound = {"status": chosen.point.status, "bound_seconds": chosen.point.bound_seconds}  # of all combinations
             loser, chosen = chosen, Confirmed(replace(rival, **bound), loser.prediction)
         captured.append(loser.as_captured())
@@ -236,12 +234,6 @@ def with_plan(points: Sequence[Candidate], chosen: Confirmed, limits: Limits) ->
     own = replace(chosen.as_captured(), budget_bytes=limits.budget_bytes)
     others = (point for point in points if point.levers != own.levers and not dominates(point, own))
     return sorted([*others, own], key=lambda point: point.step_seconds)
-
-
-def _is_better(point: Candidate, chosen: Confirmed) -> bool:
-    """Tell whether a point is enough faster than a plan, or no slower, no larger and no freer, and better in one."""
-    faster = is_faster(point.step_seconds, chosen.prediction.step_seconds)
-    return faster or dominates(point, chosen.as_captured())
 
 
 def faster_of(one: Confirmed, other: Confirmed) -> Confirmed:
@@ -264,11 +256,7 @@ def _bounded(chosen: Candidate, other: Candidate) -> Candidate:
 
 
 def _infeasible(
-    leanest: Confirmed,
-    limits: Limits,
-    is_proven: bool,
-    freer: Sequence[Combination],
-    advice: Advice,
+    leanest: Confirmed, limits: Limits, is_proven: bool, freer: Sequence[Combination], advice: Advice
 ) -> InfeasibleError:
     prediction, budget_bytes = leanest.prediction, limits.budget_bytes
     saved = advice.savings(leanest.point.levers, prediction.peak_bytes)
@@ -309,20 +297,26 @@ def near_ties(
 
     Others fit, and their predicted step is longer by no more than the error of predicted times. The first of them is
     one that runs in another way, since predictions of steps that run alike err alike. Then one of each kind is taken,
-    which is of the same levers set otherwise; then more of a kind, up to `MOST` in all.
+    which is of the same levers set otherwise, the plain step first: whoever plans wants to know what it takes. Then
+    come more of a kind, up to `MOST` in all.
 
     Args:
-        combinations: The combinations of levers that were searched.
-        chosen: The plan that is predicted to be fastest.
         confirm: Predicts a point of the frontier from its captured step; None where its levers can't be applied.
         step_error: By what share steps may take longer than predicted.
         way: The way in which a step under some levers runs: compiled, or as it is.
     """
     longest_seconds = (1 + step_error) * chosen.prediction.step_seconds
-    found = [chosen]
-    others = list(_others(combinations, limits, chosen.point, longest_seconds))
-    by_levers = {combination.levers: combination for combination in combinations}
-    for point in _in_order(others, chosen.point, way):
+    points = list(_others(combinations, limits, chosen.point, longest_seconds))
+    ordered = sorted(points, key=lambda point: (bool(point.uses), point.step_seconds))
+    otherwise = [point for point in points if way(point.levers) != way(chosen.point.levers)]
+    first = sorted(otherwise, key=lambda point: point.step_seconds)[:1]
+    kinds = {_kind(point) for point in (chosen.point, *first)}
+    for point in ordered:
+        if _kind(point) not in kinds:
+            kinds.add(_kind(point))
+            first.append(point)
+    found, by_levers = [chosen], {combination.levers: combination for combination in combinations}
+    for point in [*first, *(point for point in ordered if point not in first)]:
         if len(found) == MOST:
             break
         plan = _fitting(by_levers[_bare(point)], point, limits, confirm)
@@ -332,10 +326,7 @@ def near_ties(
 
 
 def _fitting(
-    combination: Combination,
-    point: Candidate,
-    limits: Limits,
-    confirm: Callable[[Candidate], Prediction | None],
+    combination: Combination, point: Candidate, limits: Limits, confirm: Callable[[Candidate], Prediction | None]
 ) -> Confirmed | None:
     """Return a point once its captured step fits, or where it does not, one of a lower peak; None where there is none.
 
@@ -343,15 +334,11 @@ def _fitting(
     """
     target: int = limits.peak_bytes
     for _ in range(_REFITS):
-        prediction = confirm(point)
-        if prediction is None:
-            return None
-        if limits.fit(prediction):
-            return Confirmed(point, prediction)
+        if (prediction := confirm(point)) is None or limits.fit(prediction):
+            return None if prediction is None else Confirmed(point, prediction)
         target = limits.lowered(target, prediction)
-        lower = combination.fastest(target, COARSE, _REFIT_SECONDS)
-        if lower is None:
-            return None
+        if (lower := combination.fastest(target, COARSE, _REFIT_SECONDS)) is None:
+            break
         point = lower
     return None
 
@@ -374,22 +361,6 @@ def _others(
             yield point
 
 
-def _in_order(points: Sequence[Candidate], chosen: Candidate, way: Callable[[Levers], object]) -> list[Candidate]:
-    """Return points in the order in which they are to be run: one that runs otherwise, one of each kind, the others.
-
-    Of the kinds the plain step comes first: whoever plans wants to know what it takes.
-    """
-    ordered = sorted(points, key=lambda point: (bool(point.uses), point.step_seconds))
-    otherwise = [point for point in points if way(point.levers) != way(chosen.levers)]
-    first = sorted(otherwise, key=lambda point: point.step_seconds)[:1]
-    kinds = {_kind(point) for point in (chosen, *first)}
-    for point in ordered:
-        if _kind(point) not in kinds:
-            kinds.add(_kind(point))
-            first.append(point)
-    return [*first, *(point for point in ordered if point not in first)]
-
-
 def _bare(point: Candidate) -> Levers:
     """Return the levers of a point without regions, which its combination has."""
     return replace(point.levers, regions=())
@@ -400,19 +371,12 @@ def _kind(point: Candidate) -> frozenset[str]:
 
 
 class MeasuredPlan(NamedTuple):
-    """A contender and its measured step.
+    """A contender and its measured step."""
 
-    Attributes:
-        measured_seconds: Its measured step, or what `weighed` makes of it.
-        predicted_seconds: Its predicted step.
-        numerics: Its class.
-        levers: How many levers it uses.
-    """
-
-    measured_seconds: float
+    measured_seconds: float  # or what `weighed` makes of it
     predicted_seconds: float
     numerics: Numerics = "exact"
-    levers: int = 0
+    levers: int = 0  # that it uses
 
 
 def weighed(measured: Sequence[MeasuredPlan], error: float) -> list[MeasuredPlan]:
@@ -421,10 +385,7 @@ def weighed(measured: Sequence[MeasuredPlan], error: float) -> list[MeasuredPlan
     Few steps on a machine that does other work too can't tell apart plans that take about as long, and predictions
     err too. The logarithm of each ratio to the first contender is the mean of the measured and the predicted one, each
     with the inverse of its variance as the weight: the estimate of the least variance where both err independently.
-
-    Args:
-        measured: The first is what the others' ratios are to.
-        error: The standard error of measured ratios, as a share (≥ 0); 0 leaves measured times as they are.
+    `error` is the standard error of measured ratios, as a share (≥ 0); 0 leaves measured times as they are.
     """
     first = measured[0]
     share = RATIO_ERROR**2 / (RATIO_ERROR**2 + error**2)  # of what was measured
@@ -432,24 +393,20 @@ def weighed(measured: Sequence[MeasuredPlan], error: float) -> list[MeasuredPlan
     def seconds(one: MeasuredPlan) -> float:
         measured_ratio = one.measured_seconds / first.measured_seconds
         predicted_ratio = one.predicted_seconds / first.predicted_seconds
-        return first.measured_seconds * math.exp(
-            share * math.log(measured_ratio) + (1 - share) * math.log(predicted_ratio)
-        )
+        logarithm = share * math.log(measured_ratio) + (1 - share) * math.log(predicted_ratio)
+        return first.measured_seconds * math.exp(logarithm)
 
     return [first, *(MeasuredPlan(seconds(one), *one[1:]) for one in measured[1:])]
 
 
-def fastest_measured(measured: Sequence[MeasuredPlan], margin: float = MARGIN) -> int:
+def fastest_measured(measured: Sequence[MeasuredPlan]) -> int:
     """Return which contender to take, of one or more.
 
-    Of those that are within the margin of the fastest it is one of the strictest numerics class, with the fewest
+    Of those that are within `MARGIN` of the fastest it is one of the strictest numerics class, with the fewest
     levers, and then the fastest of these. A larger margin would be noise's way to a slow plan: whatever errs by as much
     is taken as equal.
-
-    Args:
-        margin: A share of the time that is not counted as a difference (≥ 0).
     """
-    longest_seconds = (1 + margin) * min(one.measured_seconds for one in measured)
+    longest_seconds = (1 + MARGIN) * min(one.measured_seconds for one in measured)
     near = [index for index, one in enumerate(measured) if one.measured_seconds <= longest_seconds]
 
     def preference(index: int) -> tuple[int, int, float, float, int]:

@@ -72,27 +72,16 @@ experts. Where both are near, plans are measured, and a compiled one is to be am
 
 @dataclass
 class Findings:
-    """What a plan finds out about a model, for the next plan of the same model.
+    """What a plan finds out about a model, for the next plan of the same model."""
 
-    Attributes:
-        plain: The trace of the plain step that was captured last; None before.
-        excluded: Modules that are in no region, since their second run differs from the first.
-        notes: What differs in them.
-    """
-
-    plain: Trace | None = None
-    excluded: frozenset[str] = frozenset()
+    plain: Trace | None = None  # of the plain step that was captured last
+    excluded: frozenset[str] = frozenset()  # modules that are in no region: their second run differs from the first
     notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Request:
-    """The options of `memfit.plan`, checked, and what they stand for.
-
-    Attributes:
-        processes: That a launcher or a process group has, and each make a plan.
-        findings: What plans of the same model have found so far; this one adds its own.
-    """
+    """The options of `memfit.plan`, checked, and what they stand for."""
 
     workload: Workload
     options: PlanOptions
@@ -105,8 +94,8 @@ class Request:
     world_size: int
     modes: Sequence[Mode]
     compilers: Sequence[CompilerLever]
-    processes: int
-    findings: Findings
+    processes: int  # that a launcher or a process group has, and each make a plan
+    findings: Findings  # of plans of the same model so far; this one adds its own
 
 
 class CapturedSteps:
@@ -163,23 +152,18 @@ class CapturedSteps:
     def trace(self, levers: Levers) -> Trace:
         """Return the trace of the step with some levers; raise `NotOffered`, with a note, where there is none."""
         if levers not in self.traces:
-            trace = self._traced(levers)
-            if trace is None:
+            if (trace := self._traced(levers)) is None:
                 raise NotOffered("the step can't be captured with it")
             self.traces[levers] = trace
         return self.traces[levers]
 
     def _traced(self, levers: Levers) -> Trace | None:
         """Return the trace of the step with some levers, of shared ones on paper; None where it can't be captured."""
-        if levers.sharding is None:
-            trace = self.failures.capture(levers)
-            return None if trace is None else of_engine(trace, self.request.options.engine)
         alone = replace(levers, sharding=None)
-        if alone not in self.traces and (trace := self.failures.capture(alone)) is not None:
+        trace = self.traces.get(alone) or self.failures.capture(alone)
+        if trace is not None and levers.sharding is not None:
             self.traces[alone] = trace
-        if alone not in self.traces:
-            return None
-        return of_engine(self.traces[alone], levers.sharding)
+        return None if trace is None else of_engine(trace, levers.sharding or self.request.options.engine)
 
     def predicted(self, levers: Levers) -> Prediction:
         if levers not in self._predictions:
@@ -211,7 +195,14 @@ class CapturedSteps:
         Plans of which some were predicted by the one and some by the other would compare paces.
         """
         costs = costs_of(traces, self.device, *progress)
-        if any(self._takes_another_time(trace, costs) for trace in traces):
+
+        def takes_another_time(trace: Trace) -> bool:  # than that of the operators by which steps were predicted
+            uses = Counter(trace.signatures[op.signature] for op in trace.ops)
+            known = {text: self._known.get((trace.precision == "tf32", text)) for text in costs.ops.keys() & uses}
+            pairs = [(n * was, n * costs.ops[text].seconds) for text, n in uses.items() if (was := known.get(text))]
+            return sum(abs(now - was) for was, now in pairs) > SIMPLER_WITHIN * sum(was for was, _ in pairs)
+
+        if any(map(takes_another_time, traces)):
             self.are_renewed = True
             self._known.clear()
             self._predictions.clear()
@@ -219,13 +210,6 @@ class CapturedSteps:
             for text in costs.ops.keys() & trace.signatures:
                 self._known.setdefault((trace.precision == "tf32", text), costs.ops[text].seconds)
         return costs
-
-    def _takes_another_time(self, trace: Trace, costs: CostTable) -> bool:
-        """Tell whether the operators of a step take another time than those by which steps were predicted."""
-        uses = Counter(trace.signatures[op.signature] for op in trace.ops)
-        known = {text: self._known.get((trace.precision == "tf32", text)) for text in costs.ops.keys() & uses}
-        pairs = [(n * was, n * costs.ops[text].seconds) for text, n in uses.items() if (was := known.get(text))]
-        return sum(abs(now - was) for was, now in pairs) > SIMPLER_WITHIN * sum(was for was, _ in pairs)
 
     def _has_kernels(self, levers: Levers) -> bool:
         """Tell whether this machine has kernels for all operators of a step in its precision; note it where not."""
@@ -269,13 +253,7 @@ class CapturedSteps:
 
 
 class DeferredCandidates:
-    """Combinations that wait, and what their steps are expected to take.
-
-    Args:
-        steps: The captured steps.
-        waiting: The combinations, each with the one of the whole batch that it waits for.
-        captured: The combinations that are captured.
-    """
+    """Combinations that wait, each for one of the whole batch, and what their steps are expected to take."""
 
     def __init__(self, steps: CapturedSteps, waiting: Mapping[Levers, Levers], captured: Sequence[Levers]) -> None:
         self._steps, self._wholes = steps, waiting
@@ -292,9 +270,7 @@ class DeferredCandidates:
     def next(self, best_seconds: float, peak_bytes: int) -> list[Levers]:
         """Capture those that need not wait, and return the ones that work; none where the others can wait.
 
-        Args:
-            best_seconds: The step of the best plan that fits; infinite where none does, and nothing can wait.
-            peak_bytes: What a step may hold.
+        The best plan that fits takes `best_seconds`: infinite where none does, and then nothing can wait.
         """
         while chosen := self._chosen(best_seconds, peak_bytes):
             self.waiting = [levers for levers in self.waiting if levers not in chosen]
@@ -349,14 +325,9 @@ def size_between(
     budget_bytes: int,
     below_seconds: float,
 ) -> Levers | None:
-    """Return the levers of the size between that is expected to be fastest; None where none is fast enough.
+    """Return the levers of the size between that is expected to be fastest, of those that are captured.
 
-    Args:
-        searched: Combinations of levers that are captured.
-        predicted: Returns the prediction for one of them.
-        batch_size: Samples that the microbatches are parts of.
-        budget_bytes: What a step may hold.
-        below_seconds: What its step has to be expected to take less than.
+    None where its step is not expected to take less than `below_seconds`.
     """
     families: dict[Levers, list[Levers]] = defaultdict(list)
     for levers in searched:

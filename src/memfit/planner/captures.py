@@ -1,4 +1,7 @@
-"""Captures of a workload's step with levers applied, under fake tensors."""
+"""Captures of a workload's step with levers applied, under fake tensors: here, or in a process of its own.
+
+There tensors of a GPU are fake too, or this process is one of a group.
+"""
 
 from __future__ import annotations
 
@@ -7,42 +10,136 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
 from memfit import hardware
-from memfit.capture import CaptureJob, capture, capture_with_data, warmed, why_no_data_run
+from memfit.capture import (
+    CaptureJob,
+    DataRun,
+    Policy,
+    Readings,
+    capture,
+    capture_with_data,
+    packed,
+    read_with_data,
+    reads_unknown,
+    warmed,
+    why_no_data_run,
+)
 from memfit.errors import CaptureError
 from memfit.foundations import Progress
 from memfit.ir import Device, Levers, Trace
 from memfit.levers import LeversOn, applied, compiles, described_loop, used_levers
-from memfit.planner import gpu_process
-from memfit.planner.gpu_process import DataRuns
 from memfit.ranks import shard
-from memfit.workload import Loop, LoopWorkload, StepProgram, Workload, has_data, samples_of
+from memfit.workload import LoopWorkload, StepProgram, Workload, has_data, samples_of
 
 BENCHMARK_ERROR = 0.15
 """By what share a peak may be above its prediction with `Loop.cudnn_benchmark`: a bound that was not measured."""
 
 
+_received: dict[int, Readings] = {}
+
+
+class DataRuns:
+    """Runs of a workload's step with data, which record the values that its code reads."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.readings: dict[Levers, Readings | None] = {}
+        self.policy: Policy | None = None
+
+    def of(self, levers: Levers, *, explores: bool = True) -> DataRun:
+        """Return the run of the step with the precision and the microbatch size of some levers; each runs once.
+
+        Where it explores, other control-flow paths of the step are tried too.
+        """
+        return _DataRun(self, Levers(precision=levers.precision, microbatch_size=levers.microbatch_size), explores)
+
+
+@dataclass(eq=False)
+class _DataRun:
+    data: DataRuns
+    plain: Levers
+    explores: bool
+
+    @property
+    def policy(self) -> Policy | None:
+        return self.data.policy
+
+    @policy.setter
+    def policy(self, policy: Policy | None) -> None:
+        self.data.policy = policy
+
+    @property
+    def known(self) -> Readings | None:
+        return self.data.readings.get(self.plain) or _received.get(self.plain.microbatch_size)
+
+    def __call__(self) -> Readings | None:
+        if self.known is None and self.plain not in self.data.readings:
+            build = functools.partial(applied, self.plain)
+            self.data.readings[self.plain] = read_with_data(self.data.workload, build, self.plain.microbatch_size)
+        return self.known
+
+
+def readings_to_send(workload: Workload, sizes: Sequence[int]) -> dict[int, Readings]:
+    """Return the step's readings with data, by microbatch size; none where it reads known values, or can't run here."""
+    whole = Levers(microbatch_size=samples_of(workload))
+    if why_no_data_run(workload) is not None or not reads_unknown(workload, functools.partial(applied, whole)):
+        return {}
+    runs = DataRuns(workload)
+    try:
+        by_size = {size: runs.of(Levers(microbatch_size=size))() for size in sorted(set(sizes))}
+    except CaptureError:  # a step that runs on a GPU only
+        return {}
+    return {size: readings for size, readings in by_size.items() if readings is not None}
+
+
+def receive(readings: dict[int, Readings]) -> None:
+    _received.update(readings)
+
+
+T = TypeVar("T")
+
+
+def is_elsewhere(device: Device) -> bool:
+    """Tell whether another process must predict for a device, since fake CUDA tensors work there and not here."""
+    return device.kind == "cuda" and not hardware.shim.is_loaded() and hardware.shim.why_not() is None
+
+
+def call_elsewhere(
+    function: Callable[..., T],
+    workload: Workload,
+    calls: Sequence[dict[str, Any]],
+    progress: Progress,
+    *,
+    sizes: Sequence[int],
+    fakes_cuda: bool = True,
+) -> list[T]:
+    """Return the results of `function(workload, **options, progress=...)` for some options, all of them at once.
+
+    Each runs in a process of its own, which has the shapes of the workload's tensors and no data, and is in no process
+    group. What the step reads from its data is sent with it, for the microbatch sizes that it may be captured with
+    there. Their progress is told as that of one. What a function raises is raised here once all have ended;
+    `CaptureError` where a process ends without a reply.
+    """
+    setters = [(receive, readings_to_send(workload, sizes))]
+    packets = [packed(function, workload, options, setters) for options in calls]
+    return hardware.process.run_each(packets, progress, fakes_cuda=fakes_cuda)
+
+
 @dataclass(frozen=True)
 class StepVariant:
-    """A workload's step with levers applied, to be captured for a device.
-
-    Attributes:
-        data: Has what the step reads with data.
-        build: Builds the step from the levers and a copy of the workload.
-        warm: Whether the workload has made a step, and its second one is like it (`CaptureJob`).
-        explores: Whether other control-flow paths of the step are tried too.
-    """
+    """A workload's step with levers applied, to be captured for a device."""
 
     workload: Workload
     levers: Levers
     device: Device
     data: DataRuns
-    build: Callable[..., AbstractContextManager[StepProgram]] = applied
-    warm: bool = False
-    explores: bool = True
+    build: Callable[..., AbstractContextManager[StepProgram]] = applied  # from the levers and a copy of the workload
+    warm: bool = False  # whether the workload has made a step, and its second one is like it (`CaptureJob`)
+    explores: bool = True  # whether other control-flow paths of the step are tried too
 
 
 def capture_levers(workload: Workload, levers: Levers, device: Device, data: DataRuns | None = None) -> Trace:
@@ -60,10 +157,10 @@ def capture_each(
 
     For a GPU they are captured in a process with fake CUDA, where this one has none.
     """
-    if gpu_process.is_elsewhere(device):
+    if is_elsewhere(device):
         options = {"levers": list(levers), "device": device}
         sizes = [each.microbatch_size for each in levers]
-        return gpu_process.call(_captured_there, workload, options, lambda *_: None, sizes=sizes)
+        return call_elsewhere(_captured_there, workload, [options], lambda *_: None, sizes=sizes)[0]
     data = data or DataRuns(workload)
     return [_captured(StepVariant(workload, each, device, data)) for each in levers]
 
@@ -84,9 +181,6 @@ class Captures:
     All are of one copy that has made a step before, but where levers change what the optimizer holds, and but for those
     of a loop, which also holds gradients and variables of the step before. Of a step that may take several control-flow
     paths, each follows the one that `capture_levers` found with the same data.
-
-    Attributes:
-        data: Has what the step reads with data.
     """
 
     def __init__(self, workload: Workload, device: Device) -> None:
@@ -97,7 +191,7 @@ class Captures:
 
     def __call__(self, levers: Levers) -> Trace:
         """Return the trace of the step with levers applied, as `capture_levers` does."""
-        if gpu_process.is_elsewhere(self.device):
+        if is_elsewhere(self.device):
             return capture_levers(self.workload, levers, self.device, self.data)
         variant = StepVariant(self.workload, levers, self.device, self.data, explores=False)
         size = samples_of(self.workload)
@@ -112,7 +206,7 @@ class Captures:
 
     def of_one_step(self, levers: Levers) -> Trace:
         """Return the trace of the step as the workload is: of what it computes, which may hold more later."""
-        if gpu_process.is_elsewhere(self.device):
+        if is_elsewhere(self.device):
             return capture_levers(self.workload, levers, self.device, self.data)
         return _captured(StepVariant(self.workload, levers, self.device, self.data, warm=True, explores=False))
 
@@ -164,10 +258,17 @@ def _captured_here(variant: StepVariant) -> Trace:
         trace = capture_with_data(job, instead_of=e)
     selective = sorted({fqn for region in levers.regions if region.keep for fqn in region.modules})
     trace = replace(trace, selective=selective)
-    if workload.loop is not None:
-        trace = replace(
-            trace, notes=[*trace.notes, *_loop_notes(workload.loop, variant.build is described_loop, device)]
-        )
+    if workload.loop is not None and variant.build is not described_loop:
+        found = ["memfit captured its own step; Workload.loop does not change its order"]
+        trace = replace(trace, notes=[*trace.notes, *found])
+    elif workload.loop is not None:
+        found = ["memfit captured your own loop, as Workload.loop describes it"]
+        if workload.loop.cudnn_benchmark and device.kind == "cuda":
+            found.append(
+                "with Loop.cudnn_benchmark cuDNN chooses the fastest kernels, even if they need more memory: the"
+                f" error bar is {BENCHMARK_ERROR:.0%} wider"
+            )
+        trace = replace(trace, notes=[*trace.notes, *found])
     if job.device is not None:
         return trace
     note = (
@@ -175,19 +276,6 @@ def _captured_here(variant: StepVariant) -> Trace:
         " Attention, normalisation and the optimizer use other kernels on a GPU, so the error bar is wide"
     )
     return replace(trace, device=device.name, notes=[*trace.notes, note])
-
-
-def _loop_notes(loop: Loop, is_described: bool, device: Device) -> list[str]:
-    """Return notes on whose order of operations was captured."""
-    if not is_described:
-        return ["memfit captured its own step; Workload.loop does not change its order"]
-    found = ["memfit captured your own loop, as Workload.loop describes it"]
-    if loop.cudnn_benchmark and device.kind == "cuda":
-        found.append(
-            "with Loop.cudnn_benchmark cuDNN chooses the fastest kernels, even if they need more memory: the"
-            f" error bar is {BENCHMARK_ERROR:.0%} wider"
-        )
-    return found
 
 
 def _fake_device(device: Device) -> Device | None:

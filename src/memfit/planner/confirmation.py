@@ -29,17 +29,10 @@ _NAMED = 3  # modules that a note names before it counts the others
 
 
 class CaptureFailures:
-    """Captures a step with levers that are optional, and knows which of them failed.
-
-    Attributes:
-        captures: Captures it.
-        plain: The levers of the step as the user wrote it.
-        data: Has what the step reads with data.
-    """
+    """Captures a step with levers that are optional, and knows which of them failed."""
 
     def __init__(self, workload: Workload, device: Device, plain: Levers) -> None:
         self.captures, self.plain = Captures(workload, device), plain
-        self.data = self.captures.data
         self._failed: dict[Levers, str] = {}
 
     def capture(self, levers: Levers) -> Trace | None:
@@ -59,7 +52,6 @@ class CaptureFailures:
         return any(self._names(failed) <= self._names(levers) for failed in self._failed)
 
     def leave_out(self, levers: Levers, why: str) -> None:
-        """Note that a step fails with some levers."""
         self._failed[levers] = why
 
     def notes(self) -> list[str]:
@@ -76,7 +68,6 @@ class CaptureFailures:
 
 
 def fails(attempt: Attempt, levers: Levers) -> bool:
-    """Tell whether a step fails with some levers."""
     try:
         attempt(levers)
     except Exception:  # someone's code, which may raise anything
@@ -102,14 +93,11 @@ def first_line(error: BaseException) -> str:
         return f"the second run of {error.module} differs from the first ({error.how})"
     origin = error.__cause__ or error
     if isinstance(origin, DataDependentOutputException | DynamicOutputShapeException):  # says not where
-        place, _, _ = str(error).partition("). ")  # and then what to do
-        return _shortened(f"{place})")
-    said = (str(origin).strip() or type(origin).__name__).splitlines()[0]
-    return _shortened(said if isinstance(origin, MemfitError) else f"{type(origin).__name__}: {said}")
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+        said = f"{str(error).partition('). ')[0]})"  # and then what to do
+    else:
+        said = (str(origin).strip() or type(origin).__name__).splitlines()[0]
+        said = said if isinstance(origin, MemfitError) else f"{type(origin).__name__}: {said}"
+    return said if len(said) <= _LONGEST else f"{said[:_LONGEST]}…"
 
 
 def refusal_notes(refused: Mapping[str, str]) -> list[str]:
@@ -119,14 +107,11 @@ def refusal_notes(refused: Mapping[str, str]) -> list[str]:
         if fqn:
             alike.setdefault(why, []).append(fqn)
     who = {why: "it" if len(names) == 1 else "each" for why, names in alike.items()}
-    return [f"{_listed(names)} not recomputed: {who[why]} {why}" for why, names in alike.items()]
-
-
-def _listed(names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return f"{names[0]} is"
-    others = len(names) - _NAMED
-    return f"{', '.join(names[:_NAMED])}{f' and {others} more' if others > 0 else ''} are"
+    more = {why: f" and {len(n) - _NAMED} more" if len(n) > _NAMED else "" for why, n in alike.items()}
+    return [
+        f"{', '.join(names[:_NAMED])}{more[why]} {'is' if len(names) == 1 else 'are'} not recomputed: {who[why]} {why}"
+        for why, names in alike.items()
+    ]
 
 
 _GROWS = "it takes larger tensors than before"
@@ -138,11 +123,8 @@ _ROOM = 2.0  # the free memory that a proof asks for, as a multiple of the plain
 class Excluded(Exception):
     """A plan can't be applied, or computes another result than the user's step: a part of it is searched no more.
 
-    Args:
-        error: What went wrong.
-        notes: For the plan that is found without it.
-        modules: Not to be in a region any more.
-        are_out: Tells whether a plan with some levers is searched no more.
+    Modules are not to be in a region any more, and notes are for the plan without them. `are_out` tells whether a plan
+    with some levers is searched no more.
     """
 
     def __init__(
@@ -157,22 +139,16 @@ class Confirmation:
 
     def __init__(self, workload: Workload, failures: CaptureFailures, engine: Sharding | None = None) -> None:
         self._workload, self._failures, self._engine = workload, failures, engine
-        captures = failures.captures
-        self._part, self._device, self._plain = captures.workload, captures.device, failures.plain
+        self._captures, self._plain = failures.captures, failures.plain
+        self._part, self._device = self._captures.workload, self._captures.device
 
     def capture(self, levers: Levers) -> Trace:
-        """Return the trace of a step of its own."""
         shared = levers.sharding is not None  # whose capture takes the rank's part itself
-        trace = capture_levers(self._workload if shared else self._part, levers, self._device, self._failures.data)
+        trace = capture_levers(self._workload if shared else self._part, levers, self._device, self._captures.data)
         return of_engine(trace, self._engine)
 
     def confirmed(self, levers: Levers) -> Trace:
-        """Return the trace of a planned step.
-
-        Raises:
-            Excluded: The plan can't be applied.
-            MemfitError: Nor can the step as the user wrote it.
-        """
+        """Return the trace of a planned step; raise `Excluded` where it can't be applied, but the plain one can."""
         try:
             trace = self.capture(levers)
         except RecomputationError as e:
@@ -198,7 +174,7 @@ class Confirmation:
             return Proof(why=why)
         progress("prove", 0, 1)
         try:
-            found = differences(self._part, levers)
+            found = self._differences_with_data(levers)
         except Exception as e:  # someone's code, which may raise anything
             if fails(self._differences_with_data, self._plain):
                 return Proof(why=f"the step can't be run here ({first_line(e)})")
@@ -214,7 +190,7 @@ class Confirmation:
     def _differences(self, levers: Levers) -> Differences:
         """Return the modules that differ when they run again, found without data."""
         with probing() as found, contextlib.suppress(MemfitError):
-            self._failures.captures.of_one_step(levers)
+            self._captures.of_one_step(levers)
         return found
 
     def _without_differing(self, found: Differences, levers: Levers) -> Excluded:
@@ -258,16 +234,12 @@ class Confirmation:
             return {}
         with contextlib.suppress(MemfitError):
             regions = tuple(Region((fqn,)) for fqn in alike)
-            trace = self._failures.captures.of_one_step(replace(self._plain, regions=regions))
+            trace = self._captures.of_one_step(replace(self._plain, regions=regions))
             return {of: e for of, e in self._growing(trace).items() if of[0] in alike}
         return {}
 
     def _without_failing(self, levers: Levers, error: Exception, attempt: Callable[[Levers], object]) -> Excluded:
-        """Leave out those regions without which a step works, or its other levers.
-
-        Raises:
-            Exception: The error, where the step as the user wrote it fails too.
-        """
+        """Leave out those regions without which a step works, or its other levers; raise where the plain one fails."""
         bare = replace(levers, regions=())
         if fails(attempt, bare):
             if bare == self._plain:

@@ -80,17 +80,7 @@ RegionSet = tuple[Region, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class FleetRequest:
-    """The options of `memfit.fleet`, made definite and checked.
-
-    Attributes:
-        devices: Cards.
-        steps: Optimizer updates of the whole training.
-        world_sizes: Numbers of ranks.
-        modes: Ways in which ranks may share the step.
-        precisions: Precisions to search; None for the one that suits each card and `numerics`.
-        prices: The user's prices, by card.
-        each: Whether to solve for numbers of ranks that can't be faster than fewer.
-    """
+    """The options of `memfit.fleet`, made definite and checked."""
 
     devices: Sequence[Device]
     budget: Budget
@@ -98,9 +88,9 @@ class FleetRequest:
     world_sizes: Sequence[int]
     modes: Sequence[Mode]
     numerics: Numerics
-    precisions: Sequence[Precision] | None
-    prices: Mapping[str, Price]
-    each: bool
+    precisions: Sequence[Precision] | None  # None for the one that suits each card and the numerics
+    prices: Mapping[str, Price]  # by card
+    each: bool  # also numbers of ranks that can't be faster than fewer
 
     def precisions_for(self, device: Device) -> tuple[Precision, ...]:
         """Return the precisions to search on a card: the mixed one it is made for, where the numerics allow it."""
@@ -129,12 +119,7 @@ class FleetSearch(NamedTuple):
 
 
 def search(workload: Workload, options: FleetRequest, progress: Progress) -> FleetSearch:
-    """Return the fastest plan found for each card and number of ranks.
-
-    Raises:
-        CaptureError: The step can't be captured.
-        UsageError: A precision is not one of a card's.
-    """
+    """Return the fastest plan found for each card and number of ranks."""
     return _Search(workload, options, progress).result()
 
 
@@ -188,8 +173,7 @@ class _Search:
 class _Group:
     """The first card that waits and all that run its program, and the search for them.
 
-    Args:
-        menus: What is recomputed, from nothing to the lowest peak, by precision; the first group solves it.
+    The first group solves `menus`: what is recomputed, from nothing to the lowest peak, by precision.
     """
 
     def __init__(self, search: _Search, waiting: Sequence[Device], menus: dict[Precision, list[RegionSet]]) -> None:
@@ -212,25 +196,16 @@ class _Group:
         for precision, trace in traces.items():
             calls = Regions(trace).calls  # another program may lack some of the modules
             self.menus[precision] = [x for x in menus[precision] if all(r.modules[0] in calls for r in x)]
-        self.couples = self._couples(plain)
+        found = coupling(plain, search.workload)
+        self.couples = found is not None
+        if found is not None and self.options.numerics != "changed":
+            if search.world_sizes[0] > 1:
+                raise UsageError(f"world_sizes= has no 1, and several ranks are not allowed: {found}")
+            search.notes.append(f"one rank and one microbatch only: {found}")
         self.is_whole = self.couples and self.options.numerics != "changed"  # the batch is cut by nothing
         self._alone: dict[tuple[object, ...], tuple[float, float]] = {}
         self._steps: dict[tuple[object, ...], _RankStep] = {}
         self._programs: dict[tuple[object, ...], list[_Program]] = defaultdict(list)
-
-    def _couples(self, trace: Trace) -> bool:
-        """Tell whether samples are coupled; note what that leaves out where the numerics don't allow another training.
-
-        Raises:
-            UsageError: It leaves out every number of ranks.
-        """
-        found = coupling(trace, self.search.workload)
-        if found is None or self.options.numerics == "changed":
-            return found is not None
-        if self.search.world_sizes[0] > 1:
-            raise UsageError(f"world_sizes= has no 1, and several ranks are not allowed: {found}")
-        self.search.notes.append(f"one rank and one microbatch only: {found}")
-        return True
 
     def run(self) -> None:
         search, options = self.search, self.options
@@ -244,7 +219,13 @@ class _Group:
                 search.done += 1
                 search.progress("search", search.done, len(options.devices) * len(search.world_sizes))
                 key = device.name, self.samples(ranks)
-                if not options.each and self._is_beaten(ranks, device, fastest[device.name], free.get(key, False)):
+                # Do fewer cards as well? As many samples a rank have room: more cards would share the update only, and
+                # send more. Whole nodes are looked at all the same, since they may keep copies of what is sharded. Or
+                # no step can be faster.
+                if not options.each and free.get(key, False) and ranks % device.cards_per_node:
+                    continue
+                bound = 0.0 if options.each else min(self.bound_seconds(x, ranks, device) for x in self.sizes(ranks))
+                if not options.each and not is_faster(bound, fastest[device.name]):
                     continue
                 found = _OneCard(self, device, ranks).fastest()
                 if isinstance(found, Misfit):
@@ -256,16 +237,6 @@ class _Group:
                 search.rows.append(found)
             self._steps.clear()  # no other number of ranks has them
         search.misfits += [least[name] for name, seconds in fastest.items() if seconds == math.inf and name in least]
-
-    def _is_beaten(self, ranks: int, device: Device, fastest: float, is_free: bool) -> bool:
-        """Tell whether fewer cards do as well: no step can be faster, or as many samples a rank have room.
-
-        More cards would then share the update only, and send more. Whole nodes are looked at all the same, since they
-        may keep copies of what is sharded.
-        """
-        if is_free and ranks % device.cards_per_node:
-            return True
-        return not is_faster(min(self.bound_seconds(levers, ranks, device) for levers in self.sizes(ranks)), fastest)
 
     def samples(self, ranks: int) -> int:
         """Return the samples of the rank with the most."""
@@ -345,10 +316,14 @@ class _OneCard:
             if best is not None and not is_faster(bound, best.step_seconds):
                 break  # as is every later one
             shardings = group.shardings(levers, self.ranks, self.device)
-            if self._has_room(levers, shardings):
-                for shared in shardings:
-                    if not self._gathers_for_nothing(shared):
-                        best = self._faster(shared, best)
+            for shared in shardings if self._has_room(levers, shardings) else ():
+                sharding = shared.sharding
+                if sharding is not None and sharding.mode == "zero3" and "zero2" in group.options.modes:
+                    # Parameters would be gathered twice; keeping them gathered is as fast, where that has room.
+                    kept = replace(shared, sharding=replace(sharding, mode="zero2", kept=()))
+                    if self._plain_fits.get(kept, False):
+                        continue
+                best = self._faster(shared, best)
         if best is not None:
             return best
         held = [step.held_bytes(point, self.device) for step, point in self._tried]
@@ -364,13 +339,6 @@ class _OneCard:
             step = self.group.step(max(shardings, key=_share), self.samples)
             self._lowest[levers] = self._live_upper(step, len(step.menu) - 1)
         return self._lowest[levers] <= self.budget_bytes
-
-    def _gathers_for_nothing(self, levers: Levers) -> bool:
-        """Tell whether parameters would be gathered twice though keeping them gathered has room: that is as fast."""
-        sharding = levers.sharding
-        if sharding is None or sharding.mode != "zero3" or "zero2" not in self.group.options.modes:
-            return False
-        return self._plain_fits.get(replace(levers, sharding=replace(sharding, mode="zero2", kept=())), False)
 
     def _faster(self, levers: Levers, best: FleetRow | None) -> FleetRow | None:
         """Return the fastest point of some levers that fits where it beats the best so far, which stays otherwise."""
@@ -458,12 +426,8 @@ class ScaledTrace:
         """Return the step of a rank with some samples, in microbatches of a size."""
         if size >= samples:
             return self._sized(self._of_one, samples, self.most, lambda size: self._part(size)(self._levers(size)))
-        trace = self._sized(
-            self._of_two,
-            size,
-            min(self.most, samples_of(self.workload)) // 2,
-            lambda size: self._captures(self._levers(size)),
-        )
+        half = min(self.most, samples_of(self.workload)) // 2
+        trace = self._sized(self._of_two, size, half, lambda size: self._captures(self._levers(size)))
         if trace.microbatches == 2:
             return of_samples(trace, samples)
         return self._part(samples)(self._levers(size))  # microbatches differ: all of them are captured
@@ -494,9 +458,7 @@ class _Program:
     """One program, of which only bytes and costs differ by samples, ranks and cards, with what was found of it.
 
     What a step holds is known by the bytes of its storages and workspaces: other samples and ranks may have the same.
-
-    Args:
-        menu: What is recomputed, from nothing to the lowest peak.
+    Its menu is what is recomputed, from nothing to the lowest peak.
     """
 
     def __init__(self, trace: Trace, menu: list[RegionSet]) -> None:
@@ -508,10 +470,8 @@ class _Program:
 
 
 class _OnCard(NamedTuple):
-    """The costs of a step on a card, and a digest of its workspaces."""
-
     costs: CostTable
-    workspaces: bytes
+    workspaces: bytes  # a digest of them
 
 
 class _RankStep:

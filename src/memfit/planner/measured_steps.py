@@ -57,10 +57,8 @@ _ROOM = 1.1  # the free memory that is asked for, as a multiple of the largest p
 
 
 class Clocks(NamedTuple):
-    """The wall clock, and the clock of the time that this thread computed."""
-
     wall: Callable[[], float]
-    own: Callable[[], float]
+    own: Callable[[], float]  # of the time that this thread computed
 
 
 STAGE, CODE_STAGE = "measure plans", "make code"
@@ -72,8 +70,6 @@ class Turn:
     """The times of a turn's steps.
 
     Attributes:
-        first_seconds: Of the step that begins the turn.
-        seconds: Of each step after it.
         slowdown: What a large operator took just before and after, as a multiple of what it took when it was timed.
         attended_share: The share of a step in which its thread computed, by the medians of those after the first; 1 on
             accelerators.
@@ -87,19 +83,12 @@ class Turn:
 
 @dataclass
 class Timed:
-    """The times of steps under several plans.
+    """The times of steps under several plans."""
 
-    Attributes:
-        turns: Of each plan, one for each round.
-        errors: The error that a plan's steps ended with, in a line, by plan.
-        wall_seconds: All steps together.
-        own_seconds: What the thread that ran them computed meanwhile.
-    """
-
-    turns: list[list[Turn]]
-    errors: dict[int, str] = field(default_factory=dict)
-    wall_seconds: float = 0.0
-    own_seconds: float = 0.0
+    turns: list[list[Turn]]  # of each plan, one for each round
+    errors: dict[int, str] = field(default_factory=dict)  # that a plan's steps ended with, in a line
+    wall_seconds: float = 0.0  # of all steps together
+    own_seconds: float = 0.0  # what the thread that ran them computed meanwhile
 
     @property
     def are_first_steps(self) -> bool:
@@ -158,8 +147,7 @@ class Timed:
             found.append(Paced(statistics.median(seconds or [0.0]), turn.slowdown, share))
         return found
 
-    def _run(self) -> list[int]:
-        """Return the plans that were run and did not fail."""
+    def _run(self) -> list[int]:  # the plans that were run and did not fail
         return [index for index, turns in enumerate(self.turns) if turns and index not in self.errors]
 
     def _compared(self, index: int) -> list[list[float]]:
@@ -186,8 +174,7 @@ Run = Callable[[int, float], float]
 def why_not_here(workload: Workload, device: Device, ranks: int) -> str:
     """Return why steps under a plan can't be run and timed here; "" where they can.
 
-    Args:
-        ranks: The number of ranks that share the step, or of processes that each make a plan.
+    `ranks` share the step, or are processes that each make a plan.
     """
     if not device.is_here:
         return f"{device.name} is not on this machine"
@@ -266,7 +253,7 @@ def timed_in_turns(
     *,
     limit_seconds: float,
     rounds: int = ROUNDS,
-    clocks: Clocks | None = None,
+    clocks: Clocks = CLOCKS,
     progress: Progress = silent,
 ) -> Timed:
     """Run steps under several plans on copies of a workload, in turns, and return what they took.
@@ -277,15 +264,12 @@ def timed_in_turns(
     Args:
         plans: The levers of each plan, and its predicted seconds.
         limit_seconds: Steps run no longer, but for making code.
-        rounds: How many, at most.
-        clocks: What is read before and after each step; None for this machine's clocks.
         progress: Told how many turns are done, of how many at most, and before and after code is made for how many
             plans it is, of how many.
 
     Raises:
         WorkloadError: The loss function uses the original model.
     """
-    clocks = clocks or CLOCKS
     with nothing_changes(workload), contextlib.ExitStack() as kept:
         on_code = functools.partial(progress, CODE_STAGE)
         turns = _Turns(workload, plans, torch.device(device.name), clocks, kept, on_code)
@@ -302,12 +286,7 @@ def timed_in_turns(
 
 
 class _Turns:
-    """Runs the turns of some plans, and keeps the times of their steps.
-
-    Args:
-        kept: Ends the copies that have code of their own.
-        on_code: Told before and after code is made, as `timed_in_turns` says it.
-    """
+    """Runs the turns of some plans, and keeps the times of their steps; `kept` ends copies with code of their own."""
 
     def __init__(
         self,
@@ -329,7 +308,9 @@ class _Turns:
         errors, apart_seconds = self.found.errors, 0.0
         if index in errors or 0 in errors:
             return apart_seconds
-        slowdown = self._slowdown()
+        slowdown = 1.0 if self._pace is None else self._pace.read()
+        if self._latest is not None:  # after it the machine was as slow
+            self._latest.slowdown = max(self._latest.slowdown, slowdown)
         try:
             with rng_preserved():  # so that all plans draw the same numbers
                 apart_seconds = self._run(index, seconds, slowdown)
@@ -339,13 +320,6 @@ class _Turns:
         hardware.accelerators.release_cache()
         return apart_seconds
 
-    def _slowdown(self) -> float:
-        """Return how slow the machine is now, which is as slow as it was after the latest turn."""
-        slowdown = 1.0 if self._pace is None else self._pace.read()
-        if self._latest is not None:
-            self._latest.slowdown = max(self._latest.slowdown, slowdown)
-        return slowdown
-
     def _run(self, index: int, seconds: float, slowdown: float) -> float:
         levers, predicted_seconds = self._plans[index]
         with contextlib.ExitStack() as ends:
@@ -354,11 +328,12 @@ class _Turns:
             if step is None:
                 step = ends.enter_context(applied_to_copy(levers, self._workload, self._place))
                 if compiles(levers):
-                    self._tell_of_code()
+                    total = sum(compiles(levers) for levers, _ in self._plans)
+                    self._on_code(len(self._compiled), total)
                     step(step.workload.batch)
                     self._compiled[index] = step
                     self._kept.push(ends.pop_all())
-                    self._tell_of_code()
+                    self._on_code(len(self._compiled), total)
             makes_until = self._clocks.wall()
             turn = self._latest = Turn(self._step(step), slowdown=slowdown)
             self.found.turns[index].append(turn)
@@ -372,9 +347,6 @@ class _Turns:
             if self._pace is not None and turn.seconds and (middle := statistics.median(turn.seconds)) > 0:
                 turn.attended_share = statistics.median(own_seconds) / middle
         return makes_until - began
-
-    def _tell_of_code(self) -> None:
-        self._on_code(len(self._compiled), sum(compiles(levers) for levers, _ in self._plans))
 
     def _step(self, step: Step) -> float:
         wall, own = self._clocks.wall(), self._clocks.own()
@@ -400,18 +372,11 @@ def notes_of(found: Timed, device: Device) -> list[str]:
 
 
 class ChosenPlan(NamedTuple):
-    """The plan that is taken.
-
-    Attributes:
-        confirmed: The plan.
-        proof: Whether what it recomputes was held against the user's step.
-        measured: The plans that were run, the fastest first.
-        notes: What is to be said of them.
-    """
+    """The plan that is taken."""
 
     confirmed: Confirmed
     proof: Proof
-    measured: tuple[MeasuredStep, ...] = ()
+    measured: tuple[MeasuredStep, ...] = ()  # the plans that were run, the fastest first
     notes: tuple[str, ...] = ()
 
 
@@ -427,12 +392,8 @@ def measured_choice(
 ) -> ChosenPlan:
     """Return the fastest of the plans that are near the one predicted to be fastest, as they run here.
 
-    Args:
-        predicted: The plan predicted to be fastest.
-        near: Returns that plan and those that are near it.
-        prove: Holds what another plan recomputes against the user's step, before it is taken.
-        measure: "auto" runs steps where there are several plans and enough time to compare them; True for longer, and
-            also where one plan can be timed alone.
+    "auto" runs steps where there are several plans and enough time to compare them; True for longer, and also where one
+    plan can be timed alone. What another plan recomputes is held against the user's step before it is taken.
     """
     step_seconds = predicted.confirmed.prediction.step_seconds
     predicted_to_take = f"a step is predicted to take {format_seconds(step_seconds)}"
@@ -479,7 +440,6 @@ def _taken(
     notes: Sequence[str],
     prove: Callable[[Confirmed], Proof],
 ) -> ChosenPlan:
-    """Return the fastest plan, as measured and as predicted, whose recomputation was not found to differ."""
     left = timed.step_seconds
     steps = [
         MeasuredStep(
@@ -493,13 +453,12 @@ def _taken(
     ]
     measured = tuple(sorted(steps, key=lambda step: step.measured_seconds))
     while True:
-        indices = list(left)
         found = [
             MeasuredPlan(left[i], plan.prediction.step_seconds, plan.point.numerics, len(plan.point.uses))
             for i, plan in enumerate(plans)
             if i in left
         ]
-        index = indices[fastest_measured(weighed(found, timed.ratio_error))]
+        index = list(left)[fastest_measured(weighed(found, timed.ratio_error))]
         if index == 0:
             return predicted._replace(measured=measured, notes=tuple(notes))
         try:

@@ -83,13 +83,16 @@ def predict(
             if reserved > device.usable_bytes:  # how often a full device has its cache given back, where that is enough
                 full = replay(events, device.allocator, device.usable_bytes, total_bytes=device.memory_bytes)
                 retries = None if full.num_ooms else full.num_alloc_retries
+    phase_seconds = dict.fromkeys(("forward", "backward", "recompute", "optimizer"), 0.0)
+    for phase, seconds, times in zip(timeline.phases, timeline.seconds, repeats(trace).tolist(), strict=True):
+        phase_seconds[phase] += seconds * times
     prediction = Prediction(
         peak_bytes=allocated,
         peak_reserved_bytes=reserved,
         peak_upper_bytes=_upper_bytes(reserved or allocated, trace, costs),
         step_seconds=timeline.step_seconds,
         after_step_bytes=after_step_bytes(trace, costs),
-        phase_seconds=_phase_seconds(trace, timeline),
+        phase_seconds={phase: seconds for phase, seconds in phase_seconds.items() if seconds},
         by_category=by_category,
         where=timeline.where(),
         largest=peak_parts(trace, timeline),
@@ -132,13 +135,6 @@ def after_step_bytes(trace: Trace, costs: CostTable) -> int:
     return left + costs.resident_workspace_bytes
 
 
-def _phase_seconds(trace: Trace, timeline: Timeline) -> dict[str, float]:
-    found: dict[str, float] = dict.fromkeys(("forward", "backward", "recompute", "optimizer"), 0.0)
-    for phase, seconds, times in zip(timeline.phases, timeline.seconds, repeats(trace).tolist(), strict=True):
-        found[phase] += seconds * times
-    return {phase: seconds for phase, seconds in found.items() if seconds}
-
-
 def _advice(trace: Trace, device: Device) -> list[str]:
     notes = []
     if trace.precision in ("bf16-mixed", "bf16-true") and not supports_bfloat16(device):
@@ -152,12 +148,7 @@ def _advice(trace: Trace, device: Device) -> list[str]:
 
 
 def check_precision(precision: str, argument: str, device: Device, workload: Workload) -> None:
-    """Check a precision that an argument holds.
-
-    Raises:
-        UsageError: There is none of that name, the device has no units for it, or the workload does not say what it
-            needs.
-    """
+    """Refuse a precision that is unknown, that the device has no units for, or whose needs the workload leaves open."""
     if precision not in PRECISIONS:
         raise UsageError(f"{argument}={precision!r} is unknown: use one of {', '.join(PRECISIONS)}")
     used = {precision} | circumstances(workload, device)

@@ -6,9 +6,9 @@ Each field says its option's help text. The command line reads this module witho
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from memfit.foundations import CommandOption
 from memfit.ir import Mode, Numerics, OptimizerLever, Precision, Price, Sharding
@@ -35,6 +35,12 @@ _DEVICE_HELP = "Device to predict for; see `memfit devices`. By default the mode
 _RANKS_HELP = "Number of ranks; each runs its part of the batch."
 _SHARDING_HELP = "How ranks share the step; auto searches all."
 _Searched = Literal["ddp", "zero2", "zero3", "auto"]
+_Options = TypeVar("_Options")
+
+
+def options_of(kind: type[_Options], arguments: Mapping[str, Any]) -> _Options:
+    """Return the options of a verb, of the arguments of its call, which go by the fields' names."""
+    return kind(**{field.name: arguments[field.name] for field in fields(kind)})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
