@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 import memfit
 from memfit import hardware
-from memfit.cli import plan_commands, run, training
+from memfit.cli import app, run, training
 from memfit.errors import BudgetError
 from memfit.foundations import read_budget
 from memfit.ir import Plan
@@ -37,7 +37,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(hardware.heap, "return_freed_memory", lambda: noted("returned"))
     monkeypatch.setattr(hardware.heap, "keep_freed_memory", lambda: noted("kept"))
     monkeypatch.setattr(hardware.heap, "is_set_by_user", lambda: False)
-    for module in (training, run, plan_commands):
+    for module in (training, run, app):
         monkeypatch.setattr(module, "free_bytes", lambda: 2 * GIB)
     return asked
 
@@ -106,9 +106,9 @@ def test_scripts_on_a_gpu(ways: list[str], monkeypatch: pytest.MonkeyPatch) -> N
 def test_planning_measures_steps_as_training_runs_them(
     budget: str, device: str | None, found: list[str], ways: list[str], monkeypatch: pytest.MonkeyPatch, plan: Plan
 ) -> None:
-    monkeypatch.setattr(plan_commands, "load_for", lambda *_: tiny())
+    monkeypatch.setattr(app, "load_for", lambda *_: tiny())
     monkeypatch.setattr(memfit.pipeline, "plan", lambda *args, **kwargs: plan)
-    plan_commands.plan("tests.workloads:tiny", PlanOptions(budget, device, world_size=1))
+    app.plan("tests.workloads:tiny", PlanOptions(budget, device, world_size=1))
     assert ways == found
 
 

@@ -15,7 +15,7 @@ import typer
 
 from memfit import hardware
 from memfit.cli import output
-from memfit.cli.output import stages
+from memfit.cli.output import stage
 from memfit.errors import UsageError
 from memfit.foundations import CommandOption, parse_hours, parts_of, read_budget
 from memfit.hardware import check_device, find_device, free_bytes, known_devices, read_prices
@@ -44,8 +44,8 @@ AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON document instead of tables.", callback=output.when_asked)
 ]
 PlanFile = Annotated[Path, typer.Option("--plan", help="Plan file, written by `memfit plan`.", show_default=False)]
+PageFile = Annotated[Path | None, typer.Option("--html", help="Write an HTML page with table and plot to this file.")]
 Overwrite = Annotated[bool, typer.Option(help=OVERWRITE_HELP)]
-
 
 _OF_RUN = ("--budget", "--plan", "--output", "--numerics", "--host-budget")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -261,8 +261,5 @@ def load(workload: str, *, is_fake: bool = False) -> Workload:
     def tell(line: str) -> None:
         print(f"memfit: {line}", file=sys.stderr, flush=True)
 
-    with stages() as progress:
-        progress("load", 0, 1)
-        loaded = pipeline.load_fake_workload(workload, tell) if is_fake else pipeline.load_workload(workload)
-        progress("load", 1, 1)
-    return loaded
+    with stage("load"):
+        return pipeline.load_fake_workload(workload, tell) if is_fake else pipeline.load_workload(workload)

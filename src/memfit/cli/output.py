@@ -52,16 +52,23 @@ def print_json(value: Any) -> None:
         print(json.dumps(plain, indent=2, allow_nan=False, default=str))
 
 
-def tell_written(path: Path | str, as_json: bool) -> None:
-    """Print the file that a command wrote, unless `is_quiet`."""
+def tell(text: str, *, to: Console | None = None) -> None:
+    """Print a text as it is."""
+    (to or out).print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def tell_written(path: Path | str, as_json: bool, name: str = "") -> None:
+    """Print the file that a command wrote, unless `is_quiet`; a name makes it the document."""
+    if as_json and name:
+        print_json({name: str(path)})
     if not (as_json or is_quiet):
-        out.print(f"Written to {path}", highlight=False, markup=False, soft_wrap=True)
+        tell(f"Written to {path}")
 
 
 def note(text: str) -> None:
     """Print a text on standard error that asks for nothing, unless `is_quiet`."""
     if not is_quiet:
-        err.print(text, highlight=False, markup=False, soft_wrap=True)
+        tell(text, to=err)
 
 
 def print_error(error: Exception, as_json: bool, is_whole: bool) -> None:
@@ -99,6 +106,15 @@ def stages(prefix: str = "") -> Iterator[StageReport]:
         return
     with _bars() if err.is_terminal else _lines(prefix) as report:
         yield report
+
+
+@contextlib.contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Show a stage whose progress is not known."""
+    with stages() as progress:
+        progress(name, 0, 1)
+        yield
+        progress(name, 1, 1)
 
 
 def seconds_left(seconds: float, first: int, done: int, total: int | None) -> float | None:
@@ -195,9 +211,7 @@ class _Line:
         self.printed = time.monotonic()
         count = "" if self.total == 1 else f"{self.done}/{'?' if self.total is None else self.total}"
         text = ", ".join(part for part in (count, *texts, self.note) if part)
-        err.print(
-            f"{self.prefix}{self.stage}{': ' if text else ''}{text}", highlight=False, markup=False, soft_wrap=True
-        )
+        tell(f"{self.prefix}{self.stage}{': ' if text else ''}{text}", to=err)
 
 
 @contextlib.contextmanager
