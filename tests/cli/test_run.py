@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.cli import run
+from memfit.cli import training
 from tests import warm
 
 
@@ -205,8 +205,8 @@ def test_on_a_gpu_the_budget_is_nine_tenths(
     arguments = [word for stray in strays for word in stray]
     monkeypatch.setattr("memfit.hardware.accelerators.current_kind", lambda: "cuda")
     monkeypatch.setattr("sys.argv", ["memfit", "run", str(script), *arguments])
-    call = run.ScriptCall(str(script), arguments, False, strays)
-    assert run._default_budget(call) == "90%"
+    call = training.ScriptCall(str(script), arguments, False, strays)
+    assert training._default_budget(call) == "90%"
     told = capfd.readouterr().err
     assert "the budget is 90% of the device" in told and (STANDS in told) == is_told
 

@@ -45,7 +45,7 @@ class HeldWrites:
         self.let_go()
         writing = trainer._writing
         assert writing is not None
-        while writing.is_going_on:
+        while writing.outcome == checkpoint.GOING_ON:
             time.sleep(0.001)
 
 

@@ -125,7 +125,7 @@ def run(
         parse_budget(host_budget, None, "host_budget")
     check_new("--output", options.path, overwrite)
     given = None if plan is None else read_plan(plan)
-    from memfit.cli.run import ScriptCall, run_script
+    from memfit.cli.training import ScriptCall, run_script
 
     run_script(ScriptCall(script, context.args, options.is_module, strays(context)), options, given)
 

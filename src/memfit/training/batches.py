@@ -72,11 +72,7 @@ class BatchStream:
         self.used = 0
 
     def next_batch(self, epochs: int | None) -> tuple[Any] | None:
-        """Return the next batch, in a tuple, or None when that many epochs are over.
-
-        Raises:
-            WorkloadError: An epoch has no batches, or batches loaded ahead draw from the global generators.
-        """
+        """Return the next batch, in a tuple, or None when that many epochs are over."""
         while epochs is None or self.epoch < epochs:
             self._own_before = self._own_state() if self._own_after is None else self._own_after[0]
             self._random_before = None
@@ -250,11 +246,9 @@ T = TypeVar("T")
 
 
 class Prefetcher(Generic[T]):
-    """A thread that calls a function repeatedly, a few items ahead of its consumer.
+    """A thread that calls `make` repeatedly, at most `depth` items ahead of its consumer.
 
-    Args:
-        make: Returns the next item. An exception ends the thread, and is raised where that item is taken.
-        depth: Most items made and not yet taken (> 0).
+    An exception ends the thread, and is raised where that item is taken.
     """
 
     def __init__(self, make: Callable[[], T], depth: int) -> None:

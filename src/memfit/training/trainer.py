@@ -41,7 +41,7 @@ from memfit.training.runs.folder import (
     TENSORBOARD,
     check_folder,
     clear_folder,
-    held_by_ranks,
+    held_folder,
     remove_leftovers,
 )
 from memfit.training.runs.log import (
@@ -61,7 +61,6 @@ PREEMPTED = 75
 """Exit status after SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later", on which a scheduler requeues."""
 _FINE, _LIMIT, _FAILED, _INTERRUPTED, _TERMINATED = range(5)
 _AT_THE_END = -1
-_WRITTEN, _GOING_ON, _CANNOT = range(3)  # the largest counts: all hear of a rank that could not, whoever still writes
 _log = logging.getLogger("memfit")
 
 _Doing = Literal[
@@ -138,7 +137,7 @@ class Trainer:
             WorkloadError: The workload's batches or its `evaluate` break their contract.
         """
         overwrite, resume = self.options.overwrite, self.options.resume
-        with held_by_ranks(self._ranks, self.out, overwrite=overwrite, resume=resume):
+        with held_folder(self.out, overwrite=overwrite, resume=resume, ranks=self._ranks):
             self._history, happened = self._resumed() if resume else (self._begun(), [])
             self._retries_before = allocation_retries(self.step) or 0
             metrics, events = self.out / METRICS, self.out / TENSORBOARD if self.options.tensorboard else None
@@ -191,7 +190,8 @@ class Trainer:
 
         def tidy() -> list[Path]:
             remove_leftovers(self.out)
-            aside = checkpoint.set_aside_after(self.out, loaded.step_count)
+            damaged = [p for p in checkpoint.newest_first(self.out) if (checkpoint.step_of(p) or 0) > loaded.step_count]
+            aside = [checkpoint.set_aside(path) for path in damaged]
             ir.codec.write_atomic(self.out / PLAN, ir.codec.encode(self.plan))
             return aside
 
@@ -510,11 +510,9 @@ def _meet(
         Why this rank must stop, None where it goes on; and whether no rank still writes its files of a checkpoint, or
         one of them could not.
     """
-    written: float = _WRITTEN
-    if writing is not None and (writing.is_going_on or writing.has_failed):
-        written = _GOING_ON if writing.is_going_on else _CANNOT
+    written: float = checkpoint.WRITTEN if writing is None else writing.outcome
     if ranks.size == 1:
-        return error, written != _GOING_ON
+        return error, written != checkpoint.GOING_ON
     kinds = (SystemExit, _TERMINATED), (KeyboardInterrupt, _INTERRUPTED), (MemoryLimitError, _LIMIT)
     code = next((code for kind, code in kinds if isinstance(error, kind)), _FINE if error is None else _FAILED)
     count = _AT_THE_END if samples is None else samples
@@ -529,7 +527,7 @@ def _meet(
             f"Workload.batches gave {told[0]} on one rank and {told[1]} on another: every rank must give the"
             " same global batches; memfit takes the rank's part. Shuffle with the same seed on every rank"
         )
-    return stop, written != _GOING_ON
+    return stop, written != checkpoint.GOING_ON
 
 
 def _like_others(code: int, rank: int) -> BaseException:

@@ -362,7 +362,7 @@ def test_what_is_discarded_leaves_nothing(trained: Step, cases: SimpleNamespace,
         writing = checkpoint.Writing(tmp_path, trained, cases.plan(trained.workload), position, buffers=buffers)
         assert [path.name.endswith(".new.tmp") for path in tmp_path.iterdir()] == [True]
         writing.discard()
-        assert list(tmp_path.iterdir()) == [] and not writing.is_going_on and not writing.has_failed
+        assert list(tmp_path.iterdir()) == [] and writing.outcome == checkpoint.WRITTEN
 
 
 def test_copies_that_find_no_memory_leave_nothing(

@@ -204,7 +204,7 @@ def showing_life(path: Path) -> Iterator[None]:
     """Show the signs of life that a run shows, as another host does."""
     over = threading.Event()
     descriptor = os.open(path, os.O_RDWR)
-    thread = threading.Thread(target=lock._beat, args=(path, descriptor, over))
+    thread = threading.Thread(target=lock._beat, args=(descriptor, over))
     thread.start()
     try:
         yield

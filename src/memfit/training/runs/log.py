@@ -75,15 +75,13 @@ class RunLog:
     Args:
         tensorboard: Folder for TensorBoard's files, or None to write none.
         step_count: Number of steps done before; TensorBoard hides earlier records of later steps.
-
-    Raises:
-        OutputError: The file can't be written.
-        MissingExtraError: TensorBoard is not installed.
     """
 
     def __init__(self, metrics: Path, tensorboard: Path | None, step_count: int) -> None:
         self._path = metrics
-        self._writer = None if tensorboard is None else _summary_writer()(str(tensorboard), purge_step=step_count + 1)
+        self._writer = (
+            None if tensorboard is None else require_tensorboard()(str(tensorboard), purge_step=step_count + 1)
+        )
         with self._as_output_error():
             self._file = metrics.open("a", encoding="utf-8")
 
@@ -145,12 +143,8 @@ def read_lines(metrics: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def require_tensorboard() -> None:
-    """Raise MissingExtraError unless TensorBoard is installed."""
-    _summary_writer()
-
-
-def _summary_writer() -> Any:
+def require_tensorboard() -> Any:
+    """Return TensorBoard's writer; raise MissingExtraError unless it is installed."""
     with brought_by("tensorboard", "tensorboard logging"):
         from torch.utils.tensorboard import SummaryWriter
     return SummaryWriter
@@ -187,11 +181,7 @@ def finite(value: Any) -> Any:
 
 
 class History:
-    """Collects the lines of a log into a record.
-
-    Args:
-        started: Start of the run, in ISO 8601; None for now.
-    """
+    """Collects the lines of a log into a record; `started` is in ISO 8601, None for now."""
 
     def __init__(self, workload: Workload, started: str | None = None) -> None:
         self.started = started or datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -259,11 +249,7 @@ class History:
 def resumed_history(
     workload: Workload, run: Path, metrics: Path, step_count: int, *, is_writing: bool = True
 ) -> History:
-    """Return the history of a run up to a step, and truncate its log there where `is_writing`.
-
-    Raises:
-        OutputError: The log can't be read or written.
-    """
+    """Return the history of a run up to a step, and truncate its log there where `is_writing`."""
     started = None
     with contextlib.suppress(UsageError):
         started = ir.codec.read(run, RunRecord, error=UsageError).started
