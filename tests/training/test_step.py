@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch import nn
 from memfit.errors import NonFiniteError, UsageError, WorkloadError
 from memfit.training import LossScaler, Step, StepOptions
 from memfit.workload import LossScaling, Workload
+from tests.training.conftest import training_state
 
 WIDTH = 3
 Gradients = dict[str, torch.Tensor]
@@ -338,11 +338,11 @@ def boosted(boost: float) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("microbatch_size", [None, 3])
-def test_an_overflow_skips_the_update_and_halves_the_scale(microbatch_size: int | None, cases: SimpleNamespace) -> None:
+def test_an_overflow_skips_the_update_and_halves_the_scale(microbatch_size: int | None) -> None:
     step = overflowing_step(microbatch_size=microbatch_size)
     step(boosted(1.0))
     assert step.workload.scheduler is not None and step.scaler is not None
-    before = cases.training_state(step)
+    before = training_state(step)
     result = step(boosted(3e38))
     assert result.skipped and math.isnan(result.grad_norm) and result.loss_scale == 65536.0
     assert step.scaler.scale == 32768.0
@@ -350,9 +350,9 @@ def test_an_overflow_skips_the_update_and_halves_the_scale(microbatch_size: int 
     assert step.steps == 1
     assert step.scaler.skips == result.skips == 1
     step.scaler.load_state_dict({"scale": 65536.0, "steps_since_change": 1, "skips": 0, "skips_in_a_row": 0})
-    assert cases.training_state(step) == before
+    assert training_state(step) == before
     assert not step(boosted(1.0)).skipped
-    assert cases.training_state(step) != before
+    assert training_state(step) != before
 
 
 def test_a_scale_that_does_not_overflow_changes_nothing() -> None:
@@ -379,7 +379,7 @@ def test_overflows_without_end_are_an_error_that_names_a_parameter() -> None:
 
 @pytest.mark.parametrize("microbatch_size", [None, 3])
 @pytest.mark.parametrize("where", ["loss", "gradient"])
-def test_what_is_not_finite_updates_nothing(where: str, microbatch_size: int | None, cases: SimpleNamespace) -> None:
+def test_what_is_not_finite_updates_nothing(where: str, microbatch_size: int | None) -> None:
     def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
         loss = mean_loss(model, batch)
         return loss * math.nan if where == "loss" else loss + 0 * (model(batch["x"]) * 0).abs().sqrt().sum()
@@ -387,13 +387,13 @@ def test_what_is_not_finite_updates_nothing(where: str, microbatch_size: int | N
     workload = workload_of(mean_loss, max_grad_norm=1.0)
     step = Step(workload, StepOptions(microbatch_size=microbatch_size))
     step(batch_of(4))
-    before = cases.training_state(step)
+    before = training_state(step)
     object.__setattr__(workload, "loss_fn", loss_fn)
     with pytest.raises(NonFiniteError, match="nothing was updated") as caught:
         step(batch_of(4))
     assert caught.value.step == 1 and math.isnan(caught.value.value)
     assert where == "loss" or "first in 0.weight" in str(caught.value)
-    assert cases.training_state(step) == before
+    assert training_state(step) == before
     assert all(p.grad is None for p in workload.model.parameters())
 
 

@@ -228,11 +228,7 @@ def plan(
 
 
 def _planned_in_jittor(name: str, options: PlanOptions) -> Plan:
-    """Return the plan for a workload in Jittor.
-
-    Raises:
-        UsageError: `device` is not the one that Jittor uses.
-    """
+    """Return the plan for a workload in Jittor."""
     if options.device not in (None, "cpu"):
         raise UsageError(
             f"--device {options.device} can't be given with --framework jittor, since Jittor uses its own device:"

@@ -124,11 +124,7 @@ class BatchStream:
         }
 
     def seek(self, position: dict[str, Any]) -> None:
-        """Move to a position. The global generators stay as they are: set them afterwards.
-
-        Raises:
-            CheckpointError: The position was saved with other batches.
-        """
+        """Move to a position. The global generators stay as they are: set them afterwards."""
         if (position["own"] is not None) != self._is_stateful():
             has, had = ("has", "had none") if self._is_stateful() else ("has no", "had one")
             raise CheckpointError(

@@ -92,11 +92,7 @@ def _needs_closure(optimizer: Any) -> bool:
 
 
 def checked_loss(value: Any) -> tuple[torch.Tensor, torch.Tensor | float | None]:
-    """Return a loss and its count.
-
-    Raises:
-        WorkloadError: The value is neither a scalar with a gradient nor a pair of such a scalar and a count.
-    """
+    """Return a loss and its count."""
     is_pair = isinstance(value, tuple) and len(value) == 2
     loss, count = value if is_pair else (value, None)
     is_count = isinstance(count, int | float)

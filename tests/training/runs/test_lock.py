@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -25,6 +24,7 @@ from memfit.training import RunOptions, Step, Trainer, held_folder
 from memfit.training.runs import folder as lock
 from memfit.training.runs.folder import LOCK, LockHolder, holder_of, locked
 from tests.processes import on_two_spawned_ranks
+from tests.training.conftest import make_plan, make_workload
 
 _HOLDS = """
 import multiprocessing, os, pathlib, signal, sys, time
@@ -265,35 +265,33 @@ def test_ranks_of_one_run_share_a_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / LOCK).exists()
 
 
-def _trained(cases: SimpleNamespace, out: Path, on_step: Callable[[Any], None] | None = None, **options: Any) -> None:
-    workload = cases.workload()
-    Trainer(Step(workload), cases.plan(workload), RunOptions(out=out, steps=3, on_step=on_step, **options)).fit()
+def _trained(out: Path, on_step: Callable[[Any], None] | None = None, **options: Any) -> None:
+    workload = make_workload()
+    Trainer(Step(workload), make_plan(workload), RunOptions(out=out, steps=3, on_step=on_step, **options)).fit()
 
 
 @pytest.mark.parametrize("options", [{"overwrite": True}, {"resume": True}])
-def test_a_live_run_is_neither_replaced_nor_gone_on_with(
-    options: dict[str, bool], cases: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_a_live_run_is_neither_replaced_nor_gone_on_with(options: dict[str, bool], tmp_path: Path) -> None:
     out = tmp_path / "run"
-    _trained(cases, out)
+    _trained(out)
     before = sorted(path.name for path in out.iterdir())
     with another_process(out) as process:
         assert said(process) == "held"
         with pytest.raises(OutputError, match=f"process {process.pid}"):
-            _trained(cases, out, **options)
+            _trained(out, **options)
         assert sorted(path.name for path in out.iterdir()) == sorted([*before, LOCK])
         assert json.loads((out / "run.json").read_bytes())["status"] == "finished"
-    _trained(cases, out, **options)
+    _trained(out, **options)
     assert sorted(path.name for path in out.iterdir()) == before
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit(75), ValueError])
-def test_a_run_that_fails_lets_its_folder_go(error: Any, cases: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_run_that_fails_lets_its_folder_go(error: Any, tmp_path: Path) -> None:
     def fail(progress: Any) -> None:
         assert (tmp_path / LOCK).exists()
         raise error
 
     with pytest.raises((KeyboardInterrupt, SystemExit, ValueError)):
-        _trained(cases, tmp_path, fail)
+        _trained(tmp_path, fail)
     assert not (tmp_path / LOCK).exists()
     assert is_free(tmp_path)

@@ -185,11 +185,7 @@ class Writing:
         return CANNOT if self._written.done() else GOING_ON
 
     def finish(self) -> Path:
-        """Wait until all ranks have written their files, and give the checkpoint its place; all ranks call it.
-
-        Raises:
-            OutputError: The checkpoint can't be written, on some rank; earlier ones are unchanged.
-        """
+        """Wait until all ranks have written their files, and give the checkpoint its place; all ranks call it."""
         try:
             written = each(self._ranks, self._write if self._written is None else self._written.result)
             once(self._ranks, lambda: self._publish({name: e for part in written for name, e in part.items()}))
@@ -326,9 +322,6 @@ def read_newest(
 
     Returns:
         The checkpoint, and the errors of the damaged ones after it, newest first.
-
-    Raises:
-        CheckpointError: No checkpoint can be resumed from.
     """
     ranks = step.options.ranks
 
@@ -452,11 +445,7 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint to `damaged-checkpoint-<step>`, with a number appended where that exists.
-
-    Raises:
-        OutputError: The checkpoint can't be renamed.
-    """
+    """Rename a damaged checkpoint to `damaged-checkpoint-<step>`, with a number appended where that exists."""
     numbers = itertools.chain([""], (f".{n}" for n in itertools.count(2)))
     place = next(p for n in numbers if not (p := path.with_name(f"damaged-{path.name}{n}")).exists())
     try:

@@ -110,11 +110,7 @@ def check_folder(out: Path, *, overwrite: bool, resume: bool) -> None:
 
 
 def clear_folder(out: Path) -> None:
-    """Remove the run in a folder. Files that memfit did not write stay.
-
-    Raises:
-        OutputError: A file can't be removed.
-    """
+    """Remove the run in a folder. Files that memfit did not write stay."""
     try:
         for path in [*checkpoint.newest_first(out), *checkpoint.all_set_aside(out)]:
             if checkpoint.is_ours(path):
@@ -211,9 +207,6 @@ def locked(folder: Path) -> Iterator[None]:
 
     The thread that holds it may enter it again. Ranks of one process group may share it. A folder that was created here
     and is empty at the end is removed again.
-
-    Raises:
-        OutputError: Another process or thread holds the lock, or the folder can't be written.
     """
     folder = folder.resolve()
     with _guard:

@@ -111,11 +111,7 @@ class RunLog:
                 self._writer.add_scalar(tag, value, line["step"])
 
     def sync(self) -> None:
-        """Flush the written lines to disk, so that they survive a crash of the machine.
-
-        Raises:
-            OutputError: The file could not be written.
-        """
+        """Flush the written lines to disk, so that they survive a crash of the machine."""
         with self._as_output_error():
             os.fsync(self._file.fileno())
         if self._writer is not None:

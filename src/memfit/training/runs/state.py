@@ -75,11 +75,7 @@ class TrainingState:
 
 
 def collect(step: Step, position: dict[str, Any]) -> TrainingState:
-    """Return the state of a training between two steps. Its tensors are not copies.
-
-    Raises:
-        CheckpointError: A part of it is neither JSON nor a tensor.
-    """
+    """Return the state of a training between two steps. Its tensors are not copies."""
     model, aliases, extras = _model_state(step.workload.model)
     optimizer_tensors: Tensors = {}
     training_tensors: Tensors = {}
@@ -105,9 +101,6 @@ def prepare_restore(step: Step, state: TrainingState, *, converts: bool = False)
     Args:
         converts: Whether the state has another precision: bf16 weights are then widened, or weights rounded to bf16; a
             loss scaler without a state begins anew, and a state without a loss scaler is dropped.
-
-    Raises:
-        CheckpointError: The state has another model, optimizer, scheduler or loss scaler.
     """
     workload, scaler = step.workload, step.scaler
     saved_training = {k: unpack(v, state.training_tensors.__getitem__) for k, v in state.training.items() if k != "rng"}
@@ -263,11 +256,7 @@ def _on_device_of(loaded: Any, saved: Any) -> Any:
 
 
 def pack(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
-    """Return a value as JSON values; its tensors go into `tensors`, contiguous, by their place, which is `where`.
-
-    Raises:
-        CheckpointError: The value holds an object of another kind, which only a pickle could keep.
-    """
+    """Return a value as JSON values; its tensors go into `tensors`, contiguous, by their place, which is `where`."""
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if isinstance(value, float):
@@ -293,11 +282,7 @@ def pack(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
 
 
 def unpack(node: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
-    """Return the value that `pack` packed, with new tensors.
-
-    Raises:
-        CheckpointError: The JSON was not made by `pack`, or names a missing tensor.
-    """
+    """Return the value that `pack` packed, with new tensors."""
     if node is None or isinstance(node, bool | int | float | str):
         return node
     if isinstance(node, list):
@@ -508,11 +493,7 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dic
 
 
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors of a safetensors file, on the CPU, and its metadata.
-
-    Raises:
-        CheckpointError: It is not a safetensors file.
-    """
+    """Return the tensors of a safetensors file, on the CPU, and its metadata."""
     try:
         with safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})
