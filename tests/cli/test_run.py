@@ -39,22 +39,6 @@ def test_a_script_ends_as_it_ends_itself(tmp_path: Path, code: str, status: int,
     assert "memfit/" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        (("--budget", "1GiB", "nowhere.py"), "nowhere.py"),
-        (("--budget", "plenty", "script.py"), "plenty"),
-        (("script.py",), "--budget"),
-        (("--budget", "1GiB", "--numerics", "reduced", "script.py"), "--numerics"),
-    ],
-)
-def test_bad_input_is_named_before_the_script_begins(tmp_path: Path, line: tuple[str, ...], words: str) -> None:
-    (tmp_path / "script.py").write_text("print('began')")
-    done = memfit(tmp_path, *line)
-    assert done.returncode == 2 and words in done.stderr.replace("\n", "")
-    assert "began" not in done.stdout and "Traceback" not in done.stderr
-
-
 SWALLOWING = """
 import sys
 import torch

@@ -24,7 +24,7 @@ from memfit.errors import (
     WorkloadError,
 )
 from memfit.ir import Plan, RunRecord
-from memfit.training import LossScaler, RunOptions, Step, StepOptions, Trainer
+from memfit.training import LossScaler, RunOptions, Step, StepOptions, Trainer, write_tensors
 from memfit.training import trainer as trainer_module
 from memfit.training.runs import checkpoint
 from memfit.training.runs.log import History
@@ -108,9 +108,11 @@ def noisy_evaluate(model: nn.Module) -> dict[str, float]:
 
 
 def test_a_run_is_recorded(run: Run) -> None:
-    trainer = run.trainer(steps=7, checkpoint_every=3)
+    seen: list[Any] = []
+    trainer = run.trainer(steps=7, checkpoint_every=3, on_step=seen.append)
     record = trainer.fit()
     assert record == run.record
+    assert [(p.step, p.loss) for p in seen] == [(line["step"], line["loss"]) for line in run.lines]
     assert (record.status, record.steps, record.error, record.workload) == ("finished", 7, None, "tied")
     assert record.first_loss == run.lines[0]["loss"] and record.last_loss == run.lines[-1]["loss"]
     assert record.step_seconds is not None and record.step_seconds > 0 and record.measured_peak_bytes is None
@@ -212,13 +214,6 @@ def test_a_measurement_must_run_the_step_once(calls: int, run: Run) -> None:
         run.fit(measure=measure)
 
 
-def test_progress_is_reported(run: Run) -> None:
-    seen: list[Any] = []
-    run.fit(on_step=seen.append)
-    assert [p.step for p in seen] == list(range(1, 9))
-    assert [p.loss for p in seen] == [line["loss"] for line in run.lines]
-
-
 def test_a_log_is_given_each_line_of_the_metrics(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", evaluate=noisy_evaluate)
     records: list[dict[str, Any]] = []
@@ -313,13 +308,8 @@ def test_skipped_updates_are_not_steps(tmp_path: Path) -> None:
     whole, broken = Run(tmp_path / "whole", **make), Run(tmp_path / "broken", **make)
     state = whole.fit(scaler=True, checkpoint_every=2)
     lines = whole.lines
-    assert [(line["step"], line["skipped"]) for line in lines[:5]] == [
-        (1, False),
-        (2, False),
-        (3, True),
-        (3, True),
-        (3, False),
-    ]
+    steps = [(1, False), (2, False), (3, True), (3, True), (3, False)]
+    assert [(line["step"], line["skipped"]) for line in lines[:5]] == steps
     assert lines[2]["grad_norm"] is None and lines[2]["loss_scale"] == 65536.0 and lines[4]["loss_scale"] == 16384.0
     assert whole.record.steps == 8
     json.loads((whole.out / "metrics.jsonl").read_text().splitlines()[2], parse_constant=pytest.fail)
@@ -373,18 +363,6 @@ def test_resumed_runs_end_bitwise_as_others(
     assert broken.record.evaluations == whole.record.evaluations
     assert (broken.record.first_loss, broken.record.started) == (whole.record.first_loss, started)
     assert broken.checkpoints == whole.checkpoints
-
-
-def test_the_comparison_of_resumed_runs_sees_a_lost_random_state(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = run.fit(steps=8)
-    broken = Run(tmp_path / "broken")
-    with pytest.raises(Crash):
-        broken.fit(checkpoint_every=4, on_step=crash_at(6))
-    monkeypatch.setattr(trainer_module, "set_rng_state", lambda state: None)
-    assert broken.fit(resume=True, seed=7) != expected
-    assert broken.lines[:4] == run.lines[:4] and broken.lines != run.lines
 
 
 def test_a_crash_right_after_each_step_changes_nothing(run: Run, tmp_path: Path) -> None:
@@ -587,26 +565,24 @@ def test_a_loss_that_is_not_finite_stops_the_run(run: Run, tmp_path: Path) -> No
     restored(run.out / "checkpoint-4", trainer.step)
 
 
-def test_a_full_disk_is_an_output_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    trainer = run.trainer(checkpoint_every=2, on_step=lambda _: monkeypatch.setattr(checkpoint, "write_tensors", full))
-    with pytest.raises(OutputError, match="checkpoint-2: No space left"):
-        trainer.fit()
-    assert run.record.status == "failed" and run.checkpoints == ["checkpoint-0"]
+FULL = OSError(28, "No space left on device")
 
 
-def test_a_place_without_room_for_checkpoints_is_noticed_before_the_first_step(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_full_disk_is_an_output_error_and_noticed_before_the_first_step(
+    number: int, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
+        if trainer.step.steps == number:
+            raise FULL
+        write_tensors(*args)
 
+    trainer = run.trainer(checkpoint_every=2)
     monkeypatch.setattr(checkpoint, "write_tensors", full)
-    with pytest.raises(OutputError, match="checkpoint-0: No space left"):
-        run.fit(checkpoint_every=2)
-    assert run.lines == [] and run.record.status == "failed"
+    with pytest.raises(OutputError, match=f"checkpoint-{number}: No space left"):
+        trainer.fit()
+    assert run.record.status == "failed" and run.checkpoints == ["checkpoint-0"] * (number > 0)
+    assert len(run.lines) == number
 
 
 # Checkpoints that a thread writes
@@ -707,9 +683,6 @@ def test_a_signal_while_a_thread_writes_waits_for_it_and_writes_one_more(
     assert names(broken.out) == ["checkpoint-4", "checkpoint-5"]
     monkeypatch.undo()
     assert broken.fit(resume=True, seed=3) == expected
-
-
-FULL = OSError(28, "No space left on device")
 
 
 def test_a_disk_that_is_full_for_the_thread_ends_the_run_before_the_next_step(

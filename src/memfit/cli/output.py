@@ -185,12 +185,6 @@ class _Line:
         self.done, self.total, self.note = done, total, note
         self._print()
 
-    def update(self, done: int, total: int | None, note: str) -> None:
-        """Update the progress."""
-        self.reported = time.monotonic()
-        self.done, self.total, self.note = done, total, note
-        self.tell()
-
     def tell(self) -> None:
         """Print the progress, if the last line is `LINE_SECONDS` old."""
         now = time.monotonic()
@@ -227,7 +221,9 @@ def _lines(prefix: str) -> Iterator[StageReport]:
             if stage not in lines:
                 lines[stage] = _Line(stage, prefix, done, total, note)
             else:
-                lines[stage].update(done, total, note)
+                line = lines[stage]
+                line.reported, line.done, line.total, line.note = time.monotonic(), done, total, note
+                line.tell()
             last[:] = [lines[stage]]
 
     def tell() -> None:  # prints lines for stages that report nothing for long

@@ -113,6 +113,7 @@ class Trainer:
         if self.options.tensorboard:
             require_tensorboard()
         self._ranks = self.step.options.ranks
+        self._is_first = self._ranks.rank == 0  # which writes the run's files
         once(self._ranks, lambda: check_folder(self.out, overwrite=self.options.overwrite, resume=self.options.resume))
         self._stream = BatchStream(self.step.workload, self.options.prefetch_batches)
         self._recoveries_noted = self._events_noted = 0
@@ -390,11 +391,6 @@ class Trainer:
         if self._is_first:
             ir.codec.write_atomic(self.out / RUN, ir.codec.encode(record))
 
-    @property
-    def _is_first(self) -> bool:
-        """Whether this process writes the run's files."""
-        return self._ranks.rank == 0
-
     # After a failure
 
     def _fail(self, error: BaseException) -> None:
@@ -504,7 +500,6 @@ def _meet(
     Args:
         error: Why this rank stops by itself; None where it would go on.
         samples: Samples of the batch to run; None at the end of the data.
-        writing: The checkpoint that is being written, of the same step on all ranks; None where there is none.
 
     Returns:
         Why this rank must stop, None where it goes on; and whether no rank still writes its files of a checkpoint, or
@@ -520,7 +515,13 @@ def _meet(
     worst, who, most, least, written = ranks.most([code, ranks.rank + 1 if code else 0, *counts, written])
     stop = error
     if stop is None and worst != _FINE:
-        stop = _like_others(int(worst), int(who) - 1)
+        text = f"rank {int(who) - 1} stopped before the step: read that rank's output"
+        no_figures: dict[str, Any] = {"limit_bytes": 0, "held_bytes": 0, "requested_bytes": 0, "by_category": {}}
+        stop = {
+            _TERMINATED: SystemExit(PREEMPTED),
+            _INTERRUPTED: KeyboardInterrupt(),
+            _LIMIT: MemoryLimitError(text, **no_figures, where=""),
+        }.get(int(worst), RankError(text))
     elif stop is None and most != -least:
         told = ["no more batches" if n == _AT_THE_END else f"a batch of {n:.0f} samples" for n in (-least, most)]
         stop = RankError(
@@ -528,15 +529,3 @@ def _meet(
             " same global batches; memfit takes the rank's part. Shuffle with the same seed on every rank"
         )
     return stop, written != checkpoint.GOING_ON
-
-
-def _like_others(code: int, rank: int) -> BaseException:
-    """Return the error of a rank that stops since another one does."""
-    if code == _TERMINATED:
-        return SystemExit(PREEMPTED)
-    if code == _INTERRUPTED:
-        return KeyboardInterrupt()
-    text = f"rank {rank} stopped before the step: read that rank's output"
-    if code == _LIMIT:
-        return MemoryLimitError(text, limit_bytes=0, held_bytes=0, requested_bytes=0, by_category={}, where="")
-    return RankError(text)

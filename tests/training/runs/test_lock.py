@@ -66,12 +66,10 @@ def without_locks(*_: Any) -> None:
     raise OSError(errno.ENOLCK, "No locks available")
 
 
-def left_by(folder: Path, **changes: Any) -> LockHolder:
+def left_by(folder: Path, **changes: Any) -> Path:
     """Write the lock of a run that is not ended: of this process, but for some fields."""
-    holder = msgspec.structs.replace(LockHolder.here(), **changes)
-    folder.mkdir(exist_ok=True)
-    (folder / LOCK).write_bytes(msgspec.json.encode(holder))
-    return holder
+    (folder / LOCK).write_bytes(msgspec.json.encode(msgspec.structs.replace(LockHolder.here(), **changes)))
+    return folder / LOCK
 
 
 def is_free(folder: Path) -> bool:
@@ -190,13 +188,8 @@ class TestWithoutTheSystemsLocks:
         monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
         left_by(tmp_path, **where)
         assert is_free(tmp_path)
-        with showing_life(left_by_and(tmp_path, where)):
+        with showing_life(left_by(tmp_path, **where)):
             assert not is_free(tmp_path)
-
-
-def left_by_and(folder: Path, where: dict[str, str]) -> Path:
-    left_by(folder, **where)
-    return folder / LOCK
 
 
 @contextlib.contextmanager
@@ -218,8 +211,8 @@ def test_locks_that_do_not_reach_another_host_are_not_trusted(tmp_path: Path, mo
     """NFS mounted with `local_lock`: `flock` is had here, while the run on the other host goes on."""
     monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(lock, "SILENT_SECONDS", 0.4)
-    left_by(tmp_path, machine="another kernel", host="node-7")
-    with showing_life(tmp_path / LOCK), pytest.raises(OutputError, match="on host node-7"), locked(tmp_path):
+    left = left_by(tmp_path, machine="another kernel", host="node-7")
+    with showing_life(left), pytest.raises(OutputError, match="on host node-7"), locked(tmp_path):
         pass
     assert is_free(tmp_path)
 

@@ -216,7 +216,7 @@ def locked(folder: Path) -> Iterator[None]:
             raise _refusal(folder, LockHolder.here(), "another thread of this process")
         yield
         return
-    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    created = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = _acquire(folder / LOCK, LockHolder.here())
@@ -258,15 +258,13 @@ def _acquire(path: Path, own: LockHolder) -> int | None:
     """Open and lock the file, and write this process's record; return None where a rank of the same run holds it."""
     ends = time.monotonic() + _AT_ONCE_SECONDS
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
+        with contextlib.ExitStack() as stack:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            stack.callback(os.close, descriptor)
             outcome = _try(path, descriptor, own)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        if outcome == "held":
-            return descriptor
-        os.close(descriptor)
+            if outcome == "held":
+                stack.pop_all()
+                return descriptor
         if outcome == "shared":
             return None
         if time.monotonic() > ends:
@@ -363,7 +361,6 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def _remove_empty(made: list[Path]) -> None:
-    """Remove folders that are still empty, the innermost first."""
     for path in made:
         with contextlib.suppress(OSError):
             path.rmdir()

@@ -152,18 +152,8 @@ def _scalars(line: Mapping[str, Any]) -> dict[str, float]:
         return {f"evaluation/{name}": value for name, value in line["evaluation"].items() if value is not None}
     if "event" in line:
         return {}
-    names = (
-        "loss",
-        "grad_norm",
-        "learning_rate",
-        "loss_scale",
-        "skips",
-        "samples_per_second",
-        "seconds",
-        "data_seconds",
-        "epoch",
-    )
-    scalars = {f"train/{name}": line[name] for name in names}
+    others = ("step", "skipped", "peak_bytes", "predicted_peak_bytes", "allocation_retries")
+    scalars = {f"train/{name}": value for name, value in line.items() if name not in others}
     for name in ("peak_bytes", "predicted_peak_bytes"):
         gib = None if line[name] is None else line[name] / 2**30
         scalars[f"memory/{name.removesuffix('_bytes')}(GiB)"] = gib
@@ -187,10 +177,7 @@ class History:
         self._workload = f"{workload.name}{repeated}"
         self._fingerprint = fingerprint(workload)
         self._losses: tuple[float | None, float | None] = (None, None)
-        self._peak_bytes: int | None = None
-        self._seconds: list[float] = []
-        self._measured_seconds: list[float] = []
-        self._waited: list[tuple[float, float]] = []
+        self._steps: list[tuple[int | None, float, float]] = []  # measured peaks, seconds, and those of loading before
         self._allocation_retries: int | None = None
 
     def add(self, line: Mapping[str, Any]) -> None:
@@ -204,20 +191,18 @@ class History:
             return
         first, _ = self._losses
         self._losses = (line["loss"] if first is None else first, line["loss"])
-        peak_bytes = line["peak_bytes"]
-        if peak_bytes is not None:
-            self._peak_bytes = max(peak_bytes, self._peak_bytes or 0)
-        (self._seconds if peak_bytes is None else self._measured_seconds).append(line["seconds"])
-        self._waited.append((line["data_seconds"], line["seconds"]))
+        self._steps.append((line["peak_bytes"], line["seconds"], line["data_seconds"]))
         self._allocation_retries = line.get("allocation_retries")
 
     def record(
         self, status: Literal["running", "finished", "failed"], step_count: int, error: str | None = None
     ) -> RunRecord:
         """Return the record. Its seconds leave out measured steps, which are slower, unless all were measured."""
-        seconds = self._seconds[1:] or self._measured_seconds or self._seconds
-        waited_seconds, step_seconds = (sum(column) for column in zip((0.0, 0.0), *self._waited[1:], strict=True))
-        whole_seconds = waited_seconds + step_seconds
+        unmeasured = [seconds for peak_bytes, seconds, _ in self._steps if peak_bytes is None]
+        measured = [seconds for peak_bytes, seconds, _ in self._steps if peak_bytes is not None]
+        seconds = unmeasured[1:] or measured or unmeasured
+        waited_seconds = sum((waited for _, _, waited in self._steps[1:]), 0.0)
+        whole_seconds = waited_seconds + sum((seconds for _, seconds, _ in self._steps[1:]), 0.0)
         program, *words = sys.argv or [""]
         is_ours = Path(program).stem == "memfit" or Path(program).parts[-2:] == ("memfit", "__main__.py")
         return RunRecord(
@@ -229,7 +214,7 @@ class History:
             started=self.started,
             status=status,
             steps=step_count,
-            measured_peak_bytes=self._peak_bytes,
+            measured_peak_bytes=max((peak for peak, _, _ in self._steps if peak is not None), default=None),
             step_seconds=statistics.median(seconds) if seconds else None,
             first_loss=self._losses[0],
             last_loss=self._losses[1],
