@@ -12,7 +12,7 @@ from torch import nn
 
 from memfit.errors import NonFiniteError, UsageError, WorkloadError
 from memfit.training import LossScaler, Step, StepOptions
-from memfit.workload import LossScaling, Workload
+from memfit.workload import Workload
 from tests.training.conftest import training_state
 
 WIDTH = 3
@@ -315,63 +315,6 @@ def test_the_order_of_phases_and_the_last_result() -> None:
         ("backward", 1),
         ("optimizer", 0),
     ]
-
-
-# Loss scaling
-
-
-def overflowing_step(scale: float = 65536.0, **changes: Any) -> Step:
-    """A step whose gradients overflow where a batch's "boost" is large."""
-
-    def loss_fn(model: nn.Module, batch: Any) -> Any:
-        return mean_loss(model, batch) * batch["boost"].mean()
-
-    model = mlp(torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    workload = workload_of(loss_fn, model, optimizer=optimizer, scheduler=scheduler, max_grad_norm=1.0)
-    return Step(workload, StepOptions(scaler=LossScaler(LossScaling(initial=scale)), **changes))
-
-
-def boosted(boost: float) -> dict[str, torch.Tensor]:
-    return batch_of(4, torch.float32) | {"boost": torch.full((4,), boost)}
-
-
-@pytest.mark.parametrize("microbatch_size", [None, 3])
-def test_an_overflow_skips_the_update_and_halves_the_scale(microbatch_size: int | None) -> None:
-    step = overflowing_step(microbatch_size=microbatch_size)
-    step(boosted(1.0))
-    assert step.workload.scheduler is not None and step.scaler is not None
-    before = training_state(step)
-    result = step(boosted(3e38))
-    assert result.skipped and math.isnan(result.grad_norm) and result.loss_scale == 65536.0
-    assert step.scaler.scale == 32768.0
-    assert step.workload.scheduler.last_epoch == 1
-    assert step.steps == 1
-    assert step.scaler.skips == result.skips == 1
-    step.scaler.load_state_dict({"scale": 65536.0, "steps_since_change": 1, "skips": 0, "skips_in_a_row": 0})
-    assert training_state(step) == before
-    assert not step(boosted(1.0)).skipped
-    assert training_state(step) != before
-
-
-def test_a_scale_that_does_not_overflow_changes_nothing() -> None:
-    scaled, plain = overflowing_step(scale=2.0**10), overflowing_step()
-    plain.change(scaler=None)
-    for _ in range(3):
-        assert scaled(boosted(1.0)).grad_norm == pytest.approx(plain(boosted(1.0)).grad_norm)
-    for a, b in zip(scaled.workload.model.parameters(), plain.workload.model.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_overflows_without_end_are_an_error_that_names_a_parameter() -> None:
-    step = overflowing_step()
-    before = weights_of(step.workload.model)
-    with pytest.raises(NonFiniteError, match=r"32 consecutive steps.*0\.weight.*bf16-mixed") as caught:
-        for _ in range(LossScaling().max_skips):
-            step(boosted(math.inf))
-    assert caught.value.step == 0
-    assert is_bitwise_equal(weights_of(step.workload.model), before)
 
 
 # What is wrong

@@ -85,13 +85,6 @@ class Trainer:
         options: The options of the run; see `RunOptions`.
         measure: `measure(step, batch)` runs one step and returns its peak allocated bytes.
         watch: Called before every batch is loaded; a MemoryLimitError of it ends the run with a checkpoint.
-
-    Raises:
-        UsageError: An argument is out of its range.
-        PlanMismatchError: The plan is for another workload.
-        OutputError: `out` can't be written, or is not empty and neither `overwrite` nor `resume` is given.
-        CheckpointError: There is nothing to resume from.
-        MissingExtraError: TensorBoard is not installed.
     """
 
     step: Step

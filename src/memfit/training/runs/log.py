@@ -33,22 +33,16 @@ LogFunction = Callable[[dict[str, Any]], object]
 class StepRecord:
     """One step, as in a line of `metrics.jsonl`, where values that are not finite are null.
 
+    Those not named here are of its `StepResult`.
+
     Attributes:
         step: Number of the step's update, from 1. A skipped update is tried again on the next batch, under the same
             number.
         epoch: The epoch, from 0.
-        loss: Mean loss over the global batch.
-        grad_norm: Global norm of the gradients before clipping; NaN when the update was skipped, or where gradients are
-            sparse and nothing clips.
-        skipped: Whether the update was skipped since gradients overflowed (fp16 only).
-        loss_scale: The loss scale of the step; 1.0 without scaling.
-        data_seconds: Time that the step waited for its batch.
-        seconds: Wall time of the step, without that.
+        data_seconds: Time that the step waited for its batch, which `seconds` leaves out.
         samples_per_second: Samples of the global batch per second.
         peak_bytes: Measured peak allocated; None where it was not measured.
-        predicted_peak_bytes: The plan's predicted peak.
         learning_rate: Learning rate of the first parameter group in this step.
-        skips: Number of updates skipped so far.
         allocation_retries: How often the GPU's allocator released its cache and retried an allocation, since the run
             began or was resumed; None on the CPU.
     """
