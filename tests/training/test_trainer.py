@@ -657,7 +657,7 @@ def test_a_run_that_fails_while_a_thread_writes_goes_on_from_what_it_wrote(
 def test_a_run_that_is_killed_while_a_thread_writes_ends_bitwise_as_others(tmp_path: Path) -> None:
     whole, broken = (Run(tmp_path / name, "shuffled") for name in ("whole", "broken"))
     expected = whole.fit(checkpoint_every=4)
-    killed = warm.run(["-m", "tests.training.killed_while_writing", str(broken.out)], cwd=warm.ROOT)
+    killed = warm.run(["-m", "tests.training.held_writes", str(broken.out)], cwd=warm.ROOT)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert names(broken.out) == ["checkpoint-0", "checkpoint-4 in the making"]
     assert broken.fit(checkpoint_every=4, async_checkpoints=True, resume=True, seed=7) == expected

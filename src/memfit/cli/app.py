@@ -38,7 +38,7 @@ from memfit.cli.options import (
     read_plan,
     strays,
 )
-from memfit.cli.output import err, note, out, print_json, stage, stages, tell, tell_written
+from memfit.cli.output import err, note, out, print_json, show, stage, stages, tell, tell_written
 from memfit.errors import MemfitError, UsageError, VerificationError
 from memfit.foundations import has_module, parse_budget, read_budget, users_frames
 from memfit.hardware import check_device, find_device, free_bytes
@@ -168,9 +168,8 @@ def estimate(
         out.print(estimate_page(with_options(prediction), title))
         if as_written is not None:
             out.print(as_written_line(as_written, prediction, chosen), highlight=False, soft_wrap=True)
-    for written in (options.snapshot, options.chrome_trace):
-        if written is not None:
-            tell_written(written, as_json)
+    tell_written(options.snapshot, as_json)
+    tell_written(options.chrome_trace, as_json)
 
 
 @app.command(runs_steps=True)
@@ -217,14 +216,9 @@ def plan(
             chosen = pipeline.plan(loaded, **vars(options), progress=progress)
     if path is not None:
         chosen.save(path)
-    if as_json:
-        print_json(chosen)
-    elif printed.is_quiet:
-        tell(plan_verdict(chosen))
-    else:
-        out.print(plan_table(with_options(chosen)), frontier_table(chosen, commands.words.of))
-    if path is not None:
-        tell_written(path, as_json)
+    tables = plan_table(with_options(chosen)), frontier_table(chosen, commands.words.of)
+    show(chosen, as_json, *tables, verdict=plan_verdict(chosen))
+    tell_written(path, as_json)
 
 
 def _planned_in_jittor(name: str, options: PlanOptions) -> Plan:
@@ -272,12 +266,8 @@ def fleet(
         found = pipeline.fleet(loaded, **vars(options), progress=progress)
     if page is not None:
         write_fleet(page, found)
-    if as_json:
-        print_json({**msgspec.to_builtins(found), "answers": found.answers()})
-    else:
-        out.print(fleet_table(with_options(found)))
-    if page is not None:
-        tell_written(page, as_json)
+    show({**msgspec.to_builtins(found), "answers": found.answers()}, as_json, fleet_table(with_options(found)))
+    tell_written(page, as_json)
 
 
 @app.command(runs_steps=True)
@@ -305,13 +295,9 @@ def verify(
         with stages() as progress:
             verification = pipeline.verify(read, loaded, steps=steps, progress=progress)
         if ranks.rank == 0:  # the first shows it
-            if as_json:
-                verdict = verification_verdict(verification)
-                print_json({"verdict": verdict, **msgspec.structs.asdict(verification), "holds": verification.holds})
-            elif printed.is_quiet:
-                tell(verification_verdict(verification))
-            else:
-                out.print(verification_table(verification))
+            verdict = verification_verdict(verification)
+            found = {"verdict": verdict, **msgspec.structs.asdict(verification), "holds": verification.holds}
+            show(found, as_json, verification_table(verification), verdict=verdict)
         ranks.gathered(None)  # the others wait for it: torchrun ends all ranks when one has failed
     if not verification.holds and ranks.rank:
         raise SystemExit(VerificationError.exit_status)
@@ -417,10 +403,7 @@ def devices(
 
     if name is not None:
         found = find_device(name)
-        if as_json:
-            print_json(_with_advice(found))
-        else:
-            out.print(device_page(found, hardware.advice(found)))
+        show(_with_advice(found), as_json, device_page(found, hardware.advice(found)))
         return
     here, others = hardware.devices(), list(hardware.known_devices().values())
     if as_json:
@@ -477,10 +460,7 @@ def ladder(
         ir.codec.write_atomic(output, ir.codec.encode(climbed))
     if page is not None:
         write_ladder(page, climbed)
-    if as_json:
-        print_json(climbed)
-    else:
-        out.print(ladder_table(climbed))
+    show(climbed, as_json, ladder_table(climbed))
 
 
 @tools.command("probe-range")

@@ -57,11 +57,21 @@ def tell(text: str, *, to: Console | None = None) -> None:
     (to or out).print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def tell_written(path: Path | str, as_json: bool, name: str = "") -> None:
-    """Print the file that a command wrote, unless `is_quiet`; a name makes it the document."""
+def show(found: Any, as_json: bool, *tables: Any, verdict: str = "") -> None:
+    """Print what a command found: as the document, as its verdict where `is_quiet`, or as tables."""
+    if as_json:
+        print_json(found)
+    elif verdict and is_quiet:
+        tell(verdict)
+    else:
+        out.print(*tables)
+
+
+def tell_written(path: Path | str | None, as_json: bool, name: str = "") -> None:
+    """Print the file that a command wrote, if it did, unless `is_quiet`; a name makes it the document."""
     if as_json and name:
         print_json({name: str(path)})
-    if not (as_json or is_quiet):
+    if path is not None and not (as_json or is_quiet):
         tell(f"Written to {path}")
 
 
