@@ -58,7 +58,8 @@ class BatchStream:
                 f"prefetch_batches={prefetch_batches}: Workload.batches has num_workers={workers}, so it loads batches"
                 " ahead already. Set prefetch_batches=0"
             )
-        self._prefetch_batches = prefetch_batches
+        methods = (getattr(self._batches, name, None) for name in ("state_dict", "load_state_dict"))
+        self._is_stateful, self._prefetch_batches = all(map(callable, methods)), prefetch_batches
         self._is_safe_ahead = False
         self._ahead: Prefetcher[tuple[Any, Any]] | None = None
         self._iterator: Iterator[Any] | None = None
@@ -125,8 +126,8 @@ class BatchStream:
 
     def seek(self, position: dict[str, Any]) -> None:
         """Move to a position. The global generators stay as they are: set them afterwards."""
-        if (position["own"] is not None) != self._is_stateful():
-            has, had = ("has", "had none") if self._is_stateful() else ("has no", "had one")
+        if (position["own"] is not None) != self._is_stateful:
+            has, had = ("has", "had none") if self._is_stateful else ("has no", "had one")
             raise CheckpointError(
                 f"Workload.batches {has} state_dict(), and the checkpoint's {had}: give the checkpoint's batches"
             )
@@ -190,7 +191,7 @@ class BatchStream:
         return (batch if self._device.type == "cpu" else pinned(batch)), own
 
     def _own_state(self) -> Any:
-        return copy.deepcopy(self._batches.state_dict()) if self._is_stateful() else None
+        return copy.deepcopy(self._batches.state_dict()) if self._is_stateful else None
 
     def _stop(self) -> None:
         if self._ahead is not None:
@@ -198,9 +199,6 @@ class BatchStream:
             self._ahead = None
 
     # The position
-
-    def _is_stateful(self) -> bool:
-        return all(callable(getattr(self._batches, name, None)) for name in ("state_dict", "load_state_dict"))
 
     def _skip(self, position: dict[str, Any]) -> None:
         """Iterate the epoch again, as it began, up to the position."""

@@ -254,21 +254,17 @@ class Trainer:
         is_due = number == first if every is None else number >= first and (number - first) % every == 0
         is_measured = self.measure is not None and is_due
         result, peak_bytes = self._measured(batch) if is_measured else (self.step(batch), None)
-        predicted, retries = result.predicted_peak_bytes, allocation_retries(self.step)
+        retries = allocation_retries(self.step)
+        if result.predicted_peak_bytes is None:
+            result = dataclasses.replace(result, predicted_peak_bytes=self.plan.predicted.peak_bytes)
         return StepRecord(
+            **vars(result),
             step=number,
             epoch=epoch,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            skipped=result.skipped,
-            loss_scale=result.loss_scale,
             data_seconds=data_seconds,
-            seconds=result.seconds,
             samples_per_second=samples_of(self.step.workload, batch) / result.seconds,
             peak_bytes=peak_bytes,
-            predicted_peak_bytes=self.plan.predicted.peak_bytes if predicted is None else predicted,
             learning_rate=learning_rate,
-            skips=result.skips,
             allocation_retries=None if retries is None else retries - self._retries_before,
         )
 

@@ -154,7 +154,8 @@ class Writing:
         self.path, self.step_count = folder / f"checkpoint-{step.steps}", step.steps
         self._workload, self._ranks, self._keep = step.workload, step.options.ranks, keep_checkpoints
         self._parts: list[_Parts] = []
-        own = self.path.with_name(f".{self.path.name}.{os.getpid()}.new.tmp")
+        self._written: Future[dict[str, FileEntry]] | None = None
+        self._new = own = self.path.with_name(f".{self.path.name}.{os.getpid()}.new.tmp")
 
         def prepare() -> Path:
             with _as_output_error(self.path):
@@ -172,17 +173,20 @@ class Writing:
         try:
             self._new = each(self._ranks, prepare)[0]
         except BaseException:
-            if self._ranks.rank == 0:
-                shutil.rmtree(own, ignore_errors=True)
+            self.discard()
             raise
-        self._written = None if buffers is None else _started(self._write)
+        if buffers is not None:
+            self._written = Future()
+            # A daemon, as the process must be able to end while a disk does not answer.
+            thread = threading.Thread(target=self._run, args=(self._written,), name="memfit-checkpoint", daemon=True)
+            thread.start()
 
     @property
     def outcome(self) -> int:
         """What the thread has come to; where it `CANNOT`, `finish` tells why."""
-        if self._written is None or (self._written.done() and self._written.exception() is None):
-            return WRITTEN
-        return CANNOT if self._written.done() else GOING_ON
+        if self._written is not None and not self._written.done():
+            return GOING_ON
+        return WRITTEN if self._written is None or self._written.exception() is None else CANNOT
 
     def finish(self) -> Path:
         """Wait until all ranks have written their files, and give the checkpoint its place; all ranks call it."""
@@ -199,6 +203,12 @@ class Writing:
             wait([self._written])
         if self._ranks.rank == 0:
             shutil.rmtree(self._new, ignore_errors=True)
+
+    def _run(self, written: Future[dict[str, FileEntry]]) -> None:
+        try:
+            written.set_result(self._write())
+        except BaseException as e:
+            written.set_exception(e)
 
     def _write(self) -> dict[str, FileEntry]:
         parts, folder = self._parts.pop(), self._new
@@ -234,20 +244,6 @@ class Writing:
             self._new.rename(self.path)
             _sync(self.path.parent)
             prune(self.path.parent, self.step_count, self._keep)
-
-
-def _started(work: Callable[[], dict[str, FileEntry]]) -> Future[dict[str, FileEntry]]:
-    future: Future[dict[str, FileEntry]] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as e:
-            future.set_exception(e)
-
-    # A daemon, as the process must be able to end while a disk does not answer.
-    threading.Thread(target=run, name="memfit-checkpoint", daemon=True).start()
-    return future
 
 
 @contextlib.contextmanager
