@@ -111,7 +111,7 @@ def test_onednn_is_linked_from_its_wheels(monkeypatch: pytest.MonkeyPatch, home:
 
 
 def test_the_command_line_shows_the_checks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from memfit.cli.machine_commands import doctor as examine
+    from memfit.cli.app import doctor as examine
 
     monkeypatch.setattr(doctor, "_version_of", lambda package: None)  # or nothing is said of installing Jittor
     examine("jittor", prepare=False, as_json=False)

@@ -63,7 +63,13 @@ def unknown_loop():
     return tiny(loop=memfit.Loop(zero_grad="never"))
 """
 SYNTAX = "def workload(:\n"
-FILES = {"mine.py": MINE, "syntax.py": SYNTAX, "raises.py": "1 / 0\n", "kept.json": "{}\n", "script.py": "print(1)\n"}
+FILES = {
+    "mine.py": MINE,
+    "syntax.py": SYNTAX,
+    "raises.py": "1 / 0\n",
+    "kept.json": "{}\n",
+    "script.py": "print('began')\n",
+}
 BUDGET = ("--budget", "1GiB", "--points", "1")
 
 TABLE: list[tuple[str, int, str]] = [
@@ -123,10 +129,18 @@ TABLE: list[tuple[str, int, str]] = [
     ("train mine:tiny --plan plan.json --out run", 2, "give one of --steps and --epochs"),
     ("train mine:tiny --plan plan.json --out run --steps 2 --limit 90%", 2, "--limit 90% can't be read"),
     ("train tests.workloads:lean --plan plan.json --out mine.py --steps 2", 2, "mine.py"),
+    ("train tests.workloads:lean --plan plan.json --out mine.py/run --steps 2", 2, "mine.py"),
+    ("train tests.workloads:lean --plan plan.json --out run --steps 2 --adaptive --no-recover", 2, "--no-recover"),
+    ("train tests.workloads:lean --plan plan.json --out run --steps 2 --epochs 1", 2, "--epochs"),
+    ("train tests.workloads:other --plan plan.json --out run --steps 2", 2, "fingerprint"),
     ("report nowhere", 2, "nowhere"),
     # scripts
     ("run script.py", 2, "--budget"),
     ("run --budget 1GiB --numerics changed script.py", 2, "'exact', 'reordered'"),
+    ("run --budget 1GiB --log mine script.py", 2, "the log 'mine' can't be found: write file.py:function"),
+    ("run --budget 1GiB --log nowhere.py:log script.py", 2, "the log's file 'nowhere.py' does not exist"),
+    ("run --budget 1GiB --log mine.py:lod script.py", 2, "mine.py has no function 'lod'; it has bad_scaling"),
+    ("run --budget 1GiB --log nowhere:log script.py", 2, "there is no module 'nowhere'"),
 ]
 
 
@@ -151,9 +165,9 @@ def test_bad_input_is_named_and_costs_nothing(
     words: str,
 ) -> None:
     before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-    found, _, errors = memfit(*line.split())
-    assert found == status, errors
+    found, output, errors = memfit(*line.split())
+    assert found == status and "began" not in output, errors
     assert words in " ".join(errors.split()) or words in errors.replace("\n", ""), errors  # boxes break words
     assert "Traceback" not in errors
     after = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-    assert after == before
+    assert after == before and not (folder / "run").exists()

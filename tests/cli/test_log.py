@@ -90,19 +90,3 @@ def test_a_script_gives_a_record_for_each_step(folder: Path) -> None:
     assert [sorted(record) for record in found] == [["peak_bytes", "predicted_peak_bytes", "seconds", "step"]] * 3  # type: ignore[call-overload]
     done = run_script(folder, "--budget", "1GiB", "--log", "tracker.py:full", "script.py")
     assert done.returncode == 1 and "OSError: no room in the tracker" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("log", "words"),
-    [
-        ("tracker", "the log 'tracker' can't be found: write file.py:function"),
-        ("nowhere.py:log", "the log's file 'nowhere.py' does not exist"),
-        ("tracker.py:lod", "tracker.py has no function 'lod'; it has full, log, workload"),
-        ("nowhere:log", "there is no module 'nowhere'"),
-    ],
-)
-def test_a_function_that_is_not_there_is_named_before_the_script_begins(folder: Path, log: str, words: str) -> None:
-    (folder / "script.py").write_text("print('began')")
-    done = run_script(folder, "--budget", "1GiB", "--log", log, "script.py")
-    assert done.returncode == 2 and words in " ".join(done.stderr.split())
-    assert "began" not in done.stdout and "Traceback" not in done.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.cli import run
+from memfit.cli import training
 from tests import warm
 
 
@@ -37,22 +37,6 @@ def test_a_script_ends_as_it_ends_itself(tmp_path: Path, code: str, status: int,
     assert done.returncode == status
     assert all(word in done.stderr for word in words)
     assert "memfit/" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        (("--budget", "1GiB", "nowhere.py"), "nowhere.py"),
-        (("--budget", "plenty", "script.py"), "plenty"),
-        (("script.py",), "--budget"),
-        (("--budget", "1GiB", "--numerics", "reduced", "script.py"), "--numerics"),
-    ],
-)
-def test_bad_input_is_named_before_the_script_begins(tmp_path: Path, line: tuple[str, ...], words: str) -> None:
-    (tmp_path / "script.py").write_text("print('began')")
-    done = memfit(tmp_path, *line)
-    assert done.returncode == 2 and words in done.stderr.replace("\n", "")
-    assert "began" not in done.stdout and "Traceback" not in done.stderr
 
 
 SWALLOWING = """
@@ -205,8 +189,8 @@ def test_on_a_gpu_the_budget_is_nine_tenths(
     arguments = [word for stray in strays for word in stray]
     monkeypatch.setattr("memfit.hardware.accelerators.current_kind", lambda: "cuda")
     monkeypatch.setattr("sys.argv", ["memfit", "run", str(script), *arguments])
-    call = run.ScriptCall(str(script), arguments, False, strays)
-    assert run._default_budget(call) == "90%"
+    call = training.ScriptCall(str(script), arguments, False, strays)
+    assert training._default_budget(call) == "90%"
     told = capfd.readouterr().err
     assert "the budget is 90% of the device" in told and (STANDS in told) == is_told
 

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -69,16 +68,15 @@ def noisy(tmp_path: Path) -> str:
     return str(tmp_path / "noisy.py")
 
 
+def process(*line: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program as a process of its own, in the root of the repository."""
+    own = {k: v for k, v in os.environ.items() if k != "TORCH_CPP_LOG_LEVEL"}
+    own["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.run(line, env={**own, **environment}, capture_output=True, text=True, check=False)
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `memfit` as a process of its own, in the root of the repository."""
-    environment = {k: v for k, v in os.environ.items() if k != "TORCH_CPP_LOG_LEVEL"}
-    return subprocess.run(
-        [sys.executable, "-m", "memfit", *arguments],
-        env={**environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return process(sys.executable, "-m", "memfit", *arguments)
 
 
 @pytest.mark.ci
@@ -147,13 +145,7 @@ finally:
 
 def without_torch(*arguments: str, **environment: str) -> str:
     """Return what `memfit` prints, which may import no PyTorch."""
-    done = subprocess.run(
-        [sys.executable, "-c", _WITHOUT_TORCH, *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = process(sys.executable, "-c", _WITHOUT_TORCH, *arguments, **environment)
     assert done.stderr.strip() == "False", done.stderr
     return done.stdout
 
@@ -174,9 +166,7 @@ def test_words_are_completed_without_importing_torch(words: str, completions: li
 def test_completion_is_installed_for_the_shell_at_hand(tmp_path: Path) -> None:
     """As bash finds it: the command runs in a shell, whose settings are in a folder of their own."""
     code = f"{sys.executable} -c '{_WITHOUT_TORCH}' --install-completion; true"
-    environment: dict[str, Any] = {**os.environ, "HOME": str(tmp_path)}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    done = subprocess.run(["bash", "-c", code], env=environment, capture_output=True, text=True, check=False)
+    done = process("bash", "-c", code, HOME=str(tmp_path))
     assert "bash completion installed" in done.stdout, done.stderr
     assert done.stderr.strip() == "False"
     script = (tmp_path / ".bash_completions" / "memfit.sh").read_text()

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 import memfit
 from memfit import hardware
-from memfit.cli import plan_commands, run, training
+from memfit.cli import app, training
 from memfit.errors import BudgetError
 from memfit.foundations import read_budget
 from memfit.ir import Plan
@@ -37,7 +37,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(hardware.heap, "return_freed_memory", lambda: noted("returned"))
     monkeypatch.setattr(hardware.heap, "keep_freed_memory", lambda: noted("kept"))
     monkeypatch.setattr(hardware.heap, "is_set_by_user", lambda: False)
-    for module in (training, run, plan_commands):
+    for module in (training, app):
         monkeypatch.setattr(module, "free_bytes", lambda: 2 * GIB)
     return asked
 
@@ -89,13 +89,13 @@ def test_training_with_a_host_budget_that_says_nothing(plan: Plan) -> None:
     ("budget", "found"), [("512MiB", ["kept"]), ("600MiB", ["returned"]), ("90%", []), ("0.5x", [])]
 )
 def test_scripts_with_a_budget_in_bytes(budget: str, found: list[str], ways: list[str]) -> None:
-    run._settle_memory(read_budget(budget))
+    training._settle_memory(read_budget(budget))
     assert ways == found
 
 
 def test_scripts_on_a_gpu(ways: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware.accelerators, "current_kind", lambda: "cuda")
-    run._settle_memory(read_budget("40GiB"))
+    training._settle_memory(read_budget("40GiB"))
     assert not ways
 
 
@@ -106,9 +106,9 @@ def test_scripts_on_a_gpu(ways: list[str], monkeypatch: pytest.MonkeyPatch) -> N
 def test_planning_measures_steps_as_training_runs_them(
     budget: str, device: str | None, found: list[str], ways: list[str], monkeypatch: pytest.MonkeyPatch, plan: Plan
 ) -> None:
-    monkeypatch.setattr(plan_commands, "load_for", lambda *_: tiny())
+    monkeypatch.setattr(app, "load_for", lambda *_: tiny())
     monkeypatch.setattr(memfit.pipeline, "plan", lambda *args, **kwargs: plan)
-    plan_commands.plan("tests.workloads:tiny", PlanOptions(budget, device, world_size=1))
+    app.plan("tests.workloads:tiny", PlanOptions(budget, device, world_size=1))
     assert ways == found
 
 

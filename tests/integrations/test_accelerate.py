@@ -22,8 +22,7 @@ pytest.importorskip("accelerate")
 
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from memfit.integrations import internals
-from memfit.integrations.accelerate import FittedLoop
+from memfit.integrations.accelerate import FittedLoop, forget_accelerator_state
 
 
 def loss_fn(model: Any, batch: Any) -> torch.Tensor:
@@ -75,11 +74,11 @@ def test_a_loop_trains_as_the_whole_batch_does(precision: Any) -> None:
 @pytest.fixture
 def _launched(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Be one of two processes that a launcher has started, of which the other is not there."""
-    internals.forget_accelerator_state(is_alone=True)
+    forget_accelerator_state(is_alone=True)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}.items():
         monkeypatch.setenv(name, value)
     yield
-    internals.forget_accelerator_state(is_alone=True)
+    forget_accelerator_state(is_alone=True)
 
 
 @pytest.mark.usefixtures("_launched")

@@ -47,16 +47,8 @@ def trainer_of(
 ) -> Any:
     """Return a trainer of a kind, given more than arguments where there is more; `changes` are of the arguments."""
     transformers.set_seed(0)
-    config = transformers.GPT2Config(
-        n_layer=layers,
-        n_embd=32,
-        n_head=2,
-        vocab_size=64,
-        n_positions=TOKENS,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-    )
+    dropped = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    config = transformers.GPT2Config(n_layer=layers, n_embd=32, n_head=2, vocab_size=64, n_positions=TOKENS, **dropped)
     arguments = {
         "output_dir": str(folder),
         "per_device_train_batch_size": GLOBAL_BATCH,
@@ -89,21 +81,36 @@ def whole_peak_bytes(trainer: Any) -> tuple[tuple[list[float], torch.Tensor], in
     return found, peak + sum(storage.nbytes() for storage in held)
 
 
+OPTIONS: dict[str, Any] = {"numerics": "exact", "points": 1, "time_limit_seconds": 0.5}
+
+
+def added(trainer: Any, **options: Any) -> Any:
+    """Add a callback with a plan to a trainer."""
+    callback = MemfitCallback(trainer, **(OPTIONS | options))
+    trainer.add_callback(callback)
+    return callback
+
+
+Trained = tuple[list[float], torch.Tensor]
+
+
+def assert_same(found: Trained, expected: Trained, numerics: str = "exact") -> None:
+    if numerics == "exact":
+        assert found[0] == expected[0] and torch.equal(found[1], expected[1])
+    else:
+        assert found[0] == pytest.approx(expected[0], rel=1e-4)
+        torch.testing.assert_close(found[1], expected[1], rtol=1e-2, atol=1e-3)
+
+
 @pytest.mark.parametrize("numerics", ["exact", pytest.param("reordered", marks=[pytest.mark.slow, pytest.mark.ci])])
 def test_a_trainer_trains_as_before_within_a_budget(tmp_path: Path, numerics: str) -> None:
-    expected_losses, expected = trained(trainer_of(tmp_path / "plain"))
+    expected = trained(trainer_of(tmp_path / "plain"))
     trainer = trainer_of(tmp_path / "planned")
-    options: dict[str, Any] = {
-        "numerics": numerics,
-        "precisions": ["32-true"],
-        "points": 1,
-        "time_limit_seconds": 0.5,
-    }
+    options: dict[str, Any] = {"numerics": numerics, "precisions": ["32-true"]}
     with pytest.raises(InfeasibleError) as caught:
-        MemfitCallback(trainer, budget="1B", **options)
+        added(trainer, budget="1B", **options)
     records: list[dict[str, Any]] = []
-    callback = MemfitCallback(trainer, budget=caught.value.lowest_peak_bytes, log=records.append, **options)
-    trainer.add_callback(callback)
+    callback = added(trainer, budget=caught.value.lowest_peak_bytes, log=records.append, **options)
     seen: list[tuple[bool, int]] = []
 
     class Looking(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
@@ -111,32 +118,22 @@ def test_a_trainer_trains_as_before_within_a_budget(tmp_path: Path, numerics: st
             seen.append((is_checkpointed(model), state.train_batch_size))
 
     trainer.add_callback(Looking())
-    losses, weights = trained(trainer)
+    assert_same(trained(trainer), expected, numerics)
     assert callback.plan.levers.regions or numerics != "exact"
     assert not is_checkpointed(trainer.model)
     size = callback.plan.levers.microbatch_size
     assert (size < GLOBAL_BATCH) == (numerics == "reordered")
-    assert (
-        seen == [(bool(callback.plan.levers.regions), size)] * 3
-        and trainer.args.gradient_accumulation_steps == GLOBAL_BATCH // size
-    )
+    assert seen == [(bool(callback.plan.levers.regions), size)] * 3
+    assert trainer.args.gradient_accumulation_steps == GLOBAL_BATCH // size
     assert [record["step"] for record in records] == [1, 2, 3]
     assert {record["predicted_peak_bytes"] for record in records} == {callback.plan.predicted.peak_bytes}
-    if numerics == "exact":
-        assert losses == expected_losses and torch.equal(weights, expected)
-    else:
-        assert losses == pytest.approx(expected_losses, rel=1e-4)
-        torch.testing.assert_close(weights, expected, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.ci
 def test_precision_is_set_where_reduced_is_allowed(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, optim="sgd")
-    callback = MemfitCallback(
-        trainer, budget="1GiB", numerics="reduced", precisions=["bf16-mixed"], points=1, time_limit_seconds=0.5
-    )
+    callback = added(trainer, budget="1GiB", numerics="reduced", precisions=["bf16-mixed"])
     assert callback.plan.levers.precision == "bf16-mixed"
-    trainer.add_callback(callback)
     dtypes: list[torch.dtype] = []
     trainer.model.lm_head.register_forward_hook(lambda module, args, out: dtypes.append(out.dtype))
     losses, _ = trained(trainer)
@@ -173,13 +170,12 @@ MORE = ("evaluation", "sgd", "adafactor", "a schedule and weight decay", "its ow
 @pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.ci) if w in MORE else w for w in UNDER])
 def test_what_else_a_trainer_does_stays_bitwise_and_within_the_budget(tmp_path: Path, way: str) -> None:
     changes = {"dropout": 0.1} | UNDER[way]
-    expected_losses, expected = trained(trainer_of(tmp_path / "plain", **changes))
+    expected = trained(trainer_of(tmp_path / "plain", **changes))
     trainer = trainer_of(tmp_path / "planned", **changes)
-    callback = MemfitCallback(trainer, budget="0.85x", numerics="exact", points=1, time_limit_seconds=0.5)
-    trainer.add_callback(callback)
-    (losses, weights), peak = whole_peak_bytes(trainer)
+    callback = added(trainer, budget="0.85x")
+    found, peak = whole_peak_bytes(trainer)
     assert callback.plan.levers.regions
-    assert losses == expected_losses and torch.equal(weights, expected)
+    assert_same(found, expected)
     assert 0.9 * callback.plan.predicted.peak_bytes < peak <= callback.plan.budget_bytes
 
 
@@ -196,31 +192,15 @@ def test_a_trainer_is_planned_with_the_optimizer_it_is_given(tmp_path: Path) -> 
 @pytest.mark.ci
 def test_training_resumes_bitwise(tmp_path: Path) -> None:
     options: dict[str, Any] = {"dropout": 0.1, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-    expected_losses, expected = trained(trainer_of(tmp_path / "plain", **options))
+    expected = trained(trainer_of(tmp_path / "plain", **options))
 
     def planned() -> Any:
         trainer = trainer_of(tmp_path / "planned", **options)
-        trainer.add_callback(
-            MemfitCallback(trainer, budget="0.85x", numerics="exact", points=1, time_limit_seconds=0.5)
-        )
+        added(trainer, budget="0.85x")
         return trainer
 
     trained(planned())
-    losses, weights = trained(planned(), resume_from_checkpoint=str(tmp_path / "planned" / "checkpoint-1"))
-    assert losses == expected_losses and torch.equal(weights, expected)
-
-
-@pytest.mark.ci
-def test_a_global_batch_of_several_microbatches_stays(tmp_path: Path) -> None:
-    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "optim": "sgd"}
-    expected_losses, expected = trained(trainer_of(tmp_path / "plain", **cut))
-    trainer = trainer_of(tmp_path / "planned", **cut)
-    callback = MemfitCallback(trainer, budget="0.7x", points=1, precisions=["32-true"], time_limit_seconds=0.5)
-    trainer.add_callback(callback)
-    (losses, weights), peak = whole_peak_bytes(trainer)
-    assert callback.plan.batch_size == GLOBAL_BATCH and peak <= callback.plan.budget_bytes
-    assert losses == pytest.approx(expected_losses, rel=1e-4)
-    torch.testing.assert_close(weights, expected, rtol=1e-2, atol=1e-3)
+    assert_same(trained(planned(), resume_from_checkpoint=str(tmp_path / "planned" / "checkpoint-1")), expected)
 
 
 @pytest.mark.ci
@@ -228,9 +208,8 @@ def test_an_evaluation_beyond_the_budget_is_refused_before_training(tmp_path: Pa
     given = {"eval_dataset": {"short": Tokens(), "long": Tokens()}}
     changes = {"layers": 2, "eval_strategy": "steps", "per_device_eval_batch_size": 24, "optim": "sgd", "given": given}
     trainer = trainer_of(tmp_path, **changes)
-    options: dict[str, Any] = {"numerics": "exact", "points": 1, "time_limit_seconds": 0.5}
     with pytest.raises(UsageError, match=r"per_device_eval_batch_size=24 \(eval_dataset\['short'\]\).* at most 4 "):
-        MemfitCallback(trainer, budget="0.7x", **options)
+        added(trainer, budget="0.7x")
     assert trainer.args.per_device_train_batch_size == GLOBAL_BATCH and trainer.state.global_step == 0
 
 
@@ -365,13 +344,12 @@ def test_the_sft_trainer_of_trl_trains_as_before_within_a_budget(tmp_path: Path)
         warnings.simplefilter("ignore")
         plain = made(tmp_path / "plain")
         assert plain.args.gradient_checkpointing
-        expected_losses, expected = trained(plain)
+        expected = trained(plain)
         trainer = made(tmp_path / "planned")  # which seeds the generators again
-    callback = MemfitCallback(trainer, budget="0.95x", numerics="exact", points=1, time_limit_seconds=0.5)
-    trainer.add_callback(callback)
-    (losses, weights), peak = whole_peak_bytes(trainer)
+    callback = added(trainer, budget="0.95x")
+    found, peak = whole_peak_bytes(trainer)
     assert callback.plan.levers.regions and peak <= callback.plan.budget_bytes
-    assert losses == expected_losses and torch.equal(weights, expected)
+    assert_same(found, expected)
 
     def logged(of: Any) -> list[dict[str, Any]]:
         return [{k: v for k, v in line.items() if not re.search("runtime|second", k)} for line in of.state.log_history]
@@ -402,21 +380,26 @@ class Listing(transformers.Trainer):  # type: ignore[misc, name-defined]
         return [[{"prompt": "a"}] * GLOBAL_BATCH]
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("budget", ["8GiB", "0.6x"])
-def test_a_collator_that_makes_two_rows_of_each_sample_is_planned_by_samples(tmp_path: Path, budget: str) -> None:
-    def made(folder: str) -> Any:
-        given = {"data_collator": pairs_of}
-        return trainer_of(tmp_path / folder, kind=Preferring, optim="sgd", given=given, remove_unused_columns=False)
+IN_PAIRS = {"kind": Preferring, "given": {"data_collator": pairs_of}, "remove_unused_columns": False}
 
-    expected_losses, expected = trained(made("plain"))
-    trainer = made("planned")
-    callback = MemfitCallback(trainer, budget=budget, points=1, precisions=["32-true"], time_limit_seconds=0.5)
-    trainer.add_callback(callback)
-    (losses, weights), peak = whole_peak_bytes(trainer)
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("budget", "changes"),
+    [
+        ("0.7x", {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
+        ("8GiB", IN_PAIRS),
+        ("0.6x", IN_PAIRS),
+    ],
+    ids=["microbatches", "two rows of each sample", "two rows, cut"],
+)
+def test_global_batches_stay_as_they_are_and_are_planned_by_samples(tmp_path: Path, budget: str, changes: Any) -> None:
+    expected = trained(trainer_of(tmp_path / "plain", optim="sgd", **changes))
+    trainer = trainer_of(tmp_path / "planned", optim="sgd", **changes)
+    callback = added(trainer, budget=budget, numerics="reordered", precisions=["32-true"])
+    found, peak = whole_peak_bytes(trainer)
     assert callback.plan.batch_size == GLOBAL_BATCH and peak <= callback.plan.budget_bytes
-    assert losses == pytest.approx(expected_losses, rel=1e-4)
-    torch.testing.assert_close(weights, expected, rtol=1e-2, atol=1e-3)
+    assert_same(found, expected, "reordered")
 
 
 def test_batches_that_are_lists_point_to_the_script(tmp_path: Path) -> None:
@@ -436,8 +419,7 @@ def test_outputs_that_an_evaluation_keeps_are_held_against_the_budget(tmp_path: 
         trainer = trainer_of(
             tmp_path, optim="sgd", eval_strategy=strategy, per_device_eval_batch_size=4, given=given, **changes
         )
-        callback = MemfitCallback(trainer, budget="1x", numerics="exact", points=1, time_limit_seconds=0.5)
-        return trainer, callback.plan
+        return trainer, added(trainer, budget="1x").plan
 
     words = r"outputs of 120 batches .*kept on the device.*eval_accumulation_steps=1"
     if strategy == "no":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,21 +171,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def cases() -> SimpleNamespace:
-    return SimpleNamespace(
-        workload=make_workload,
-        plan=make_plan,
-        describe=describe,
-        training_state=training_state,
-        lines_of=lines_of,
-        batches=make_batches,
-        squared_error=squared_error,
-        Tied=Tied,
-        width=WIDTH,
-    )
 
 
 def restored(path: Path, step: Step) -> checkpoint.Loaded:

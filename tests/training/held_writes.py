@@ -1,7 +1,13 @@
-"""Checkpoints whose thread is held until a test lets it go on: steps run meanwhile, however fast the disk is."""
+"""Checkpoints whose thread is held until a test lets it go on: steps run meanwhile, however fast the disk is.
+
+As a program it is a run in a folder, killed after its sixth step while a thread writes.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -9,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from memfit.training import Trainer
+from memfit.training import RunOptions, Step, Trainer
 from memfit.training.runs import checkpoint
 from memfit.training.runs.state import read_tensors
+from tests.training.conftest import make_plan, make_workload
 
 THREAD = "memfit-checkpoint"
 
@@ -45,7 +52,7 @@ class HeldWrites:
         self.let_go()
         writing = trainer._writing
         assert writing is not None
-        while writing.is_going_on:
+        while writing.outcome == checkpoint.GOING_ON:
             time.sleep(0.001)
 
 
@@ -59,3 +66,15 @@ def names(out: Path) -> list[str]:
     """Return the names of the checkpoints in a run's folder, those without a place too, without process numbers."""
     there = [path.name for path in out.iterdir() if "checkpoint-" in path.name]
     return sorted(name.split(".")[1] + " in the making" if name.endswith(".new.tmp") else name for name in there)
+
+
+def _die(progress: Any) -> None:
+    if progress.step == 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    HeldWrites(pytest.MonkeyPatch())
+    given = make_workload("shuffled")
+    options: dict[str, Any] = {"checkpoint_every": 4, "async_checkpoints": True, "on_step": _die}
+    Trainer(Step(given), make_plan(given), RunOptions(out=Path(sys.argv[1]), steps=8, **options)).fit()

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from memfit.errors import UsageError, WorkloadError
 from memfit.training import on_device
 from memfit.training.batches import BatchStream, Prefetcher
+from tests.training.conftest import make_batches, make_workload, squared_error
 from tests.training.test_trainer import BATCH_KINDS, Crash, Run, crash_at
 
 
@@ -50,9 +50,9 @@ def test_items_come_in_order_and_never_too_many_ahead(items: int, depth: int, ta
     assert count <= min(taken, items) + depth and not ahead._thread.is_alive()
 
 
-def test_making_goes_on_while_the_step_runs(cases: SimpleNamespace, tmp_path: Path) -> None:
+def test_making_goes_on_while_the_step_runs(tmp_path: Path) -> None:
     """The loss function of a step waits until the batches after it are made, which inline would never be."""
-    made, batches = [], cases.batches("list")
+    made, batches = [], make_batches("list")
 
     class Counted:
         def __iter__(self) -> Iterator[Any]:
@@ -67,10 +67,10 @@ def test_making_goes_on_while_the_step_runs(cases: SimpleNamespace, tmp_path: Pa
             assert time.monotonic() < deadline, "the batches ahead were not made while the step ran"
             time.sleep(0.001)
         assert len(made) <= used + 2
-        loss: torch.Tensor = cases.squared_error(model, batch)
+        loss: torch.Tensor = squared_error(model, batch)
         return loss
 
-    run = Run(cases, tmp_path / "run", batches=Counted(), loss_fn=loss_fn)
+    run = Run(tmp_path / "run", batches=Counted(), loss_fn=loss_fn)
     trainer = run.trainer(prefetch_batches=2)
     trainer.fit()
     assert made == list(range(8))
@@ -78,10 +78,8 @@ def test_making_goes_on_while_the_step_runs(cases: SimpleNamespace, tmp_path: Pa
 
 @pytest.mark.parametrize("batches", BATCH_KINDS)
 @pytest.mark.parametrize(("every", "at"), [(4, 10), (6, 6), (5, 14)])
-def test_runs_with_batches_made_ahead_end_bitwise_as_others(
-    batches: str, every: int, at: int, cases: SimpleNamespace, tmp_path: Path
-) -> None:
-    whole, broken = (Run(cases, tmp_path / name, batches) for name in ("whole", "broken"))
+def test_runs_with_batches_made_ahead_end_bitwise_as_others(batches: str, every: int, at: int, tmp_path: Path) -> None:
+    whole, broken = (Run(tmp_path / name, batches) for name in ("whole", "broken"))
     expected = whole.fit(steps=15)
     options = {"steps": 15, "checkpoint_every": every, "prefetch_batches": 3}
     with pytest.raises(Crash):
@@ -92,23 +90,23 @@ def test_runs_with_batches_made_ahead_end_bitwise_as_others(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_with_workers_resumes_bitwise(workers: int, cases: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_loader_with_workers_resumes_bitwise(workers: int, tmp_path: Path) -> None:
     """Its workers make batches ahead; the order and the position are the same as without."""
 
     def loader(workers: int) -> Any:
-        data = TensorDataset(*[torch.cat(column) for column in zip(*cases.batches("list"), strict=True)])
+        data = TensorDataset(*[torch.cat(column) for column in zip(*make_batches("list"), strict=True)])
         return DataLoader(data, 4, shuffle=True, num_workers=workers)
 
-    whole = Run(cases, tmp_path / "whole", batches=loader(0))
-    broken = Run(cases, tmp_path / "broken", batches=loader(workers))
+    whole = Run(tmp_path / "whole", batches=loader(0))
+    broken = Run(tmp_path / "broken", batches=loader(workers))
     expected = whole.fit(steps=9)
     with pytest.raises(Crash):
         broken.fit(steps=9, checkpoint_every=4, on_step=crash_at(7))
     assert broken.fit(steps=9, resume=True, seed=7) == expected
 
 
-def test_the_batches_are_left_where_the_run_ended(cases: SimpleNamespace, tmp_path: Path) -> None:
-    run = Run(cases, tmp_path / "run")
+def test_the_batches_are_left_where_the_run_ended(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
     trainer = run.trainer(steps=3, prefetch_batches=3)
     trainer.fit()
     assert trainer.step.workload.batches.state_dict()["index"] == 3  # type: ignore[union-attr]
@@ -117,8 +115,8 @@ def test_the_batches_are_left_where_the_run_ended(cases: SimpleNamespace, tmp_pa
 class Fails:
     """Batches of which one can't be made, with or without a position of their own."""
 
-    def __init__(self, cases: SimpleNamespace, fails_at: int | None, draws: bool = False) -> None:
-        self.batches, self.fails_at, self.draws = cases.batches("list"), fails_at, draws
+    def __init__(self, fails_at: int | None, draws: bool = False) -> None:
+        self.batches, self.fails_at, self.draws = make_batches("list"), fails_at, draws
 
     def __iter__(self) -> Iterator[Any]:
         for index, batch in enumerate(self.batches):
@@ -132,24 +130,22 @@ class Fails:
 @pytest.mark.parametrize(("prefetch_batches", "draws"), [(0, False), (0, True), (2, False)])
 @pytest.mark.parametrize("fails_at", [0, 1, 4])
 def test_a_batch_that_cannot_be_made_ends_the_run_with_a_checkpoint(
-    prefetch_batches: int, draws: bool, fails_at: int, cases: SimpleNamespace, tmp_path: Path
+    prefetch_batches: int, draws: bool, fails_at: int, tmp_path: Path
 ) -> None:
-    whole = Run(cases, tmp_path / "whole", batches=Fails(cases, None, draws))
-    broken = Run(cases, tmp_path / "broken", batches=Fails(cases, fails_at, draws))
+    whole = Run(tmp_path / "whole", batches=Fails(None, draws))
+    broken = Run(tmp_path / "broken", batches=Fails(fails_at, draws))
     expected = whole.fit(steps=8)
     with pytest.raises(OSError, match="Input/output error") as caught:
         broken.fit(steps=8, prefetch_batches=prefetch_batches)
     assert broken.checkpoints == [f"checkpoint-{fails_at}"] and "continues from" in caught.value.__notes__[0]
-    broken.changes["batches"] = Fails(cases, None, draws)
+    broken.changes["batches"] = Fails(None, draws)
     assert broken.fit(steps=8, prefetch_batches=prefetch_batches, resume=True, seed=4) == expected
     assert broken.lines == whole.lines
 
 
-def test_batches_that_draw_from_the_global_generators_are_not_made_ahead(
-    cases: SimpleNamespace, tmp_path: Path
-) -> None:
-    whole = Run(cases, tmp_path / "whole", batches=Fails(cases, None, draws=True))
-    broken = Run(cases, tmp_path / "broken", batches=Fails(cases, None, draws=True))
+def test_batches_that_draw_from_the_global_generators_are_not_made_ahead(tmp_path: Path) -> None:
+    whole = Run(tmp_path / "whole", batches=Fails(None, draws=True))
+    broken = Run(tmp_path / "broken", batches=Fails(None, draws=True))
     expected = whole.fit()
     with pytest.raises(WorkloadError, match=r"draws from the global.*prefetch_batches=2.*num_workers"):
         broken.fit(prefetch_batches=2)
@@ -161,14 +157,14 @@ def test_batches_that_draw_from_the_global_generators_are_not_made_ahead(
     ("prefetch_batches", "workers", "message"),
     [(-1, 0, "prefetch_batches=-1"), (True, 0, "True"), (2, 1, "num_workers=1")],
 )
-def test_arguments_that_cannot_be(prefetch_batches: int, workers: int, message: str, cases: SimpleNamespace) -> None:
+def test_arguments_that_cannot_be(prefetch_batches: int, workers: int, message: str) -> None:
     loader = DataLoader(TensorDataset(torch.zeros(8, 6), torch.zeros(8, 6)), 4, num_workers=workers)
     with pytest.raises(UsageError, match=message):
-        BatchStream(cases.workload(batches=loader), prefetch_batches)
+        BatchStream(make_workload(batches=loader), prefetch_batches)
 
 
-def test_waiting_for_data_is_measured(cases: SimpleNamespace, tmp_path: Path) -> None:
-    batches = cases.batches("list")
+def test_waiting_for_data_is_measured(tmp_path: Path) -> None:
+    batches = make_batches("list")
 
     class Slow:
         def __iter__(self) -> Iterator[Any]:
@@ -176,7 +172,7 @@ def test_waiting_for_data_is_measured(cases: SimpleNamespace, tmp_path: Path) ->
                 time.sleep(0.02)
                 yield batch
 
-    slow, fast = Run(cases, tmp_path / "slow", batches=Slow()), Run(cases, tmp_path / "fast", "list")
+    slow, fast = Run(tmp_path / "slow", batches=Slow()), Run(tmp_path / "fast", "list")
     slow.fit(steps=4)
     fast.fit(steps=1)
     assert slow.record.data_share is not None and 0 < slow.record.data_share < 1

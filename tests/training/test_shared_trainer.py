@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -13,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from memfit.errors import MemfitError, MemoryLimitError, OutputError, RankError
+from memfit.errors import MemfitError, MemoryLimitError, OutputError
 from memfit.ir import Sharding
 from memfit.training import RunOptions, Trainer
 from memfit.training.trainer import PREEMPTED
+from memfit.workload import Workload
 from tests.covering import each
 from tests.processes import on_ranks
 from tests.ranks.trainings import DDP, HYBRID, ZERO2, ZERO3, Kind, fit, is_same, plan_for, state_of, step_of, workload
@@ -24,6 +26,18 @@ from tests.training.conftest import lines_of
 from tests.training.held_writes import HeldWrites, names, stored
 
 SHARDINGS = {"ddp": DDP, "zero2": ZERO2, "zero3": ZERO3, "hybrid": HYBRID}
+
+
+@contextlib.contextmanager
+def trainer_of(
+    sharding: Sharding, out: Path, *, given: Workload | None = None, kind: Kind = "adamw", **options: Any
+) -> Iterator[Trainer]:
+    """Make a trainer of nine steps on this rank, and its step's end."""
+    given = given or workload(kind)
+    plan, watch = plan_for(given, sharding, kind), options.pop("watch", None)
+    torch.manual_seed(5)
+    with step_of(given, plan) as step:
+        yield Trainer(step, plan, RunOptions(out=out, **({"steps": 9} | options)), watch=watch)
 
 
 def whole_and_resumed(rank: int, sharding: Sharding, kind: Kind, folder: Path) -> Iterator[Any]:
@@ -99,18 +113,15 @@ def stopped(rank: int, act: str, who: int, out: Path) -> Iterator[Any]:
     given = workload()
     if rank == who:
         given = dataclasses.replace(given, batches=Stops(given.batches, ACTS[act]))
-    plan = plan_for(given, ZERO3)
-    torch.manual_seed(5)
-    with step_of(given, plan) as step:
+    with trainer_of(ZERO3, out, given=given) as trainer:
         try:
-            Trainer(step, plan, RunOptions(out=out, steps=9)).fit()
+            trainer.fit()
         except BaseException as e:
-            yield type(e).__name__, str(e), step.steps
+            yield type(e).__name__, str(e), trainer.step.steps
             yield getattr(e, "__notes__", [])
-    given = workload(seed=7)
-    with step_of(given, plan) as step:
-        Trainer(step, plan, RunOptions(out=out, steps=6, resume=True)).fit()
-        yield state_of(step)
+    with trainer_of(ZERO3, out, given=workload(seed=7), steps=6, resume=True) as trainer:
+        trainer.fit()
+        yield state_of(trainer.step)
 
 
 def undisturbed(rank: int, out: Path) -> Iterator[Any]:
@@ -144,35 +155,21 @@ def test_what_stops_one_rank_stops_all_after_the_same_step_with_a_checkpoint(
 def with_a_slow_writer(rank: int, sharding: Sharding, out: Path) -> Iterator[Any]:
     """Train twice; the second time one rank's thread is held from the fourth step to the sixth."""
     expected, _ = fit(sharding, out / "waits", steps=9, checkpoint_every=4, keep_checkpoints=9)
-    given = workload()
-    plan = plan_for(given, sharding)
-    torch.manual_seed(5)
     seen: dict[int, list[str]] = {}
     slow = 0 if sharding.mode == "ddp" else sharding.world_size - 1  # with ddp the others have nothing to write
-    with step_of(given, plan) as step, pytest.MonkeyPatch.context() as patch:
+
+    def on_step(progress: Any) -> None:
+        seen[progress.step] = names(out / "goes-on")
+        if progress.step == (6 if rank == slow else 5):
+            held.end(trainer)
+
+    options = {"checkpoint_every": 4, "keep_checkpoints": 9, "async_checkpoints": True, "on_step": on_step}
+    with trainer_of(sharding, out / "goes-on", **options) as trainer, pytest.MonkeyPatch.context() as patch:
         held = HeldWrites(patch)
         if rank != slow:
             held.let_go()
-
-        def on_step(progress: Any) -> None:
-            seen[progress.step] = names(out / "goes-on")
-            if progress.step == (6 if rank == slow else 5):
-                held.end(trainer)
-
-        trainer = Trainer(
-            step,
-            plan,
-            RunOptions(
-                out=out / "goes-on",
-                steps=9,
-                checkpoint_every=4,
-                keep_checkpoints=9,
-                async_checkpoints=True,
-                on_step=on_step,
-            ),
-        )
         trainer.fit()
-        yield is_same(state_of(step), expected), seen
+        yield is_same(state_of(trainer.step), expected), seen
 
 
 @pytest.mark.parametrize("name", ["zero3", pytest.param("ddp", marks=pytest.mark.ci)])
@@ -194,58 +191,46 @@ def test_a_checkpoint_has_its_place_when_the_slowest_rank_has_written_and_traini
 
 
 def full_for_one(rank: int, out: Path) -> Iterator[Any]:
-    given = workload()
-    plan = plan_for(given, ZERO3)
-    torch.manual_seed(5)
-    with step_of(given, plan) as step, pytest.MonkeyPatch.context() as patch:
+    def on_step(progress: Any) -> None:
+        if rank == 1 and progress.step == 3:
+            held.end(trainer)
+
+    options = {"checkpoint_every": 2, "async_checkpoints": True, "on_step": on_step}
+    with trainer_of(ZERO3, out, **options) as trainer, pytest.MonkeyPatch.context() as patch:
         held = HeldWrites(patch, OSError(28, "No space left on device") if rank == 1 else None)
         if rank == 0:
             held.let_go()
-
-        def on_step(progress: Any) -> None:
-            if rank == 1 and progress.step == 3:
-                held.end(trainer)
-
-        trainer = Trainer(
-            step, plan, RunOptions(out=out, steps=9, checkpoint_every=2, async_checkpoints=True, on_step=on_step)
-        )
         with pytest.raises(OutputError) as e:
             trainer.fit()
-        yield str(e.value), step.steps, names(out), getattr(e.value, "__notes__", [])
+        yield str(e.value), trainer.step.steps, names(out), getattr(e.value, "__notes__", [])
 
 
 def test_a_disk_that_is_full_for_one_rank_ends_all_before_the_next_step(tmp_path: Path) -> None:
     first, second = (rank[0] for rank in on_ranks(2, full_for_one, tmp_path / "out"))
     assert first[:2] == second[:2] and "checkpoint-2: No space left" in first[0] and first[1] == 3
-    assert ("memfit: the error is from rank 1") in first[3] and all(
-        "checkpoint-0" in rank[3][-1] for rank in (first, second)
-    )
+    assert "memfit: the error is from rank 1" in first[3]
+    assert "checkpoint-0" in first[3][-1] and "checkpoint-0" in second[3][-1]
     assert names(tmp_path / "out") == ["checkpoint-0"]
 
 
 def stopped_while_writing(rank: int, out: Path) -> Iterator[Any]:
     """One rank is told to stop while the thread of the other still writes."""
-    given = workload()
-    plan = plan_for(given, ZERO3)
-    torch.manual_seed(5)
-    with step_of(given, plan) as step, pytest.MonkeyPatch.context() as patch:
+
+    def on_step(progress: Any) -> None:
+        if progress.step == 3:
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            held.let_go()
+
+    options = {"checkpoint_every": 2, "async_checkpoints": True}
+    with trainer_of(ZERO3, out, on_step=on_step, **options) as trainer, pytest.MonkeyPatch.context() as patch:
         held = HeldWrites(patch)
-
-        def on_step(progress: Any) -> None:
-            if progress.step == 3:
-                if rank == 1:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                held.let_go()
-
         with pytest.raises(SystemExit) as e:
-            Trainer(
-                step, plan, RunOptions(out=out, steps=9, checkpoint_every=2, async_checkpoints=True, on_step=on_step)
-            ).fit()
-        yield e.value.code, step.steps
-    given = workload(seed=7)
-    with step_of(given, plan) as step:
-        Trainer(step, plan, RunOptions(out=out, steps=6, checkpoint_every=2, async_checkpoints=True, resume=True)).fit()
-        yield state_of(step)
+            trainer.fit()
+        yield e.value.code, trainer.step.steps
+    with trainer_of(ZERO3, out, given=workload(seed=7), steps=6, resume=True, **options) as trainer:
+        trainer.fit()
+        yield state_of(trainer.step)
 
 
 @pytest.mark.ci
@@ -256,16 +241,13 @@ def test_ranks_that_are_told_to_stop_finish_what_their_threads_write(six_steps: 
 
 
 def over_its_memory(rank: int, out: Path) -> Iterator[Any]:
-    given = workload()
-    plan = plan_for(given, ZERO2)
-
     def watch() -> None:
-        if rank == 1 and step.steps == 2:
+        if rank == 1 and trainer.step.steps == 2:
             raise MemoryLimitError("full", limit_bytes=1, held_bytes=1, requested_bytes=1, by_category={}, where="here")
 
-    with step_of(given, plan) as step, pytest.raises(MemoryLimitError) as e:
-        Trainer(step, plan, RunOptions(out=out, steps=9), watch=watch).fit()
-    yield str(e.value), step.steps
+    with trainer_of(ZERO2, out, watch=watch) as trainer, pytest.raises(MemoryLimitError) as e:
+        trainer.fit()
+    yield str(e.value), trainer.step.steps
 
 
 def test_a_rank_that_uses_up_its_hosts_memory_stops_all(tmp_path: Path) -> None:
@@ -279,11 +261,10 @@ def overflowing(rank: int, sharding: Sharding, out: Path) -> Iterator[Any]:
     given = workload("fp16")
     scaling = dataclasses.replace(given.loss_scaling, initial=2.0**24)
     given = dataclasses.replace(given, loss_scaling=scaling)
-    plan = plan_for(given, sharding, "fp16")
-    with step_of(given, plan) as step:
-        record = Trainer(step, plan, RunOptions(out=out, steps=3)).fit()
-        assert step.scaler is not None
-        yield step.scaler.state_dict(), record.steps, state_of(step)
+    with trainer_of(sharding, out, given=given, kind="fp16", steps=3) as trainer:
+        record = trainer.fit()
+        assert trainer.step.scaler is not None
+        yield trainer.step.scaler.state_dict(), record.steps, state_of(trainer.step)
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero3"])
@@ -294,19 +275,12 @@ def test_ranks_skip_the_same_updates(name: str, tmp_path: Path) -> None:
 
 
 def not_empty(rank: int, out: Path) -> Iterator[Any]:
-    given = workload()
-    plan = plan_for(given, ZERO3)
-    with step_of(given, plan) as step:
-        with pytest.raises(MemfitError) as e:
-            Trainer(step, plan, RunOptions(out=out, steps=1))
-        yield type(e.value).__name__, str(e.value)
+    with pytest.raises(MemfitError) as e, trainer_of(ZERO3, out):
+        pass
+    yield type(e.value).__name__, str(e.value)
 
 
 def test_the_first_rank_looks_at_the_folder_and_all_hear_of_it(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").touch()
     first, second = (rank[0] for rank in on_ranks(2, not_empty, tmp_path))
     assert first == second and "is not empty" in first[1]
-
-
-def test_a_rank_error_is_one_of_memfit() -> None:
-    assert issubclass(RankError, MemfitError) and RankError("x").exit_status == 1

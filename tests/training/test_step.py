@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,8 @@ from torch import nn
 
 from memfit.errors import NonFiniteError, UsageError, WorkloadError
 from memfit.training import LossScaler, Step, StepOptions
-from memfit.workload import LossScaling, Workload
+from memfit.workload import Workload
+from tests.training.conftest import training_state
 
 WIDTH = 3
 Gradients = dict[str, torch.Tensor]
@@ -317,69 +317,12 @@ def test_the_order_of_phases_and_the_last_result() -> None:
     ]
 
 
-# Loss scaling
-
-
-def overflowing_step(scale: float = 65536.0, **changes: Any) -> Step:
-    """A step whose gradients overflow where a batch's "boost" is large."""
-
-    def loss_fn(model: nn.Module, batch: Any) -> Any:
-        return mean_loss(model, batch) * batch["boost"].mean()
-
-    model = mlp(torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    workload = workload_of(loss_fn, model, optimizer=optimizer, scheduler=scheduler, max_grad_norm=1.0)
-    return Step(workload, StepOptions(scaler=LossScaler(LossScaling(initial=scale)), **changes))
-
-
-def boosted(boost: float) -> dict[str, torch.Tensor]:
-    return batch_of(4, torch.float32) | {"boost": torch.full((4,), boost)}
-
-
-@pytest.mark.parametrize("microbatch_size", [None, 3])
-def test_an_overflow_skips_the_update_and_halves_the_scale(microbatch_size: int | None, cases: SimpleNamespace) -> None:
-    step = overflowing_step(microbatch_size=microbatch_size)
-    step(boosted(1.0))
-    assert step.workload.scheduler is not None and step.scaler is not None
-    before = cases.training_state(step)
-    result = step(boosted(3e38))
-    assert result.skipped and math.isnan(result.grad_norm) and result.loss_scale == 65536.0
-    assert step.scaler.scale == 32768.0
-    assert step.workload.scheduler.last_epoch == 1
-    assert step.steps == 1
-    assert step.scaler.skips == result.skips == 1
-    step.scaler.load_state_dict({"scale": 65536.0, "steps_since_change": 1, "skips": 0, "skips_in_a_row": 0})
-    assert cases.training_state(step) == before
-    assert not step(boosted(1.0)).skipped
-    assert cases.training_state(step) != before
-
-
-def test_a_scale_that_does_not_overflow_changes_nothing() -> None:
-    scaled, plain = overflowing_step(scale=2.0**10), overflowing_step()
-    plain.change(scaler=None)
-    for _ in range(3):
-        assert scaled(boosted(1.0)).grad_norm == pytest.approx(plain(boosted(1.0)).grad_norm)
-    for a, b in zip(scaled.workload.model.parameters(), plain.workload.model.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_overflows_without_end_are_an_error_that_names_a_parameter() -> None:
-    step = overflowing_step()
-    before = weights_of(step.workload.model)
-    with pytest.raises(NonFiniteError, match=r"32 consecutive steps.*0\.weight.*bf16-mixed") as caught:
-        for _ in range(LossScaling().max_skips):
-            step(boosted(math.inf))
-    assert caught.value.step == 0
-    assert is_bitwise_equal(weights_of(step.workload.model), before)
-
-
 # What is wrong
 
 
 @pytest.mark.parametrize("microbatch_size", [None, 3])
 @pytest.mark.parametrize("where", ["loss", "gradient"])
-def test_what_is_not_finite_updates_nothing(where: str, microbatch_size: int | None, cases: SimpleNamespace) -> None:
+def test_what_is_not_finite_updates_nothing(where: str, microbatch_size: int | None) -> None:
     def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
         loss = mean_loss(model, batch)
         return loss * math.nan if where == "loss" else loss + 0 * (model(batch["x"]) * 0).abs().sqrt().sum()
@@ -387,13 +330,13 @@ def test_what_is_not_finite_updates_nothing(where: str, microbatch_size: int | N
     workload = workload_of(mean_loss, max_grad_norm=1.0)
     step = Step(workload, StepOptions(microbatch_size=microbatch_size))
     step(batch_of(4))
-    before = cases.training_state(step)
+    before = training_state(step)
     object.__setattr__(workload, "loss_fn", loss_fn)
     with pytest.raises(NonFiniteError, match="nothing was updated") as caught:
         step(batch_of(4))
     assert caught.value.step == 1 and math.isnan(caught.value.value)
     assert where == "loss" or "first in 0.weight" in str(caught.value)
-    assert cases.training_state(step) == before
+    assert training_state(step) == before
     assert all(p.grad is None for p in workload.model.parameters())
 
 

@@ -6,7 +6,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from memfit.errors import (
     WorkloadError,
 )
 from memfit.ir import Plan, RunRecord
-from memfit.training import LossScaler, RunOptions, Step, StepOptions, Trainer
+from memfit.training import LossScaler, RunOptions, Step, StepOptions, Trainer, write_tensors
 from memfit.training import trainer as trainer_module
 from memfit.training.runs import checkpoint
 from memfit.training.runs.log import History
@@ -33,7 +32,16 @@ from memfit.workload import Workload, rng_state
 from tests import warm
 from tests.models import twice
 from tests.ranks.trainings import is_same
-from tests.training.conftest import restored
+from tests.training.conftest import (
+    Tied,
+    lines_of,
+    make_batches,
+    make_plan,
+    make_workload,
+    restored,
+    squared_error,
+    training_state,
+)
 from tests.training.held_writes import HeldWrites, names, stored
 
 BATCH_KINDS = ("seeded", "ends empty", "none", "list", "shuffled", "shuffled by a generator")
@@ -43,24 +51,24 @@ KEYS = "step epoch loss grad_norm skipped loss_scale data_seconds seconds sample
 class Run:
     """A training in a folder, made anew from the same seed or from another."""
 
-    def __init__(self, cases: SimpleNamespace, out: Path, kind: str = "seeded", **workload: Any) -> None:
-        self.cases, self.out, self.kind, self.changes = cases, out, kind, workload
+    def __init__(self, out: Path, kind: str = "seeded", **workload: Any) -> None:
+        self.out, self.kind, self.changes = out, kind, workload
 
     def trainer(self, *, seed: int = 0, scaler: bool = False, **options: Any) -> Trainer:
-        workload = self.cases.workload(self.kind, seed=seed, **self.changes)
+        workload = make_workload(self.kind, seed=seed, **self.changes)
         step = Step(workload, StepOptions(scaler=LossScaler() if scaler else None))
         options = {"out": self.out} | ({"steps": 8} if "epochs" not in options else {}) | options
         own = {name: options.pop(name) for name in ("measure", "watch") if name in options}
-        return Trainer(step, self.cases.plan(workload), RunOptions(**options), **own)
+        return Trainer(step, make_plan(workload), RunOptions(**options), **own)
 
     def fit(self, **options: Any) -> Any:
         trainer = self.trainer(**options)
         trainer.fit()
-        return self.cases.training_state(trainer.step)
+        return training_state(trainer.step)
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        lines: list[dict[str, Any]] = self.cases.lines_of(self.out)
+        lines: list[dict[str, Any]] = lines_of(self.out)
         return lines
 
     @property
@@ -73,8 +81,8 @@ class Run:
 
 
 @pytest.fixture
-def run(cases: SimpleNamespace, tmp_path: Path) -> Run:
-    return Run(cases, tmp_path / "run")
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path / "run")
 
 
 class Crash(Exception):
@@ -100,9 +108,11 @@ def noisy_evaluate(model: nn.Module) -> dict[str, float]:
 
 
 def test_a_run_is_recorded(run: Run) -> None:
-    trainer = run.trainer(steps=7, checkpoint_every=3)
+    seen: list[Any] = []
+    trainer = run.trainer(steps=7, checkpoint_every=3, on_step=seen.append)
     record = trainer.fit()
     assert record == run.record
+    assert [(p.step, p.loss) for p in seen] == [(line["step"], line["loss"]) for line in run.lines]
     assert (record.status, record.steps, record.error, record.workload) == ("finished", 7, None, "tied")
     assert record.first_loss == run.lines[0]["loss"] and record.last_loss == run.lines[-1]["loss"]
     assert record.step_seconds is not None and record.step_seconds > 0 and record.measured_peak_bytes is None
@@ -118,20 +128,20 @@ def test_a_run_is_recorded(run: Run) -> None:
     assert all(line["samples_per_second"] == 4 / line["seconds"] for line in raw)
 
 
-def test_the_trainer_is_a_plain_loop(run: Run, cases: SimpleNamespace) -> None:
+def test_the_trainer_is_a_plain_loop(run: Run) -> None:
     state = run.fit(steps=8, evaluate_every=2, checkpoint_every=3)
-    workload = cases.workload("seeded")
+    workload = make_workload("seeded")
     step = Step(workload)
     losses: list[float] = []
     for _ in range(2):
         losses += [step(batch).loss for batch, _ in zip(workload.batches, range(8 - len(losses)), strict=False)]
     assert [line["loss"] for line in run.lines] == losses
-    assert state == cases.training_state(step)
+    assert state == training_state(step)
 
 
 @pytest.mark.parametrize("batches", BATCH_KINDS)
-def test_epochs_go_over_all_batches(batches: str, cases: SimpleNamespace, tmp_path: Path) -> None:
-    run = Run(cases, tmp_path / "run", batches)
+def test_epochs_go_over_all_batches(batches: str, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", batches)
     trainer = run.trainer(epochs=3)
     record = trainer.fit()
     per_epoch = 1 if batches == "none" else 6
@@ -140,9 +150,9 @@ def test_epochs_go_over_all_batches(batches: str, cases: SimpleNamespace, tmp_pa
     assert ("one batch, repeated" in record.workload) == (batches == "none")
 
 
-def test_evaluation_leaves_the_training_alone(cases: SimpleNamespace, tmp_path: Path) -> None:
-    silent = Run(cases, tmp_path / "silent")
-    evaluated = Run(cases, tmp_path / "evaluated", evaluate=noisy_evaluate)
+def test_evaluation_leaves_the_training_alone(tmp_path: Path) -> None:
+    silent = Run(tmp_path / "silent")
+    evaluated = Run(tmp_path / "evaluated", evaluate=noisy_evaluate)
     assert silent.fit() == evaluated.fit(evaluate_every=3)
     evaluations = [line for line in evaluated.lines if "evaluation" in line]
     expected = {"training": 0.0, "grad": 0.0}
@@ -151,11 +161,11 @@ def test_evaluation_leaves_the_training_alone(cases: SimpleNamespace, tmp_path: 
     assert [line for line in evaluated.lines if "loss" in line] == silent.lines
 
 
-def test_evaluation_puts_every_flag_back(cases: SimpleNamespace, tmp_path: Path) -> None:
+def test_evaluation_puts_every_flag_back(tmp_path: Path) -> None:
     def broken(model: nn.Module) -> dict[str, float]:
         raise Crash
 
-    run = Run(cases, tmp_path / "run", evaluate=broken)
+    run = Run(tmp_path / "run", evaluate=broken)
     trainer = run.trainer(evaluate_every=1)
     model: Any = trainer.step.workload.model
     model.norm.eval()
@@ -165,30 +175,30 @@ def test_evaluation_puts_every_flag_back(cases: SimpleNamespace, tmp_path: Path)
 
 
 @pytest.mark.parametrize("values", [None, [1.0], {"x": "high"}, {"x": torch.zeros(2)}])
-def test_evaluate_must_return_figures(values: Any, cases: SimpleNamespace, tmp_path: Path) -> None:
-    run = Run(cases, tmp_path / "run", evaluate=lambda model: values)
+def test_evaluate_must_return_figures(values: Any, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", evaluate=lambda model: values)
     with pytest.raises(WorkloadError, match="return a dict of names and floats"):
         run.fit(steps=1)
     assert "return a dict of names and floats" in str(run.record.error)
 
 
-def test_figures_that_are_not_finite(cases: SimpleNamespace, tmp_path: Path) -> None:
-    run = Run(cases, tmp_path / "run", evaluate=lambda model: {"nan": math.nan, "one": torch.ones(())})
+def test_figures_that_are_not_finite(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", evaluate=lambda model: {"nan": math.nan, "one": torch.ones(())})
     run.fit(steps=1)
     assert run.lines[-1]["evaluation"] == {"nan": None, "one": 1.0}
     assert run.record.evaluations[0].values == {"one": 1.0}
 
 
-def test_measured_steps_are_the_same_steps(cases: SimpleNamespace, tmp_path: Path) -> None:
+def test_measured_steps_are_the_same_steps(tmp_path: Path) -> None:
     def measure(step: Step, batch: Any) -> int:
         step(batch)
         return 100 + step.steps
 
-    plain, measured = Run(cases, tmp_path / "plain"), Run(cases, tmp_path / "measured")
+    plain, measured = Run(tmp_path / "plain"), Run(tmp_path / "measured")
     assert plain.fit() == measured.fit(measure=measure, measure_every=3)
     assert [line["peak_bytes"] for line in measured.lines] == [None, 102, None, None, 105, None, None, 108]
     assert measured.record.measured_peak_bytes == 108
-    once = Run(cases, tmp_path / "once")
+    once = Run(tmp_path / "once")
     once.fit(measure=measure)
     assert [line["peak_bytes"] for line in once.lines] == [None, 102] + [None] * 6
 
@@ -204,15 +214,8 @@ def test_a_measurement_must_run_the_step_once(calls: int, run: Run) -> None:
         run.fit(measure=measure)
 
 
-def test_progress_is_reported(run: Run) -> None:
-    seen: list[Any] = []
-    run.fit(on_step=seen.append)
-    assert [p.step for p in seen] == list(range(1, 9))
-    assert [p.loss for p in seen] == [line["loss"] for line in run.lines]
-
-
-def test_a_log_is_given_each_line_of_the_metrics(cases: SimpleNamespace, tmp_path: Path) -> None:
-    run = Run(cases, tmp_path / "run", evaluate=noisy_evaluate)
+def test_a_log_is_given_each_line_of_the_metrics(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", evaluate=noisy_evaluate)
     records: list[dict[str, Any]] = []
 
     def log(record: dict[str, Any]) -> None:
@@ -227,9 +230,9 @@ def test_a_log_is_given_each_line_of_the_metrics(cases: SimpleNamespace, tmp_pat
 
 @pytest.mark.parametrize(("name", "last"), [("loss", 5), ("evaluation", 4), ("event", 2)])
 def test_an_error_of_a_log_ends_the_run_as_it_is_and_the_run_resumes_bitwise(
-    cases: SimpleNamespace, tmp_path: Path, name: str, last: int
+    tmp_path: Path, name: str, last: int
 ) -> None:
-    whole, run = (Run(cases, tmp_path / folder, evaluate=noisy_evaluate) for folder in ("whole", "run"))
+    whole, run = (Run(tmp_path / folder, evaluate=noisy_evaluate) for folder in ("whole", "run"))
     expected = whole.fit(evaluate_every=4)
 
     def log(record: dict[str, Any]) -> None:
@@ -295,23 +298,18 @@ def boosted_loss(model: nn.Module, batch: Any) -> Any:
     return ((model(batch[0]) - batch[1]) ** 2).mean() * batch[2].mean()
 
 
-def boosted_batches(cases: SimpleNamespace) -> list[Any]:
-    return [(*batch, torch.full((4,), 3e38 if n in (2, 3) else 1.0)) for n, batch in enumerate(cases.batches("list"))]
+def boosted_batches() -> list[Any]:
+    return [(*batch, torch.full((4,), 3e38 if n in (2, 3) else 1.0)) for n, batch in enumerate(make_batches("list"))]
 
 
-def test_skipped_updates_are_not_steps(cases: SimpleNamespace, tmp_path: Path) -> None:
-    batches = boosted_batches(cases)
+def test_skipped_updates_are_not_steps(tmp_path: Path) -> None:
+    batches = boosted_batches()
     make = {"batch": batches[0], "loss_fn": boosted_loss, "batches": batches}
-    whole, broken = Run(cases, tmp_path / "whole", **make), Run(cases, tmp_path / "broken", **make)
+    whole, broken = Run(tmp_path / "whole", **make), Run(tmp_path / "broken", **make)
     state = whole.fit(scaler=True, checkpoint_every=2)
     lines = whole.lines
-    assert [(line["step"], line["skipped"]) for line in lines[:5]] == [
-        (1, False),
-        (2, False),
-        (3, True),
-        (3, True),
-        (3, False),
-    ]
+    steps = [(1, False), (2, False), (3, True), (3, True), (3, False)]
+    assert [(line["step"], line["skipped"]) for line in lines[:5]] == steps
     assert lines[2]["grad_norm"] is None and lines[2]["loss_scale"] == 65536.0 and lines[4]["loss_scale"] == 16384.0
     assert whole.record.steps == 8
     json.loads((whole.out / "metrics.jsonl").read_text().splitlines()[2], parse_constant=pytest.fail)
@@ -321,14 +319,14 @@ def test_skipped_updates_are_not_steps(cases: SimpleNamespace, tmp_path: Path) -
     assert broken.lines == lines
 
 
-def test_the_last_batch_of_an_epoch_may_be_smaller(cases: SimpleNamespace, tmp_path: Path) -> None:
-    batches = [*cases.batches("list")[:2], tuple(t[:3] for t in cases.batches("list")[2])]
-    run = Run(cases, tmp_path / "run", batches=batches)
+def test_the_last_batch_of_an_epoch_may_be_smaller(tmp_path: Path) -> None:
+    batches = [*make_batches("list")[:2], tuple(t[:3] for t in make_batches("list")[2])]
+    run = Run(tmp_path / "run", batches=batches)
     state = run.fit(epochs=2)
-    step = Step(cases.workload(batches=batches))
+    step = Step(make_workload(batches=batches))
     losses = [step(batch).loss for _ in range(2) for batch in batches]
     assert [line["loss"] for line in run.lines if "loss" in line] == losses and run.record.steps == 6
-    assert state == cases.training_state(step)
+    assert state == training_state(step)
 
 
 # Resuming
@@ -346,13 +344,13 @@ def test_the_last_batch_of_an_epoch_may_be_smaller(cases: SimpleNamespace, tmp_p
     ],
 )
 def test_resumed_runs_end_bitwise_as_others(
-    batches: str, length: dict[str, int], every: int, at: int, cases: SimpleNamespace, tmp_path: Path
+    batches: str, length: dict[str, int], every: int, at: int, tmp_path: Path
 ) -> None:
     if batches == "none" and "epochs" in length:
         length = {"epochs": 18}
     options = {**length, "checkpoint_every": every, "evaluate_every": 4}
-    whole = Run(cases, tmp_path / "whole", batches, evaluate=noisy_evaluate)
-    broken = Run(cases, tmp_path / "broken", batches, evaluate=noisy_evaluate)
+    whole = Run(tmp_path / "whole", batches, evaluate=noisy_evaluate)
+    broken = Run(tmp_path / "broken", batches, evaluate=noisy_evaluate)
     expected = whole.fit(**options)
     rng = rng_state()
     with pytest.raises(Crash):
@@ -367,21 +365,9 @@ def test_resumed_runs_end_bitwise_as_others(
     assert broken.checkpoints == whole.checkpoints
 
 
-def test_the_comparison_of_resumed_runs_sees_a_lost_random_state(
-    run: Run, cases: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = run.fit(steps=8)
-    broken = Run(cases, tmp_path / "broken")
-    with pytest.raises(Crash):
-        broken.fit(checkpoint_every=4, on_step=crash_at(6))
-    monkeypatch.setattr(trainer_module, "set_rng_state", lambda state: None)
-    assert broken.fit(resume=True, seed=7) != expected
-    assert broken.lines[:4] == run.lines[:4] and broken.lines != run.lines
-
-
-def test_a_crash_right_after_each_step_changes_nothing(run: Run, cases: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_crash_right_after_each_step_changes_nothing(run: Run, tmp_path: Path) -> None:
     expected = run.fit(steps=8, checkpoint_every=1, evaluate_every=2)
-    broken = Run(cases, tmp_path / "broken", "seeded")
+    broken = Run(tmp_path / "broken", "seeded")
     with pytest.raises(KeyboardInterrupt):
         broken.fit(checkpoint_every=1, evaluate_every=2, on_step=crash_at(1, KeyboardInterrupt()))
     for step in range(2, 9):
@@ -391,8 +377,8 @@ def test_a_crash_right_after_each_step_changes_nothing(run: Run, cases: SimpleNa
     assert broken.lines == run.lines
 
 
-def test_an_evaluation_that_was_missed_is_made_up_for(cases: SimpleNamespace, tmp_path: Path) -> None:
-    whole, broken = (Run(cases, tmp_path / name, evaluate=noisy_evaluate) for name in ("whole", "broken"))
+def test_an_evaluation_that_was_missed_is_made_up_for(tmp_path: Path) -> None:
+    whole, broken = (Run(tmp_path / name, evaluate=noisy_evaluate) for name in ("whole", "broken"))
     whole.fit(evaluate_every=4)
     with pytest.raises(KeyboardInterrupt):
         broken.fit(evaluate_every=4, on_step=crash_at(4, KeyboardInterrupt()))
@@ -400,8 +386,8 @@ def test_an_evaluation_that_was_missed_is_made_up_for(cases: SimpleNamespace, tm
     assert broken.lines == whole.lines
 
 
-def test_a_finished_run_can_be_made_longer(run: Run, cases: SimpleNamespace, tmp_path: Path) -> None:
-    longer = Run(cases, tmp_path / "longer")
+def test_a_finished_run_can_be_made_longer(run: Run, tmp_path: Path) -> None:
+    longer = Run(tmp_path / "longer")
     expected = longer.fit(epochs=3)
     run.fit(epochs=1)
     assert run.fit(epochs=1, resume=True) == run.fit(epochs=1, overwrite=True)
@@ -410,8 +396,8 @@ def test_a_finished_run_can_be_made_longer(run: Run, cases: SimpleNamespace, tmp
     assert run.lines == longer.lines
 
 
-def test_a_line_cut_short_is_dropped(run: Run, cases: SimpleNamespace, tmp_path: Path) -> None:
-    whole = Run(cases, tmp_path / "whole")
+def test_a_line_cut_short_is_dropped(run: Run, tmp_path: Path) -> None:
+    whole = Run(tmp_path / "whole")
     whole.fit()
     with pytest.raises(Crash):
         run.fit(checkpoint_every=3, on_step=crash_at(5))
@@ -421,22 +407,22 @@ def test_a_line_cut_short_is_dropped(run: Run, cases: SimpleNamespace, tmp_path:
     assert run.lines == whole.lines
 
 
-def test_loaders_that_end_too_early_are_named(cases: SimpleNamespace, tmp_path: Path) -> None:
-    run = Run(cases, tmp_path / "run", "list")
+def test_loaders_that_end_too_early_are_named(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", "list")
     with pytest.raises(Crash):
         run.fit(checkpoint_every=4, on_step=crash_at(5))
-    shorter = Run(cases, run.out, "list", batches=cases.batches("list")[:3])
+    shorter = Run(run.out, "list", batches=make_batches("list")[:3])
     trainer = shorter.trainer(resume=True, seed=3)
-    before, rng = cases.training_state(trainer.step), rng_state()
+    before, rng = training_state(trainer.step), rng_state()
     with pytest.raises(CheckpointError, match="gave 3 batches in epoch 0, and the checkpoint used 4"):
         trainer.fit()
-    assert cases.training_state(trainer.step) == before and rng_state() == rng
+    assert training_state(trainer.step) == before and rng_state() == rng
     with pytest.raises(CheckpointError, match=r"state_dict\(\)"):
-        Run(cases, run.out, "seeded").fit(resume=True)
+        Run(run.out, "seeded").fit(resume=True)
 
 
-def test_one_shot_batches_are_named(cases: SimpleNamespace, tmp_path: Path) -> None:
-    run = Run(cases, tmp_path / "run", batches=iter(cases.batches("list")))
+def test_one_shot_batches_are_named(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", batches=iter(make_batches("list")))
     with pytest.raises(WorkloadError, match="no batch in epoch 1"):
         run.fit()
     assert run.record.steps == 6
@@ -465,9 +451,9 @@ def test_another_precision_is_an_event(run: Run) -> None:
     ],
 )
 def test_a_damaged_checkpoint_is_set_aside_and_the_earlier_one_goes_on(
-    name: str, damage: Callable[[bytes], bytes] | None, run: Run, cases: SimpleNamespace, tmp_path: Path, caplog: Any
+    name: str, damage: Callable[[bytes], bytes] | None, run: Run, tmp_path: Path, caplog: Any
 ) -> None:
-    whole = Run(cases, tmp_path / "whole")
+    whole = Run(tmp_path / "whole")
     expected = whole.fit()
     with pytest.raises(Crash):
         run.fit(checkpoint_every=2, on_step=crash_at(5))
@@ -489,17 +475,17 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_earlier_one_goes_on(
     assert (run.out / "damaged-checkpoint-4").exists() == (b"memfit" not in aside.get("checkpoint.json", b""))
 
 
-def test_all_checkpoints_damaged_stops_with_each_named_and_changes_nothing(run: Run, cases: SimpleNamespace) -> None:
+def test_all_checkpoints_damaged_stops_with_each_named_and_changes_nothing(run: Run) -> None:
     with pytest.raises(Crash):
         run.fit(checkpoint_every=2, on_step=crash_at(5))
     for n in (2, 4):
         file = run.out / f"checkpoint-{n}" / "training.json"
         file.write_bytes(file.read_bytes().replace(b'"used"', b'"uzed"'))
     trainer = run.trainer(resume=True, seed=3)
-    before, files = cases.training_state(trainer.step), contents(run.out)
+    before, files = training_state(trainer.step), contents(run.out)
     with pytest.raises(CheckpointError, match=r"checkpoint-4/training\.json.*checkpoint-2/training\.json.*overwrite"):
         trainer.fit()
-    assert cases.training_state(trainer.step) == before and contents(run.out) == files
+    assert training_state(trainer.step) == before and contents(run.out) == files
 
 
 # Ends before the end
@@ -517,20 +503,18 @@ def usual_handlers() -> Iterator[None]:
 
 @pytest.mark.usefixtures("usual_handlers")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_after_the_step_with_a_checkpoint(
-    number: signal.Signals, cases: SimpleNamespace, tmp_path: Path
-) -> None:
-    whole = Run(cases, tmp_path / "whole", "shuffled")
+def test_a_signal_stops_after_the_step_with_a_checkpoint(number: signal.Signals, tmp_path: Path) -> None:
+    whole = Run(tmp_path / "whole", "shuffled")
     expected = whole.fit()
     handler = signal.getsignal(number)
 
     def signalled_loss(model: nn.Module, batch: Any) -> torch.Tensor:
         if trainer.step.steps == 4:
             signal.raise_signal(number)
-        loss: torch.Tensor = cases.squared_error(model, batch)
+        loss: torch.Tensor = squared_error(model, batch)
         return loss
 
-    broken = Run(cases, tmp_path / "broken", "shuffled", loss_fn=signalled_loss)
+    broken = Run(tmp_path / "broken", "shuffled", loss_fn=signalled_loss)
     trainer = broken.trainer()
     with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit) as caught:
         trainer.fit()
@@ -540,11 +524,11 @@ def test_a_signal_stops_after_the_step_with_a_checkpoint(
     assert broken.record.status == "failed" and broken.record.steps == 5
     assert str(broken.record.error).startswith("interrupted after step 5; resume=True continues from")
     assert "resume=True" in caught.value.__notes__[0]
-    assert Run(cases, broken.out, "shuffled").fit(resume=True, seed=3) == expected
+    assert Run(broken.out, "shuffled").fit(resume=True, seed=3) == expected
     assert broken.lines == whole.lines
 
 
-def test_an_interrupt_in_the_middle_of_a_step_writes_no_checkpoint(cases: SimpleNamespace, tmp_path: Path) -> None:
+def test_an_interrupt_in_the_middle_of_a_step_writes_no_checkpoint(tmp_path: Path) -> None:
     class Interrupted(torch.optim.SGD):
         calls = 0
 
@@ -555,21 +539,21 @@ def test_an_interrupt_in_the_middle_of_a_step_writes_no_checkpoint(cases: Simple
                 raise KeyboardInterrupt
             return super().step(closure)
 
-    model = cases.Tied()
+    model = Tied()
     changes = {"model": model, "optimizer": Interrupted(model.parameters(), lr=0.1), "scheduler": None}
-    run = Run(cases, tmp_path / "run", **changes)
+    run = Run(tmp_path / "run", **changes)
     with pytest.raises(KeyboardInterrupt):
         run.fit(checkpoint_every=3)
     assert run.checkpoints == ["checkpoint-0", "checkpoint-3"]
     assert str(run.record.error).startswith("interrupted after step 4; resume=True continues from")
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(run: Run, cases: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_stops_the_run(run: Run, tmp_path: Path) -> None:
     def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-        loss: torch.Tensor = cases.squared_error(model, batch)
+        loss: torch.Tensor = squared_error(model, batch)
         return loss * (math.nan if trainer.step.steps == 5 else 1.0)
 
-    run = Run(cases, tmp_path / "run", loss_fn=loss_fn)
+    run = Run(tmp_path / "run", loss_fn=loss_fn)
     trainer = run.trainer(checkpoint_every=2)
     with pytest.raises(NonFiniteError):
         trainer.fit()
@@ -581,35 +565,33 @@ def test_a_loss_that_is_not_finite_stops_the_run(run: Run, cases: SimpleNamespac
     restored(run.out / "checkpoint-4", trainer.step)
 
 
-def test_a_full_disk_is_an_output_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    trainer = run.trainer(checkpoint_every=2, on_step=lambda _: monkeypatch.setattr(checkpoint, "write_tensors", full))
-    with pytest.raises(OutputError, match="checkpoint-2: No space left"):
-        trainer.fit()
-    assert run.record.status == "failed" and run.checkpoints == ["checkpoint-0"]
+FULL = OSError(28, "No space left on device")
 
 
-def test_a_place_without_room_for_checkpoints_is_noticed_before_the_first_step(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_full_disk_is_an_output_error_and_noticed_before_the_first_step(
+    number: int, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
+        if trainer.step.steps == number:
+            raise FULL
+        write_tensors(*args)
 
+    trainer = run.trainer(checkpoint_every=2)
     monkeypatch.setattr(checkpoint, "write_tensors", full)
-    with pytest.raises(OutputError, match="checkpoint-0: No space left"):
-        run.fit(checkpoint_every=2)
-    assert run.lines == [] and run.record.status == "failed"
+    with pytest.raises(OutputError, match=f"checkpoint-{number}: No space left"):
+        trainer.fit()
+    assert run.record.status == "failed" and run.checkpoints == ["checkpoint-0"] * (number > 0)
+    assert len(run.lines) == number
 
 
 # Checkpoints that a thread writes
 
 
 def test_a_thread_writes_what_was_there_when_it_began_and_training_goes_on(
-    cases: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits, goes_on = Run(cases, tmp_path / "waits", "shuffled"), Run(cases, tmp_path / "goes-on", "shuffled")
+    waits, goes_on = Run(tmp_path / "waits", "shuffled"), Run(tmp_path / "goes-on", "shuffled")
     expected = waits.fit(checkpoint_every=3, keep_checkpoints=9)
     held, seen = HeldWrites(monkeypatch), {}
 
@@ -626,14 +608,12 @@ def test_a_thread_writes_what_was_there_when_it_began_and_training_goes_on(
     assert seen[6] == ["checkpoint-0", "checkpoint-3"]
     assert seen[7] == seen[8] == ["checkpoint-0", "checkpoint-3", "checkpoint-6 in the making"]
     assert names(goes_on.out) == waits.checkpoints == [f"checkpoint-{n}" for n in (0, 3, 6, 8)]
-    assert cases.training_state(trainer.step) == expected and goes_on.lines == waits.lines
+    assert training_state(trainer.step) == expected and goes_on.lines == waits.lines
     for name in waits.checkpoints:
         assert is_same(stored(goes_on.out / name), stored(waits.out / name))
 
 
-def test_the_next_checkpoint_waits_for_the_one_before(
-    run: Run, cases: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_checkpoint_waits_for_the_one_before(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its copies are in the same memory."""
     held, begin, finish = HeldWrites(monkeypatch), checkpoint.Writing, checkpoint.Writing.finish
     seen: list[list[str]] = []
@@ -655,9 +635,9 @@ def test_the_next_checkpoint_waits_for_the_one_before(
 
 @pytest.mark.parametrize("at", [4, 5, 7])
 def test_a_run_that_fails_while_a_thread_writes_goes_on_from_what_it_wrote(
-    at: int, cases: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, broken = (Run(cases, tmp_path / name, "shuffled by a generator") for name in ("whole", "broken"))
+    whole, broken = (Run(tmp_path / name, "shuffled by a generator") for name in ("whole", "broken"))
     expected = whole.fit(steps=9, checkpoint_every=4)
     held = HeldWrites(monkeypatch)
 
@@ -674,12 +654,10 @@ def test_a_run_that_fails_while_a_thread_writes_goes_on_from_what_it_wrote(
     assert broken.lines == whole.lines and broken.checkpoints == whole.checkpoints
 
 
-def test_a_run_that_is_killed_while_a_thread_writes_ends_bitwise_as_others(
-    cases: SimpleNamespace, tmp_path: Path
-) -> None:
-    whole, broken = (Run(cases, tmp_path / name, "shuffled") for name in ("whole", "broken"))
+def test_a_run_that_is_killed_while_a_thread_writes_ends_bitwise_as_others(tmp_path: Path) -> None:
+    whole, broken = (Run(tmp_path / name, "shuffled") for name in ("whole", "broken"))
     expected = whole.fit(checkpoint_every=4)
-    killed = warm.run(["-m", "tests.training.killed_while_writing", str(broken.out)], cwd=warm.ROOT)
+    killed = warm.run(["-m", "tests.training.held_writes", str(broken.out)], cwd=warm.ROOT)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert names(broken.out) == ["checkpoint-0", "checkpoint-4 in the making"]
     assert broken.fit(checkpoint_every=4, async_checkpoints=True, resume=True, seed=7) == expected
@@ -688,9 +666,9 @@ def test_a_run_that_is_killed_while_a_thread_writes_ends_bitwise_as_others(
 
 @pytest.mark.usefixtures("usual_handlers")
 def test_a_signal_while_a_thread_writes_waits_for_it_and_writes_one_more(
-    cases: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, broken = (Run(cases, tmp_path / name, "shuffled") for name in ("whole", "broken"))
+    whole, broken = (Run(tmp_path / name, "shuffled") for name in ("whole", "broken"))
     expected = whole.fit()
     held = HeldWrites(monkeypatch)
 
@@ -705,9 +683,6 @@ def test_a_signal_while_a_thread_writes_waits_for_it_and_writes_one_more(
     assert names(broken.out) == ["checkpoint-4", "checkpoint-5"]
     monkeypatch.undo()
     assert broken.fit(resume=True, seed=3) == expected
-
-
-FULL = OSError(28, "No space left on device")
 
 
 def test_a_disk_that_is_full_for_the_thread_ends_the_run_before_the_next_step(
@@ -740,10 +715,8 @@ def test_a_signal_tells_of_a_checkpoint_that_could_not_be_written(run: Run, monk
     assert names(run.out) == ["checkpoint-0", "checkpoint-5"]
 
 
-def test_a_thread_changes_no_random_numbers(
-    cases: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = [Run(cases, tmp_path / name, "shuffled") for name in ("waits", "goes-on")]
+def test_a_thread_changes_no_random_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [Run(tmp_path / name, "shuffled") for name in ("waits", "goes-on")]
     states = []
     for run, options in zip(runs, ({}, {"async_checkpoints": True}), strict=True):
         run.fit(checkpoint_every=1, **options)
@@ -837,9 +810,9 @@ def test_arguments_out_of_range(options: dict[str, Any], message: str, run: Run)
     assert not run.out.exists()
 
 
-def test_a_plan_for_another_workload_is_refused(run: Run, cases: SimpleNamespace) -> None:
-    plan = cases.plan(cases.workload(kind="none", width=8))
-    workload: Workload = cases.workload()
+def test_a_plan_for_another_workload_is_refused(run: Run) -> None:
+    plan = make_plan(make_workload(kind="none", width=8))
+    workload: Workload = make_workload()
     with pytest.raises(PlanMismatchError, match=plan.fingerprint):
         Trainer(Step(workload), plan, RunOptions(out=run.out, steps=1))
 

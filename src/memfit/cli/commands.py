@@ -89,7 +89,7 @@ def with_options(found: _Noted) -> _Noted:
 def print_ended(what: str, error: BaseException) -> None:
     """Print in one line the signal that ended a command, the work that is left, and the next command."""
     notes = [words.of(note.removeprefix("memfit: ")) for note in getattr(error, "__notes__", [_NOTHING_LEFT])]
-    output.err.print("; ".join([what, *notes]), highlight=False, markup=False, soft_wrap=True)
+    output.tell("; ".join([what, *notes]), to=output.err)
 
 
 def settle_threads() -> None:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
-from memfit import hardware
+from memfit import hardware, ir
 from memfit.cli import output
-from memfit.cli.output import stages
+from memfit.cli.output import stage
 from memfit.errors import UsageError
 from memfit.foundations import CommandOption, parse_hours, parts_of, read_budget
 from memfit.hardware import check_device, find_device, free_bytes, known_devices, read_prices
@@ -44,8 +44,8 @@ AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON document instead of tables.", callback=output.when_asked)
 ]
 PlanFile = Annotated[Path, typer.Option("--plan", help="Plan file, written by `memfit plan`.", show_default=False)]
+PageFile = Annotated[Path | None, typer.Option("--html", help="Write an HTML page with table and plot to this file.")]
 Overwrite = Annotated[bool, typer.Option(help=OVERWRITE_HELP)]
-
 
 _OF_RUN = ("--budget", "--plan", "--output", "--numerics", "--host-budget")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -137,11 +137,7 @@ def precisions_of(names: Sequence[str] | None) -> list[Precision] | None:
 
 
 def rank_numbers(text: str) -> list[int]:
-    """Return the numbers of ranks that a text names ("1-64", "1,2,4,8").
-
-    Raises:
-        UsageError: It names none.
-    """
+    """Return the numbers of ranks that a text names ("1-64", "1,2,4,8")."""
     found: set[int] = set()
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
@@ -182,13 +178,7 @@ def given_budget(budget: int | float | str | None, device: str | None = None) ->
 
 
 def read_plan(path: Path) -> Plan:
-    """Return the plan of a file.
-
-    Raises:
-        PlanError: The file can't be read, or is not a plan.
-    """
-    from memfit import ir
-
+    """Return the plan of a file."""
     return ir.codec.read(path, ir.Plan)
 
 
@@ -227,8 +217,6 @@ def typed(*options: str, without: Sequence[str] = ()) -> str:
 
 def check_new(option: str, path: Path | str | None, overwrite: bool) -> None:
     """Refuse to replace a file, and a file that can't be written, before any work is done for it."""
-    from memfit import ir
-
     if path is None:
         return
     ir.codec.check_writable(Path(path))
@@ -261,8 +249,5 @@ def load(workload: str, *, is_fake: bool = False) -> Workload:
     def tell(line: str) -> None:
         print(f"memfit: {line}", file=sys.stderr, flush=True)
 
-    with stages() as progress:
-        progress("load", 0, 1)
-        loaded = pipeline.load_fake_workload(workload, tell) if is_fake else pipeline.load_workload(workload)
-        progress("load", 1, 1)
-    return loaded
+    with stage("load"):
+        return pipeline.load_fake_workload(workload, tell) if is_fake else pipeline.load_workload(workload)

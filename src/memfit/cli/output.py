@@ -52,16 +52,33 @@ def print_json(value: Any) -> None:
         print(json.dumps(plain, indent=2, allow_nan=False, default=str))
 
 
-def tell_written(path: Path | str, as_json: bool) -> None:
-    """Print the file that a command wrote, unless `is_quiet`."""
-    if not (as_json or is_quiet):
-        out.print(f"Written to {path}", highlight=False, markup=False, soft_wrap=True)
+def tell(text: str, *, to: Console | None = None) -> None:
+    """Print a text as it is."""
+    (to or out).print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def show(found: Any, as_json: bool, *tables: Any, verdict: str = "") -> None:
+    """Print what a command found: as the document, as its verdict where `is_quiet`, or as tables."""
+    if as_json:
+        print_json(found)
+    elif verdict and is_quiet:
+        tell(verdict)
+    else:
+        out.print(*tables)
+
+
+def tell_written(path: Path | str | None, as_json: bool, name: str = "") -> None:
+    """Print the file that a command wrote, if it did, unless `is_quiet`; a name makes it the document."""
+    if as_json and name:
+        print_json({name: str(path)})
+    if path is not None and not (as_json or is_quiet):
+        tell(f"Written to {path}")
 
 
 def note(text: str) -> None:
     """Print a text on standard error that asks for nothing, unless `is_quiet`."""
     if not is_quiet:
-        err.print(text, highlight=False, markup=False, soft_wrap=True)
+        tell(text, to=err)
 
 
 def print_error(error: Exception, as_json: bool, is_whole: bool) -> None:
@@ -99,6 +116,15 @@ def stages(prefix: str = "") -> Iterator[StageReport]:
         return
     with _bars() if err.is_terminal else _lines(prefix) as report:
         yield report
+
+
+@contextlib.contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Show a stage whose progress is not known."""
+    with stages() as progress:
+        progress(name, 0, 1)
+        yield
+        progress(name, 1, 1)
 
 
 def seconds_left(seconds: float, first: int, done: int, total: int | None) -> float | None:
@@ -169,12 +195,6 @@ class _Line:
         self.done, self.total, self.note = done, total, note
         self._print()
 
-    def update(self, done: int, total: int | None, note: str) -> None:
-        """Update the progress."""
-        self.reported = time.monotonic()
-        self.done, self.total, self.note = done, total, note
-        self.tell()
-
     def tell(self) -> None:
         """Print the progress, if the last line is `LINE_SECONDS` old."""
         now = time.monotonic()
@@ -195,9 +215,7 @@ class _Line:
         self.printed = time.monotonic()
         count = "" if self.total == 1 else f"{self.done}/{'?' if self.total is None else self.total}"
         text = ", ".join(part for part in (count, *texts, self.note) if part)
-        err.print(
-            f"{self.prefix}{self.stage}{': ' if text else ''}{text}", highlight=False, markup=False, soft_wrap=True
-        )
+        tell(f"{self.prefix}{self.stage}{': ' if text else ''}{text}", to=err)
 
 
 @contextlib.contextmanager
@@ -213,7 +231,9 @@ def _lines(prefix: str) -> Iterator[StageReport]:
             if stage not in lines:
                 lines[stage] = _Line(stage, prefix, done, total, note)
             else:
-                lines[stage].update(done, total, note)
+                line = lines[stage]
+                line.reported, line.done, line.total, line.note = time.monotonic(), done, total, note
+                line.tell()
             last[:] = [lines[stage]]
 
     def tell() -> None:  # prints lines for stages that report nothing for long

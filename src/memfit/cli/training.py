@@ -1,29 +1,47 @@
-"""Training with a progress bar, and the demonstration: a byte-level GPT under a budget that its plain step exceeds."""
+"""What commands run: training with a progress bar, the demonstration, and the user's own script within a budget."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import contextlib
+import functools
+import runpy
+import shlex
+import sys
+import traceback
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from rich.rule import Rule
 
 from memfit import hardware, ir, pipeline, recipes
-from memfit.cli.output import note, out, stages
-from memfit.foundations import format_bytes, format_seconds, parse_budget
+from memfit.cli import commands, output
+from memfit.cli.options import ScriptOptions, suggested_budget, typed
+from memfit.cli.output import err, note, out, stages, tell
+from memfit.errors import MemfitError, UsageError
+from memfit.foundations import Budget, format_bytes, format_seconds, is_memfits, is_users, parse_budget, read_budget
 from memfit.hardware import free_bytes, is_busy
 from memfit.ir import Plan, RunRecord, Views
-from memfit.pipeline import trained
+from memfit.pipeline import Listener, fit_whatever_trains, load_log, trained
 from memfit.ranks import launched_size
-from memfit.report import comparison_table, estimate_page, frontier_table, plan_table
+from memfit.report import comparison_table, estimate_page, frontier_table, plan_table, plan_verdict
 from memfit.training import PLAN, VIEWS, RunOptions, StepRecord, held_folder
 from memfit.workload import Workload
+
+_GPU_BUDGET = "90%"
+_COMPARED_STEPS = 4  # of which the first is not timed
+_PLAIN_BYTES = 600 * 2**20  # no less than the plain step takes
+_TRAINING_SECONDS = 15.0
+_FEWEST, _MOST = 6, 60
 
 
 def train_with_bar(plan: Plan, workload: Workload, options: RunOptions) -> RunRecord:
     """Train with `memfit.train`, and show progress: loss, step time, and the last measured peak."""
     peak = ""
-    total = options.steps if options.steps is not None else _steps_of(workload, options.epochs)
+    total = options.steps
+    if total is None and options.epochs is not None:
+        with contextlib.suppress(TypeError):  # batches without a length
+            total = options.epochs * (1 if workload.batches is None else len(workload.batches))  # type: ignore[arg-type]
     is_prepared = False
     prepare = f"prepare, make code (about {format_seconds(plan.code_seconds)})" if plan.code_seconds else "prepare"
     with stages() as report:
@@ -50,11 +68,7 @@ def train_with_bar(plan: Plan, workload: Workload, options: RunOptions) -> RunRe
 
 
 def plan_of(path: Path | None, folder: Path | None) -> Plan | None:
-    """Load the plan from `path`, or else from the run that is resumed, if it was made for this number of ranks.
-
-    Raises:
-        PlanError: The file can't be read, or is not a plan.
-    """
+    """Load the plan from `path`, or else from the run that is resumed, if it was made for this number of ranks."""
     if path is not None:
         return Plan.load(path)
     if folder is None or not (folder / PLAN).is_file():
@@ -67,13 +81,11 @@ def plan_of(path: Path | None, folder: Path | None) -> Plan | None:
 def settle_memory(plan: Plan, host_budget: int | float | str | None = None, *, runs_plain: bool = False) -> None:
     """Keep or return this process's freed memory (`heap.settle`), and tell the user where it is slower.
 
+    Call it before any large allocation.
+
     Args:
-        plan: The plan to run; call this before any large allocation.
         host_budget: The run's host budget, as given by the user; None for the host's free memory.
         runs_plain: Whether the plain step runs too.
-
-    Raises:
-        BudgetError: `host_budget` can't be parsed.
     """
     if plan.device != "cpu":
         return
@@ -86,35 +98,16 @@ def settle_memory(plan: Plan, host_budget: int | float | str | None = None, *, r
         note(told)
 
 
-def _steps_of(workload: Workload, epochs: int | None) -> int | None:
-    """Return the number of optimizer updates in some epochs; None where the batches have no length."""
-    if epochs is None or workload.batches is None:
-        return epochs
-    try:
-        return epochs * len(workload.batches)  # type: ignore[arg-type]
-    except TypeError:
-        return None
-
-
-_COMPARED_STEPS = 4  # of which the first is not timed
-_PLAIN_BYTES = 600 * 2**20  # no less than the plain step takes
-_TRAINING_SECONDS = 15.0
-_FEWEST, _MOST = 6, 60
-
-
 def run_demo(folder: Path, steps: int | None, budget: str, device: str, overwrite: bool) -> None:
     """Estimate, plan, compare, train and report, showing each, in about two minutes.
 
     Args:
         steps: Optimizer updates; None for as many as take a quarter of a minute.
-        device: A device of this machine.
-
-    Raises:
-        OutputError: The folder can't be written, is not empty, or another run has it.
-        InfeasibleError: No plan fits the budget.
     """
     with held_folder(folder, overwrite=overwrite, resume=False):
-        _one_thread_on_a_busy_machine()
+        if torch.get_num_threads() > 1 and is_busy():  # threads that wait for each other are many times slower there
+            torch.set_num_threads(1)
+            out.print("Other programs are using this machine: memfit computes with one thread.", highlight=False)
         if device == "cpu":
             hardware.heap.keep(_PLAIN_BYTES, free_bytes())  # before operators are timed
         workload = recipes.byte_lm()
@@ -152,8 +145,139 @@ def run_demo(folder: Path, steps: int | None, budget: str, device: str, overwrit
         out.print(f"The report: {report}", highlight=False, soft_wrap=True)
 
 
-def _one_thread_on_a_busy_machine() -> None:
-    """Compute in one thread on a busy machine, where threads that wait for each other are many times slower."""
-    if torch.get_num_threads() > 1 and is_busy():
-        torch.set_num_threads(1)
-        out.print("Other programs are using this machine: memfit computes with one thread.", highlight=False)
+@dataclass(frozen=True)
+class ScriptCall:
+    """A script as it is called.
+
+    Attributes:
+        name: The script, or the module.
+        arguments: Its own arguments.
+        is_module: Whether it is run as with `python -m`.
+        strays: Those of the arguments that are options of `memfit run` too, each with its value.
+    """
+
+    name: str
+    arguments: list[str]
+    is_module: bool
+    strays: list[list[str]]
+
+
+def run_script(call: ScriptCall, options: ScriptOptions, plan: Plan | None) -> None:
+    """Run a script, or a module as with `python -m`, and fit its training loop into a budget.
+
+    Its errors end the command as they end Python, with a traceback without memfit's frames, and status 1.
+
+    Args:
+        plan: The plan to begin with; None to make one.
+    """
+    budget = options.budget
+    if plan is not None:
+        _settle_memory(read_budget(f"{plan.budget_bytes}B"))
+    else:
+        budget = budget or _default_budget(call)
+        _settle_memory(read_budget(budget))
+    log = None if options.log is None else load_log(options.log)
+    advice = _stray_text(call.strays[0]) if call.strays else ""
+    sys.argv = [call.name, *call.arguments]
+    sys.path.insert(0, str(Path.cwd() if call.is_module else Path(call.name).resolve().parent))
+    written: list[Path] = []
+
+    def keep(made: Plan) -> None:
+        if output.is_quiet:
+            _tell(f"memfit: {plan_verdict(made)}")
+        if options.path is not None:
+            written[:] = [made.save(options.path)]
+
+    try:
+        with fit_whatever_trains(
+            budget=budget,
+            plan=plan,
+            numerics=options.numerics or "exact",
+            host_budget=options.host_budget,
+            listener=Listener(_tell, _note, keep, functools.partial(stages, "memfit: "), log),
+        ):
+            if call.is_module:
+                runpy.run_module(call.name, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(call.name, run_name="__main__")
+    except MemfitError:
+        raise
+    except KeyboardInterrupt as e:
+        e.add_note(_what_is_left(call, written))
+        raise
+    except SystemExit as e:
+        if e.code == 2 and advice:  # argparse's status, for an option that the script does not have
+            _tell(advice)
+        raise
+    except Exception as e:
+        exception = traceback.TracebackException.from_exception(e)
+        if not commands.is_whole:
+            _leave_out_frames(exception)
+        sys.stderr.writelines(exception.format())  # as Python does
+        raise SystemExit(1) from None
+
+
+def _default_budget(call: ScriptCall) -> str:
+    """Return the share of the GPU that is taken without --budget; without a GPU, ask for a budget."""
+    stray = next((stray for stray in call.strays if stray[0].startswith("--budget")), None)
+    if hardware.accelerators.current_kind() is None:
+        if stray is not None:
+            raise UsageError(f"--budget stands before the script: {typed(*stray, without=stray)}")
+        raise UsageError(
+            "--budget is missing, and there is no GPU for its default of 90%: give the memory for a step."
+            f" Type {typed('--budget', suggested_budget())}"
+        )
+    _note(f"memfit: the budget is {_GPU_BUDGET} of the device; --budget before the script sets another")
+    if stray is not None and not _is_in_script("--budget", call):
+        _tell(f"memfit: {' '.join(stray)} is passed to the script. {_stray_text(stray)}")
+    return _GPU_BUDGET
+
+
+def _stray_text(stray: list[str]) -> str:
+    option = stray[0].partition("=")[0]
+    return f"If {option} is meant for memfit, it stands before the script: {typed(*stray, without=stray)}"
+
+
+def _is_in_script(option: str, call: ScriptCall) -> bool:
+    """Tell whether a script's text has an option, by its name or as a parser's field."""
+    if call.is_module:
+        return False
+    text = Path(call.name).read_text(encoding="utf-8", errors="replace")
+    return option in text or f"{option[2:].replace('-', '_')}:" in text
+
+
+def _what_is_left(call: ScriptCall, written: list[Path]) -> str:
+    """Return the plan file that an interrupted script leaves, and the command that continues."""
+    script = f"-m {call.name}" if call.is_module else shlex.quote(call.name)
+    if written:
+        line = f"memfit run --plan {shlex.quote(str(written[0]))} {script}"
+        return f"the plan is in {written[0]}, and `{line}` starts with it. Checkpoints are the script's own"
+    return "no plan is kept (`-o plan.json` keeps it). Checkpoints are the script's own"
+
+
+def _settle_memory(budget: Budget) -> None:
+    """Keep or return freed memory (`heap.settle`), by a CPU budget in bytes, and tell the user where it is slower."""
+    if (
+        budget.of == ""
+        and hardware.accelerators.current_kind() is None
+        and (told := hardware.heap.settle(budget.nbytes(), free_bytes()))
+    ):
+        _note(told)
+
+
+def _tell(text: str) -> None:
+    tell(commands.words.of(text), to=err)
+
+
+def _note(text: str) -> None:
+    note(commands.words.of(text))
+
+
+def _leave_out_frames(exception: traceback.TracebackException) -> None:
+    """Leave out memfit's frames, and those before the script."""
+    frames = list(exception.stack)
+    first = next((i for i, frame in enumerate(frames) if is_users(frame.filename)), len(frames))
+    exception.stack = traceback.StackSummary.from_list([f for f in frames[first:] if not is_memfits(f.filename)])
+    for link in (exception.__cause__, exception.__context__, *(exception.exceptions or ())):
+        if link is not None:
+            _leave_out_frames(link)

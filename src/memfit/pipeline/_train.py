@@ -41,7 +41,7 @@ from memfit.training import (
     Trainer,
     check_disk,
     check_host,
-    held_by_ranks,
+    held_folder,
     holds_a_start,
     host_needs,
     is_begun,
@@ -176,7 +176,7 @@ def trained(plan: Plan, workload: Workload, options: RunOptions) -> RunRecord:
             resume, overwrite = once(ranks, lambda: _where_it_begins(options))
             options = replace(options, resume=resume, overwrite=overwrite)
         workload = placed(workload, plan)
-        with held_by_ranks(ranks, folder, overwrite=options.overwrite, resume=options.resume):
+        with held_folder(folder, overwrite=options.overwrite, resume=options.resume, ranks=ranks):
             host_bytes = None
             if options.host_budget is not None:
                 host_bytes = parse_budget(options.host_budget, free_bytes(), "host_budget")

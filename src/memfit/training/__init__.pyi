@@ -28,7 +28,6 @@ from .runs.folder import REPORT as REPORT
 from .runs.folder import RUN as RUN
 from .runs.folder import VIEWS as VIEWS
 from .runs.folder import check_folder as check_folder
-from .runs.folder import held_by_ranks as held_by_ranks
 from .runs.folder import held_folder as held_folder
 from .runs.folder import holds_a_start as holds_a_start
 from .runs.folder import is_begun as is_begun

@@ -58,7 +58,8 @@ class BatchStream:
                 f"prefetch_batches={prefetch_batches}: Workload.batches has num_workers={workers}, so it loads batches"
                 " ahead already. Set prefetch_batches=0"
             )
-        self._prefetch_batches = prefetch_batches
+        methods = (getattr(self._batches, name, None) for name in ("state_dict", "load_state_dict"))
+        self._is_stateful, self._prefetch_batches = all(map(callable, methods)), prefetch_batches
         self._is_safe_ahead = False
         self._ahead: Prefetcher[tuple[Any, Any]] | None = None
         self._iterator: Iterator[Any] | None = None
@@ -72,11 +73,7 @@ class BatchStream:
         self.used = 0
 
     def next_batch(self, epochs: int | None) -> tuple[Any] | None:
-        """Return the next batch, in a tuple, or None when that many epochs are over.
-
-        Raises:
-            WorkloadError: An epoch has no batches, or batches loaded ahead draw from the global generators.
-        """
+        """Return the next batch, in a tuple, or None when that many epochs are over."""
         while epochs is None or self.epoch < epochs:
             self._own_before = self._own_state() if self._own_after is None else self._own_after[0]
             self._random_before = None
@@ -128,13 +125,9 @@ class BatchStream:
         }
 
     def seek(self, position: dict[str, Any]) -> None:
-        """Move to a position. The global generators stay as they are: set them afterwards.
-
-        Raises:
-            CheckpointError: The position was saved with other batches.
-        """
-        if (position["own"] is not None) != self._is_stateful():
-            has, had = ("has", "had none") if self._is_stateful() else ("has no", "had one")
+        """Move to a position. The global generators stay as they are: set them afterwards."""
+        if (position["own"] is not None) != self._is_stateful:
+            has, had = ("has", "had none") if self._is_stateful else ("has no", "had one")
             raise CheckpointError(
                 f"Workload.batches {has} state_dict(), and the checkpoint's {had}: give the checkpoint's batches"
             )
@@ -198,7 +191,7 @@ class BatchStream:
         return (batch if self._device.type == "cpu" else pinned(batch)), own
 
     def _own_state(self) -> Any:
-        return copy.deepcopy(self._batches.state_dict()) if self._is_stateful() else None
+        return copy.deepcopy(self._batches.state_dict()) if self._is_stateful else None
 
     def _stop(self) -> None:
         if self._ahead is not None:
@@ -206,9 +199,6 @@ class BatchStream:
             self._ahead = None
 
     # The position
-
-    def _is_stateful(self) -> bool:
-        return all(callable(getattr(self._batches, name, None)) for name in ("state_dict", "load_state_dict"))
 
     def _skip(self, position: dict[str, Any]) -> None:
         """Iterate the epoch again, as it began, up to the position."""
@@ -250,11 +240,9 @@ T = TypeVar("T")
 
 
 class Prefetcher(Generic[T]):
-    """A thread that calls a function repeatedly, a few items ahead of its consumer.
+    """A thread that calls `make` repeatedly, at most `depth` items ahead of its consumer.
 
-    Args:
-        make: Returns the next item. An exception ends the thread, and is raised where that item is taken.
-        depth: Most items made and not yet taken (> 0).
+    An exception ends the thread, and is raised where that item is taken.
     """
 
     def __init__(self, make: Callable[[], T], depth: int) -> None:

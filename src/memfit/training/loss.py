@@ -27,7 +27,6 @@ class Window:
 
     Args:
         samples: Samples of the window, of a rank on average.
-        ranks: Those that share the window.
     """
 
     def __init__(self, samples: float, ranks: SingleProcess) -> None:
@@ -39,11 +38,7 @@ class Window:
         self._is_estimate = False
 
     def weigh(self, loss: torch.Tensor, count: torch.Tensor | float | None, samples: int) -> torch.Tensor:
-        """Return a microbatch's share of the loss, to run backward on; nothing of one of no samples.
-
-        Raises:
-            WorkloadError: Some microbatches have a count and others have none.
-        """
+        """Return a microbatch's share of the loss, to run backward on; nothing of one of no samples."""
         whole = samples == self.samples
         if self.microbatches and (count is None) != (self.divisor is None):
             raise WorkloadError(

@@ -19,11 +19,7 @@ _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def check_supported(workload: Workload) -> None:
-    """Check that a workload's model and optimizer can be copied and stepped, and belong together.
-
-    Raises:
-        WorkloadError: They can't.
-    """
+    """Raise WorkloadError unless a workload's model and optimizer can be copied and stepped, and belong together."""
     found = (_refused_modules(workload.model), _refused_optimizers(workload.optimizer), _refused_together(workload))
     for refused in itertools.chain(*found):
         raise WorkloadError(refused)
@@ -96,14 +92,13 @@ def _needs_closure(optimizer: Any) -> bool:
 
 
 def checked_loss(value: Any) -> tuple[torch.Tensor, torch.Tensor | float | None]:
-    """Return a loss and its count.
-
-    Raises:
-        WorkloadError: The value is neither a scalar with a gradient nor a pair of such a scalar and a count.
-    """
+    """Return a loss and its count."""
     is_pair = isinstance(value, tuple) and len(value) == 2
     loss, count = value if is_pair else (value, None)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or (is_pair and not _is_count(count)):
+    is_count = isinstance(count, int | float)
+    if isinstance(count, torch.Tensor):
+        is_count = count.numel() == 1 and not count.requires_grad
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or (is_pair and not is_count):
         raise WorkloadError(_wrong_loss(value))
     if not loss.requires_grad:
         raise WorkloadError(
@@ -111,12 +106,6 @@ def checked_loss(value: Any) -> tuple[torch.Tensor, torch.Tensor | float | None]
             " model, and without .detach() or torch.no_grad()"
         )
     return loss, count.reshape(()) if isinstance(count, torch.Tensor) and count.dim() else count
-
-
-def _is_count(count: Any) -> bool:
-    if isinstance(count, torch.Tensor):
-        return count.numel() == 1 and not count.requires_grad
-    return isinstance(count, int | float)
 
 
 def _wrong_loss(value: Any) -> str:

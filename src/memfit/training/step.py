@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -29,13 +29,28 @@ from memfit.ir import Phase, Prediction
 from memfit.ranks import BatchPart, SingleProcess, T
 from memfit.training.batches import on_device
 from memfit.training.guards.limits import Ledger, ledger_of
-from memfit.training.loop import TapePlayer
 from memfit.training.loss import LossScaler, Window, gradient_entries, gradient_values, watching
 from memfit.training.optimizers import parameters_of
 from memfit.training.refusals import checked_loss
-from memfit.workload import Loop, LoopWorkload, Workload, part_of, rng_preserved, samples_of, tensors_of
+from memfit.workload import (
+    BatchTensor,
+    Entry,
+    ExecutionContext,
+    Loop,
+    LoopWorkload,
+    ModuleTensor,
+    Reference,
+    ResultTensor,
+    Workload,
+    leaves_of,
+    part_of,
+    rng_preserved,
+    samples_of,
+    tensors_of,
+)
 
 _CPU = torch.device("cpu")
+TensorsByNumber = dict[int, torch.Tensor]
 _log = logging.getLogger("memfit")
 _UNRELATED = (
     "Workload.loss_fn returned a loss that depends on no parameter of Workload.optimizer: compute it with the first"
@@ -387,7 +402,6 @@ class Step:
 
     @contextmanager
     def _within(self, batch: Any) -> Iterator[None]:
-        """Yield in what a step on a batch runs in."""
         limit = nullcontext() if self.limit is None else self.limit(batch)
         with limit, nullcontext() if self.options.around is None else self.options.around():
             yield
@@ -436,7 +450,6 @@ class Step:
         return [(name, self.options.masters.get(p, p)) for name, p in self.workload.model.named_parameters()]
 
     def _microbatches(self, batch: Any, samples: int) -> list[tuple[Any, int]]:
-        """Return the microbatches of a batch and how many samples each has."""
         piece = self.options.microbatch_size or samples
         if piece >= samples:
             return [(batch, samples)]
@@ -450,7 +463,11 @@ class Step:
         self._phase("optimizer", 0)
         ranks = self.options.ranks
         window = Window(share.mean_samples, ranks)
-        microbatches = self._shares(share)
+        # As many as every rank has, of which some count nothing.
+        piece = self.options.microbatch_size or share.most_samples
+        microbatches = self._microbatches(share.batch, share.samples) if share.samples else []
+        if lacking := -(-share.most_samples // piece) - len(microbatches):
+            microbatches += [(part_of(self.workload, share.batch, 0, 1), 0)] * lacking
         with ranks.drawing():
             for index, (microbatch, size) in enumerate(microbatches):
                 with ranks.syncing(index == len(microbatches) - 1):
@@ -466,16 +483,6 @@ class Step:
                 del loss, scaled
         window.finish(_gradients_of(parameters))
         return window.mean_loss()
-
-    def _shares(self, share: BatchPart) -> list[tuple[Any, int]]:
-        """Return a rank's microbatches and their samples: as many as every rank has, of which some count nothing."""
-        piece = self.options.microbatch_size or share.most_samples
-        found = self._microbatches(share.batch, share.samples) if share.samples else []
-        lacking = -(-share.most_samples // piece) - len(found)
-        if lacking:
-            one = part_of(self.workload, share.batch, 0, 1)
-            found += [(one, 0)] * lacking
-        return found
 
     def _update(self, loss: float, share: BatchPart) -> tuple[float, bool]:
         """Unscale, clip, step, update the scale. Return the gradient norm; where it is not finite nothing was done.
@@ -586,7 +593,9 @@ class Step:
 
     def _skip(self, norm: float, loss: float, share: BatchPart) -> None:
         """Count a skipped update."""
-        parameter = self._first_not_finite()
+        owners = ((name, p.grad) for name, p in self.named_owners() if p.grad is not None)
+        not_finite = (name for name, grad in owners if not torch.isfinite(gradient_values(grad)).all())
+        parameter = next(not_finite, "none of the parameters")
         if self.scaler is None:
             text = f"the gradient norm is {norm} at step {self.steps} (loss {loss:g}), first in {parameter}"
             advice = "Look at the batch, or lower the learning rate"
@@ -612,12 +621,97 @@ class Step:
         text = f"{before} ({where}){after}"
         return NonFiniteError(text, step=self.steps, value=value, forward=where.forward, backward=where.backward)
 
-    def _first_not_finite(self) -> str:
-        """Return the FQN of the first parameter whose gradient is not finite."""
-        for name, parameter in self.named_owners():
-            if parameter.grad is not None and not torch.isfinite(gradient_values(parameter.grad)).all():
-                return name
-        return "none of the parameters"
+
+class TapePlayer:
+    """Runs a step of the user's loop again, from its tape; `autocast` is used where the loop has none of its own."""
+
+    def __init__(self, workload: LoopWorkload, autocast: Callable[[], AbstractContextManager[object]]) -> None:
+        self._tape, self._autocast = workload.tape, autocast
+        self._left: TensorsByNumber = {}
+        self._roots = [workload.model.get_submodule(name) for name in self._tape.roots]
+        self._named = [
+            {**dict(root.named_buffers(remove_duplicate=False)), **dict(root.named_parameters(remove_duplicate=False))}
+            for root in self._roots
+        ]
+        optimizer = workload.optimizer
+        self._optimizers: list[Any] = getattr(optimizer, "optimizers", [optimizer])
+
+    def step(self, batch: Any, on_phase: Callable[[Phase, int], None]) -> None:
+        """Run the step once, on the tensors of a batch."""
+        on_phase("optimizer", 0)
+        tensors, self._left = self._left, {}
+        self._play(self._tape.entries, tensors, batch, on_phase)
+        self._left = tensors  # the loop's variables, which the next step rebinds
+
+    def split(self, batch: Any) -> list[Any]:
+        """Return the tensors that each forward pass begins with: the batch, and earlier results of the step.
+
+        The step runs up to the last forward pass: it may use results made after an earlier backward pass, such as noise
+        for a generator, or a running mean of losses.
+        """
+        parameters = [p for root in self._roots for p in root.parameters()]
+        gradients = [p.grad for p in parameters]
+        tensors: TensorsByNumber = {}
+        microbatches = []
+        begun = 0
+        for index in range(self._tape.passes):
+            of_pass = (e.microbatch == index and e.phase in ("forward", "backward") for e in self._tape.entries)
+            begins = next(i for i, is_of_pass in enumerate(of_pass) if is_of_pass)
+            self._play(self._tape.entries[begun:begins], tensors, batch)
+            begun = begins
+            microbatches.append((index, dict(tensors), batch))
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        return microbatches
+
+    def forward(self, microbatch: Any) -> TensorsByNumber:
+        """Run one forward pass, and return the tensors that the loop holds after it."""
+        index, tensors, batch = microbatch
+        tensors = dict(tensors)
+        forward = [e for e in self._tape.entries if e.phase == "forward" and e.microbatch == index]
+        self._play(forward, tensors, batch)
+        return tensors
+
+    def _play(
+        self,
+        entries: Iterable[Entry],
+        tensors: TensorsByNumber,
+        batch: Any,
+        on_phase: Callable[[Phase, int], None] | None = None,
+    ) -> None:
+        def tensor_of(reference: Reference) -> torch.Tensor:
+            if isinstance(reference, ResultTensor):
+                return tensors[reference.number]
+            if isinstance(reference, ModuleTensor):
+                return self._named[reference.root][reference.name]
+            assert isinstance(reference, BatchTensor)
+            tensor: torch.Tensor = batch[reference.index]
+            return tensor
+
+        phase: tuple[Phase, int] = ("optimizer", 0)
+        context: ExecutionContext | None = None
+        with ExitStack() as stack:
+            for entry in entries:
+                if on_phase is not None and (entry.phase, entry.microbatch) != phase:
+                    phase = entry.phase, entry.microbatch
+                    on_phase(*phase)
+                if entry.context != context:
+                    stack.close()
+                    if entry.phase == "forward" and not entry.context.autocast:
+                        stack.enter_context(self._autocast())
+                    stack.enter_context(entry.context.entered())
+                    context = entry.context
+                if entry.kind == "update":
+                    self._optimizers[entry.what].step()
+                else:
+                    call = self._roots[entry.what] if entry.kind == "module" else entry.what
+                    args, kwargs = entry.arguments.filled(tensor_of)
+                    results = leaves_of(call(*args, **kwargs))
+                    del args, kwargs
+                    tensors.update(zip(entry.made, results, strict=True))
+                    del results
+                for number in entry.drops:
+                    tensors.pop(number, None)
 
 
 @contextmanager

@@ -41,7 +41,7 @@ from memfit.training.runs.folder import (
     TENSORBOARD,
     check_folder,
     clear_folder,
-    held_by_ranks,
+    held_folder,
     remove_leftovers,
 )
 from memfit.training.runs.log import (
@@ -61,7 +61,6 @@ PREEMPTED = 75
 """Exit status after SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later", on which a scheduler requeues."""
 _FINE, _LIMIT, _FAILED, _INTERRUPTED, _TERMINATED = range(5)
 _AT_THE_END = -1
-_WRITTEN, _GOING_ON, _CANNOT = range(3)  # the largest counts: all hear of a rank that could not, whoever still writes
 _log = logging.getLogger("memfit")
 
 _Doing = Literal[
@@ -86,13 +85,6 @@ class Trainer:
         options: The options of the run; see `RunOptions`.
         measure: `measure(step, batch)` runs one step and returns its peak allocated bytes.
         watch: Called before every batch is loaded; a MemoryLimitError of it ends the run with a checkpoint.
-
-    Raises:
-        UsageError: An argument is out of its range.
-        PlanMismatchError: The plan is for another workload.
-        OutputError: `out` can't be written, or is not empty and neither `overwrite` nor `resume` is given.
-        CheckpointError: There is nothing to resume from.
-        MissingExtraError: TensorBoard is not installed.
     """
 
     step: Step
@@ -114,6 +106,7 @@ class Trainer:
         if self.options.tensorboard:
             require_tensorboard()
         self._ranks = self.step.options.ranks
+        self._is_first = self._ranks.rank == 0  # which writes the run's files
         once(self._ranks, lambda: check_folder(self.out, overwrite=self.options.overwrite, resume=self.options.resume))
         self._stream = BatchStream(self.step.workload, self.options.prefetch_batches)
         self._recoveries_noted = self._events_noted = 0
@@ -138,7 +131,7 @@ class Trainer:
             WorkloadError: The workload's batches or its `evaluate` break their contract.
         """
         overwrite, resume = self.options.overwrite, self.options.resume
-        with held_by_ranks(self._ranks, self.out, overwrite=overwrite, resume=resume):
+        with held_folder(self.out, overwrite=overwrite, resume=resume, ranks=self._ranks):
             self._history, happened = self._resumed() if resume else (self._begun(), [])
             self._retries_before = allocation_retries(self.step) or 0
             metrics, events = self.out / METRICS, self.out / TENSORBOARD if self.options.tensorboard else None
@@ -191,7 +184,8 @@ class Trainer:
 
         def tidy() -> list[Path]:
             remove_leftovers(self.out)
-            aside = checkpoint.set_aside_after(self.out, loaded.step_count)
+            damaged = [p for p in checkpoint.newest_first(self.out) if (checkpoint.step_of(p) or 0) > loaded.step_count]
+            aside = [checkpoint.set_aside(path) for path in damaged]
             ir.codec.write_atomic(self.out / PLAN, ir.codec.encode(self.plan))
             return aside
 
@@ -260,21 +254,17 @@ class Trainer:
         is_due = number == first if every is None else number >= first and (number - first) % every == 0
         is_measured = self.measure is not None and is_due
         result, peak_bytes = self._measured(batch) if is_measured else (self.step(batch), None)
-        predicted, retries = result.predicted_peak_bytes, allocation_retries(self.step)
+        retries = allocation_retries(self.step)
+        if result.predicted_peak_bytes is None:
+            result = dataclasses.replace(result, predicted_peak_bytes=self.plan.predicted.peak_bytes)
         return StepRecord(
+            **vars(result),
             step=number,
             epoch=epoch,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            skipped=result.skipped,
-            loss_scale=result.loss_scale,
             data_seconds=data_seconds,
-            seconds=result.seconds,
             samples_per_second=samples_of(self.step.workload, batch) / result.seconds,
             peak_bytes=peak_bytes,
-            predicted_peak_bytes=self.plan.predicted.peak_bytes if predicted is None else predicted,
             learning_rate=learning_rate,
-            skips=result.skips,
             allocation_retries=None if retries is None else retries - self._retries_before,
         )
 
@@ -390,11 +380,6 @@ class Trainer:
         if self._is_first:
             ir.codec.write_atomic(self.out / RUN, ir.codec.encode(record))
 
-    @property
-    def _is_first(self) -> bool:
-        """Whether this process writes the run's files."""
-        return self._ranks.rank == 0
-
     # After a failure
 
     def _fail(self, error: BaseException) -> None:
@@ -504,17 +489,14 @@ def _meet(
     Args:
         error: Why this rank stops by itself; None where it would go on.
         samples: Samples of the batch to run; None at the end of the data.
-        writing: The checkpoint that is being written, of the same step on all ranks; None where there is none.
 
     Returns:
         Why this rank must stop, None where it goes on; and whether no rank still writes its files of a checkpoint, or
         one of them could not.
     """
-    written: float = _WRITTEN
-    if writing is not None and (writing.is_going_on or writing.has_failed):
-        written = _GOING_ON if writing.is_going_on else _CANNOT
+    written: float = checkpoint.WRITTEN if writing is None else writing.outcome
     if ranks.size == 1:
-        return error, written != _GOING_ON
+        return error, written != checkpoint.GOING_ON
     kinds = (SystemExit, _TERMINATED), (KeyboardInterrupt, _INTERRUPTED), (MemoryLimitError, _LIMIT)
     code = next((code for kind, code in kinds if isinstance(error, kind)), _FINE if error is None else _FAILED)
     count = _AT_THE_END if samples is None else samples
@@ -522,23 +504,17 @@ def _meet(
     worst, who, most, least, written = ranks.most([code, ranks.rank + 1 if code else 0, *counts, written])
     stop = error
     if stop is None and worst != _FINE:
-        stop = _like_others(int(worst), int(who) - 1)
+        text = f"rank {int(who) - 1} stopped before the step: read that rank's output"
+        no_figures: dict[str, Any] = {"limit_bytes": 0, "held_bytes": 0, "requested_bytes": 0, "by_category": {}}
+        stop = {
+            _TERMINATED: SystemExit(PREEMPTED),
+            _INTERRUPTED: KeyboardInterrupt(),
+            _LIMIT: MemoryLimitError(text, **no_figures, where=""),
+        }.get(int(worst), RankError(text))
     elif stop is None and most != -least:
         told = ["no more batches" if n == _AT_THE_END else f"a batch of {n:.0f} samples" for n in (-least, most)]
         stop = RankError(
             f"Workload.batches gave {told[0]} on one rank and {told[1]} on another: every rank must give the"
             " same global batches; memfit takes the rank's part. Shuffle with the same seed on every rank"
         )
-    return stop, written != _GOING_ON
-
-
-def _like_others(code: int, rank: int) -> BaseException:
-    """Return the error of a rank that stops since another one does."""
-    if code == _TERMINATED:
-        return SystemExit(PREEMPTED)
-    if code == _INTERRUPTED:
-        return KeyboardInterrupt()
-    text = f"rank {rank} stopped before the step: read that rank's output"
-    if code == _LIMIT:
-        return MemoryLimitError(text, limit_bytes=0, held_bytes=0, requested_bytes=0, by_category={}, where="")
-    return RankError(text)
+    return stop, written != checkpoint.GOING_ON

@@ -159,7 +159,7 @@ class LoopWorkload(Workload):
     """A workload whose step the user's own loop runs; no copy of it runs with data, for lack of memory.
 
     Attributes:
-        tape: The recording of its step (`training.loop` runs it), with a batch of the tensors from outside of it.
+        tape: The recording of its step (`training.step` runs it), with a batch of the tensors from outside of it.
             Empty before the loop made a step: `loss_fn` then stands for the step to come.
     """
 

@@ -11,7 +11,6 @@ import subprocess
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ from memfit.training.guards import host_resources as host_memory
 from memfit.training.guards.host_resources import _REST_BYTES, checkpoint_bytes
 from memfit.workload import Workload, tensors_of
 from tests.models import BUILDERS, transformer
+from tests.training.conftest import make_plan, make_workload
 
 GIB = 2**30
 OUT = Path()
@@ -246,9 +246,9 @@ def test_a_small_disk_is_noticed_before_the_first_step(plan: Plan, small_disk: P
     memfit.train(plan, wide(), out=out, steps=2, overwrite=True)
 
 
-def test_a_disk_without_any_room_is_noticed_when_the_folder_is_taken(cases: SimpleNamespace, small_disk: Path) -> None:
-    workload = cases.workload()
-    trainer = Trainer(Step(workload), cases.plan(workload), RunOptions(out=small_disk / "run", steps=1))
+def test_a_disk_without_any_room_is_noticed_when_the_folder_is_taken(small_disk: Path) -> None:
+    workload = make_workload()
+    trainer = Trainer(Step(workload), make_plan(workload), RunOptions(out=small_disk / "run", steps=1))
     with (small_disk / "filler").open("wb") as filler, pytest.raises(OSError):
         while True:
             filler.write(bytes(2**20))

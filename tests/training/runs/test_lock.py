@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -25,6 +24,7 @@ from memfit.training import RunOptions, Step, Trainer, held_folder
 from memfit.training.runs import folder as lock
 from memfit.training.runs.folder import LOCK, LockHolder, holder_of, locked
 from tests.processes import on_two_spawned_ranks
+from tests.training.conftest import make_plan, make_workload
 
 _HOLDS = """
 import multiprocessing, os, pathlib, signal, sys, time
@@ -66,12 +66,10 @@ def without_locks(*_: Any) -> None:
     raise OSError(errno.ENOLCK, "No locks available")
 
 
-def left_by(folder: Path, **changes: Any) -> LockHolder:
+def left_by(folder: Path, **changes: Any) -> Path:
     """Write the lock of a run that is not ended: of this process, but for some fields."""
-    holder = msgspec.structs.replace(LockHolder.here(), **changes)
-    folder.mkdir(exist_ok=True)
-    (folder / LOCK).write_bytes(msgspec.json.encode(holder))
-    return holder
+    (folder / LOCK).write_bytes(msgspec.json.encode(msgspec.structs.replace(LockHolder.here(), **changes)))
+    return folder / LOCK
 
 
 def is_free(folder: Path) -> bool:
@@ -190,13 +188,8 @@ class TestWithoutTheSystemsLocks:
         monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
         left_by(tmp_path, **where)
         assert is_free(tmp_path)
-        with showing_life(left_by_and(tmp_path, where)):
+        with showing_life(left_by(tmp_path, **where)):
             assert not is_free(tmp_path)
-
-
-def left_by_and(folder: Path, where: dict[str, str]) -> Path:
-    left_by(folder, **where)
-    return folder / LOCK
 
 
 @contextlib.contextmanager
@@ -204,7 +197,7 @@ def showing_life(path: Path) -> Iterator[None]:
     """Show the signs of life that a run shows, as another host does."""
     over = threading.Event()
     descriptor = os.open(path, os.O_RDWR)
-    thread = threading.Thread(target=lock._beat, args=(path, descriptor, over))
+    thread = threading.Thread(target=lock._beat, args=(descriptor, over))
     thread.start()
     try:
         yield
@@ -218,8 +211,8 @@ def test_locks_that_do_not_reach_another_host_are_not_trusted(tmp_path: Path, mo
     """NFS mounted with `local_lock`: `flock` is had here, while the run on the other host goes on."""
     monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(lock, "SILENT_SECONDS", 0.4)
-    left_by(tmp_path, machine="another kernel", host="node-7")
-    with showing_life(tmp_path / LOCK), pytest.raises(OutputError, match="on host node-7"), locked(tmp_path):
+    left = left_by(tmp_path, machine="another kernel", host="node-7")
+    with showing_life(left), pytest.raises(OutputError, match="on host node-7"), locked(tmp_path):
         pass
     assert is_free(tmp_path)
 
@@ -265,35 +258,33 @@ def test_ranks_of_one_run_share_a_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / LOCK).exists()
 
 
-def _trained(cases: SimpleNamespace, out: Path, on_step: Callable[[Any], None] | None = None, **options: Any) -> None:
-    workload = cases.workload()
-    Trainer(Step(workload), cases.plan(workload), RunOptions(out=out, steps=3, on_step=on_step, **options)).fit()
+def _trained(out: Path, on_step: Callable[[Any], None] | None = None, **options: Any) -> None:
+    workload = make_workload()
+    Trainer(Step(workload), make_plan(workload), RunOptions(out=out, steps=3, on_step=on_step, **options)).fit()
 
 
 @pytest.mark.parametrize("options", [{"overwrite": True}, {"resume": True}])
-def test_a_live_run_is_neither_replaced_nor_gone_on_with(
-    options: dict[str, bool], cases: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_a_live_run_is_neither_replaced_nor_gone_on_with(options: dict[str, bool], tmp_path: Path) -> None:
     out = tmp_path / "run"
-    _trained(cases, out)
+    _trained(out)
     before = sorted(path.name for path in out.iterdir())
     with another_process(out) as process:
         assert said(process) == "held"
         with pytest.raises(OutputError, match=f"process {process.pid}"):
-            _trained(cases, out, **options)
+            _trained(out, **options)
         assert sorted(path.name for path in out.iterdir()) == sorted([*before, LOCK])
         assert json.loads((out / "run.json").read_bytes())["status"] == "finished"
-    _trained(cases, out, **options)
+    _trained(out, **options)
     assert sorted(path.name for path in out.iterdir()) == before
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit(75), ValueError])
-def test_a_run_that_fails_lets_its_folder_go(error: Any, cases: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_run_that_fails_lets_its_folder_go(error: Any, tmp_path: Path) -> None:
     def fail(progress: Any) -> None:
         assert (tmp_path / LOCK).exists()
         raise error
 
     with pytest.raises((KeyboardInterrupt, SystemExit, ValueError)):
-        _trained(cases, tmp_path, fail)
+        _trained(tmp_path, fail)
     assert not (tmp_path / LOCK).exists()
     assert is_free(tmp_path)

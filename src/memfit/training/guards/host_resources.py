@@ -37,7 +37,6 @@ def host_needs(
     """Return the additional bytes of host memory that a run needs, by the argument that is responsible.
 
     Args:
-        workload: What is trained, on the device that it is trained on.
         levers_bytes: What the plan's levers put there, by their names.
         options: Those of the run; None for steps alone.
     """
@@ -76,15 +75,7 @@ def stored_bytes(plan: Plan, workload: Workload) -> tuple[int, int]:
 
 
 def check_host(needs: dict[str, int], budget_bytes: int | None) -> None:
-    """Refuse a run that needs more of the host's memory than there is.
-
-    Args:
-        needs: As `host_needs` returns them.
-        budget_bytes: What it may take; None for what the host has left.
-
-    Raises:
-        BudgetError: It needs more.
-    """
+    """Refuse a run whose `host_needs` exceed the budget, or what the host has left, by a BudgetError."""
     total, left = sum(needs.values()), free_bytes()
     allowed = left if budget_bytes is None else min(left, budget_bytes)
     if total <= allowed:
@@ -152,11 +143,7 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def check_disk(plan: Plan, workload: Workload, options: RunOptions) -> None:
-    """Refuse a run that needs more disk space than is free.
-
-    Raises:
-        OutputError: Disk space or the file size limit is too small.
-    """
+    """Refuse a run that needs more disk space than is free, or larger files than the limit, by an OutputError."""
     out, steps, keep_checkpoints = options.out, options.steps, options.keep_checkpoints
     model_bytes, state_bytes = stored_bytes(plan, workload)
     each = model_bytes + state_bytes
@@ -171,7 +158,7 @@ def check_disk(plan: Plan, workload: Workload, options: RunOptions) -> None:
     checkpoints = f"{at_once} checkpoint{'s' if at_once > 1 else ''} of {format_bytes(each)} at a time"
     if total and needed - replaced_bytes > free:  # some network file systems report a size of 0
         replaced = (
-            (f" ({format_bytes(replaced_bytes)} of it in use by the present run already)") if replaced_bytes else ""
+            f" ({format_bytes(replaced_bytes)} of it in use by the present run already)" if replaced_bytes else ""
         )
         raise OutputError(
             f"out={str(out)!r} has {format_bytes(free)} free, and the run needs {format_bytes(needed)}{replaced}:"

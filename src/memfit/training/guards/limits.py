@@ -46,11 +46,7 @@ class _LiveStorage(weakref.ref[Any]):
 
 
 class _StepLimit:
-    """A limit on the bytes held at a time, to be entered around every step.
-
-    Args:
-        limit_bytes: The most bytes.
-    """
+    """A limit on the bytes held at a time, to be entered around every step."""
 
     def __init__(self, limit_bytes: int, named: Named) -> None:
         super().__init__()
@@ -86,7 +82,6 @@ class CpuLimit(_StepLimit, EagerMode):
     knows them.
 
     Args:
-        limit_bytes: Most bytes held at a time.
         workspace_bytes: Returns the bytes that a call allocates inside, by its `memfit.workload.signatures`.
         as_run: Maps an operator and its arguments, as a mode sees them, to those that run without a mode.
 
@@ -129,11 +124,6 @@ class CpuLimit(_StepLimit, EagerMode):
         CpuLimit.active, self._batch = self._outer, None
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    @property
-    def room_bytes(self) -> int:
-        """The bytes left below the limit."""
-        return self.limit_bytes - self.held_bytes
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         func, args = self._as_run(func, args, kwargs)
@@ -148,7 +138,6 @@ class CpuLimit(_StepLimit, EagerMode):
         return out
 
     def _hold(self, tensor: Any) -> None:
-        """Count a tensor's storage until it is freed."""
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.device.type != "cpu":
             return
         storage, key = tensor.untyped_storage(), storage_key_of(tensor)
@@ -164,7 +153,6 @@ class CpuLimit(_StepLimit, EagerMode):
             self.held_bytes -= held.nbytes
 
     def _need(self, func: Any, args: Any, kwargs: Any) -> tuple[int, int]:
-        """Return the bytes of a call's output storages and of its workspace."""
         key = _key(func, args, kwargs)
         needed = None if key is None else self._needed.get(key)
         if needed is None:
@@ -179,9 +167,6 @@ class AcceleratorLimit(_StepLimit):
     """A limit on an accelerator, kept by PyTorch's allocator. Enter it around every step.
 
     It counts the bytes that the allocator reserves, which it takes from the device.
-
-    Raises:
-        UsageError: PyTorch can't limit a device of this kind.
     """
 
     def __init__(self, limit_bytes: int, named: Named, device: torch.device) -> None:
@@ -196,13 +181,12 @@ class AcceleratorLimit(_StepLimit):
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self._fraction.set(self._before)
         record = None if error is None else out_of_memory(error)
-        exceeded = None
-        if record is not None and record.kind == "allocator":
-            held_bytes = hardware.accelerators.allocated_bytes(self.device)
-            exceeded = self._error(held_bytes, record.requested_bytes or 0, "an operator")
-        self._batch = None
-        if exceeded is not None:
-            raise exceeded from error
+        try:
+            if record is not None and record.kind == "allocator":
+                held_bytes = hardware.accelerators.allocated_bytes(self.device)
+                raise self._error(held_bytes, record.requested_bytes or 0, "an operator") from error
+        finally:
+            self._batch = None
 
 
 def held_by_category(named: Mapping[str, Iterable[torch.Tensor]]) -> dict[str, int]:
@@ -255,7 +239,8 @@ def _made_bytes(func: Any, args: Any, kwargs: Any) -> int:
 def has_room(wanted_bytes: int, device: torch.device) -> bool:
     """Tell whether a device certainly has as many free bytes, if possible without allocating them."""
     if device.type == "cpu":
-        if CpuLimit.active is not None and wanted_bytes > CpuLimit.active.room_bytes:
+        limit = CpuLimit.active
+        if limit is not None and limit.held_bytes + wanted_bytes > limit.limit_bytes:
             return False
         return not allocations_can_fail() or _can_take(wanted_bytes, device)
     if hardware.accelerators.cached_bytes(device) > 2 * wanted_bytes:  # twice, since cached memory may be fragmented
@@ -349,7 +334,7 @@ def _text(count: int | None) -> str:
 
 
 def ledger_of(step: Step) -> Ledger:
-    """Return the bytes of a step by category, predicted and measured."""
+    """Measure the ledger of a step."""
     device = device_of(step)
     held = held_by_category(held_tensors(step, step.workload.batch))
     held.pop("gradients", None)

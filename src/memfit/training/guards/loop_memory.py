@@ -48,15 +48,6 @@ _SEQUENCES: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
 _INSTALLED = "-packages"  # in the paths of what pip or a distribution installed
 _LOOKED_THROUGH = ("torch.nn.", "torch.optim.", "torch.utils.data.")
 
-Told = Callable[[str], object]
-
-
-class Sample(NamedTuple):
-    """The bytes in use after a step."""
-
-    step: int
-    nbytes: int
-
 
 class Growth:
     """A watch of the bytes that are in use between steps; `stepped` is called after each.
@@ -76,7 +67,7 @@ class Growth:
         self,
         device: torch.device,
         budget_bytes: Callable[[], tuple[int, int]],
-        tell: Told,
+        tell: Callable[[str], object],
         named: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self._device, self._budget, self._tell, self._named = device, budget_bytes, tell, named
@@ -86,7 +77,7 @@ class Growth:
 
     def begin_anew(self) -> None:
         """Forget the samples, as where a step changes or memory is taken for another reason."""
-        self._samples: deque[Sample] = deque(maxlen=_SAMPLES)
+        self._samples: deque[tuple[int, int]] = deque(maxlen=_SAMPLES)  # steps, and the bytes in use after them
         self._next = self._step + 2
         self._before: dict[tuple[int, str], _Weight] | None = None
 
@@ -110,33 +101,32 @@ class Growth:
         if nbytes is None:
             self._next = sys.maxsize
             return
-        self._samples.append(Sample(self._step, nbytes))
+        self._samples.append((self._step, nbytes))
         self._next = max(self._step + 1, int(_SPACING * self._step))
-        samples = list(self._samples)
-        slopes = [(b.nbytes - a.nbytes) / (b.step - a.step) for a, b in itertools.pairwise(samples)]
-        if len(samples) < _SAMPLES or min(slopes) <= 0 or max(slopes) > _STEADY * min(slopes):
+        slopes = [(more - less) / (later - step) for (step, less), (later, more) in itertools.pairwise(self._samples)]
+        if len(self._samples) < _SAMPLES or min(slopes) <= 0 or max(slopes) > _STEADY * min(slopes):
             return
-        if samples[-1].nbytes - samples[0].nbytes >= max(_LEAST_BYTES, _LEAST_SHARE * self._budget()[0]):
+        if nbytes - self._samples[0][1] >= max(_LEAST_BYTES, _LEAST_SHARE * self._budget()[0]):
             self._before = dict(self._weighed())
             self._next = self._step + 1
 
     def _explain(self) -> None:
         before, self._before = self._before or {}, None
         nbytes = live_bytes(self._device) or 0
-        first, last = self._samples[0], self._samples[-1]
-        slope = (last.nbytes - first.nbytes) / (last.step - first.step)
-        if nbytes <= last.nbytes:
+        (first, first_bytes), (last, last_bytes) = self._samples[0], self._samples[-1]
+        slope = (last_bytes - first_bytes) / (last - first)
+        if nbytes <= last_bytes:
             self.begin_anew()
             return
         grown = [(weight, weight.beyond(before.get(key))) for key, weight in self._weighed() if key in before]
         found = max((g for g in grown if g[1] > 0), key=lambda g: g[1], default=None)
-        if found is None and (self._is_to_go_on or nbytes - first.nbytes < _LEAST_UNFOUND):
+        if found is None and (self._is_to_go_on or nbytes - first_bytes < _LEAST_UNFOUND):
             self._is_to_go_on = False  # once, it may be an allocator's pace, or turns of a loop
             self.begin_anew()
             return
         holder = "memfit did not find the variable that keeps it" if found is None else str(found[0])
         budget, peak = self._budget()
-        room = budget - peak - (nbytes - first.nbytes)
+        room = budget - peak - (nbytes - first_bytes)
         outlook = "Steps now" if room < 0 else f"From step {self._step + int(room / slope) + 1:,} on, steps will"
         self._tell(
             f"memory grows by {format_bytes(int(slope))} a step: {holder}. {outlook} exceed the budget of"
@@ -280,14 +270,12 @@ def _tensors_in(value: Any, deepest: int) -> Iterator[torch.Tensor]:
 def _nodes(roots: list[Any]) -> int:
     """Return the number of nodes of some graphs, up to a bound for each."""
     seen: set[Any] = set()
-    most = max(_MOST_NODES, 20 * len(roots))
-    waiting = list(roots)
+    most, waiting = max(_MOST_NODES, 20 * len(roots)), list(roots)
     while waiting and len(seen) < most:
         node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        waiting += [inner for inner, _ in node.next_functions if inner is not None]
+        if node not in seen:
+            seen.add(node)
+            waiting += [inner for inner, _ in node.next_functions if inner is not None]
     return len(seen)
 
 

@@ -82,10 +82,7 @@ class OutOfMemoryEvent:
 
 
 class OutOfMemoryObserver:
-    """Runs steps. When one runs out of memory, writes a snapshot, and notes it on the error.
-
-    Args:
-        step: The step to run; use as `step.change(recovery=OutOfMemoryObserver(step, plan, snapshots))`.
+    """Runs steps, as `StepOptions.recovery`. When one runs out of memory, writes a snapshot, and notes it on the error.
 
     Attributes:
         events: The events so far.
@@ -103,14 +100,14 @@ class OutOfMemoryObserver:
         except Exception as e:
             outcome = out_of_memory(e)
             if outcome is not None:
-                self._keep_snapshot()
+                self._take_snapshot()
                 snapshot = self._write_snapshot(batch)
                 self.events.append(OutOfMemoryEvent(self.step.steps + 1, outcome, 0, self.plan, None, snapshot))
                 if snapshot:
                     e.add_note(f"memfit: {snapshot}")
             raise
 
-    def _keep_snapshot(self) -> None:
+    def _take_snapshot(self) -> None:
         if self._snapshots is not None:
             self._snapshots.take()
 
@@ -126,7 +123,6 @@ class Recovery(OutOfMemoryObserver):
     Ranks that share the step do all this together, whichever of them runs out (`memfit.ranks.agreement`).
 
     Args:
-        step: The step to run; use as `step.change(recovery=Recovery(step, plan, lower))`.
         lower: Applies the plan after a given one to the step, and returns it; None where there is none.
         snapshots: Writes a snapshot each time that memory runs out; None for none.
     """
@@ -203,18 +199,14 @@ class Recovery(OutOfMemoryObserver):
         except Exception as e:
             record = out_of_memory(e)
             if record is None:
-                self._tell_otherwise(e)
+                if not self._ranks.is_updating:
+                    self._tell_otherwise(e)
                 raise
-            self._keep_snapshot()
+            self._take_snapshot()
             return record
 
     def _tell(self, outcome: OutOfMemory) -> None:
-        """Tell the other ranks that this one ran out of memory, and make ready for the next attempt.
-
-        Raises:
-            OutOfMemoryError: They can't be told.
-            MemfitError: Another rank failed otherwise.
-        """
+        """Tell the other ranks that this one ran out of memory, and make ready for the next attempt."""
         number = self.step.steps + 1
         try:
             have_all_run_out = self._ranks.failed(ran_out=True)
@@ -232,8 +224,6 @@ class Recovery(OutOfMemoryObserver):
 
     def _tell_otherwise(self, error: Exception) -> None:
         """Tell the other ranks that this one failed with an error of its own."""
-        if self._ranks.is_updating:
-            return
         try:
             self._ranks.failed(ran_out=False)
         except UnansweredError:
@@ -284,10 +274,6 @@ class _Buffer(NamedTuple):
             return None
         fits = now.shape == self.copy.shape and now.dtype == self.copy.dtype
         return self._replace(tensor=now, copy=self.copy.copy_(now) if fits else now.clone())
-
-    def put_back(self) -> None:
-        own_buffers(self.module)[self.name] = self.tensor
-        self.tensor.copy_(self.copy)
 
 
 class Rollback:
@@ -347,8 +333,8 @@ class Rollback:
         if self._has_updated or not self._restore_update():
             return False
         with torch.no_grad():
-            for buffer in self._buffers or ():
-                buffer.put_back()
+            for module, name, tensor, copy in self._buffers or ():
+                own_buffers(module)[name] = tensor.copy_(copy)
         if self.step.scaler is not None:
             self.step.scaler.load_state_dict(self._scaler_state)
         self._set_back_rng()
@@ -432,24 +418,18 @@ def needed_bytes(optimizer: torch.optim.Optimizer) -> int:
     return state + temporaries
 
 
-Predicted = Callable[[Plan, Any, Path], object]
-"""Writes the snapshot of a step that is predicted to run a plan on a batch."""
-
-
 class Snapshots:
-    """Writes `out-of-memory-<step>.pickle` into a folder when a step runs out of memory.
+    """Writes `out-of-memory-<step>.pickle` into a folder, created if missing, when a step runs out of memory.
 
     On a GPU it is the snapshot of PyTorch's allocator when the error is raised, with its history where
     `torch.cuda.memory._record_memory_history()` was called before. The CPU's allocator has none; there it holds the
     step's predicted allocations, by operator, module and category.
-
-    Args:
-        folder: The folder, created if missing.
     """
 
-    def __init__(self, folder: Path, device: torch.device, predicted: Predicted) -> None:
-        self.folder = folder
-        self._device, self._predicted = device, predicted
+    def __init__(
+        self, folder: Path, device: torch.device, write_predicted: Callable[[Plan, Any, Path], object]
+    ) -> None:
+        self.folder, self._device, self._write_predicted = folder, device, write_predicted
         self._record: Any = None
 
     def take(self) -> None:
@@ -471,7 +451,7 @@ class Snapshots:
             paths = (self.folder / f"out-of-memory-{step_number}{n}.pickle" for n in numbers)
             path = next(path for path in paths if not path.exists())
             if self._device.type != "cuda":
-                self._predicted(plan, batch, path)
+                self._write_predicted(plan, batch, path)
                 return f"predicted memory snapshot: {path.name}"
             if isinstance(record, Exception):
                 raise record

@@ -42,20 +42,19 @@ import msgspec
 import torch
 
 from memfit import ir
+from memfit._torch import is_shared
 from memfit.errors import CheckpointError, DamagedCheckpointError, OutputError, UsageError
 from memfit.ir import Plan, Precision
 from memfit.ranks import SingleProcess, each, once
 from memfit.training.runs.state import (
+    SHARD,
     HostBuffers,
     Stored,
     TrainingState,
     collect,
-    has_shards,
-    is_shard_name,
     own_shards,
     prepare_restore,
     read_tensors,
-    shard_count,
     shard_name,
     write_tensors,
 )
@@ -77,6 +76,7 @@ _FOLDER = re.compile(r"checkpoint-([0-9]+)")
 _ASIDE = re.compile(r"damaged-checkpoint-[0-9]+(\.[0-9]+)?")
 _TEMPORARY = re.compile(r"\.checkpoint-[0-9]+\.[0-9]+\.(new|old)\.tmp")
 _IN_SHARDS = ("model", "optimizer")
+WRITTEN, GOING_ON, CANNOT = range(3)  # the largest counts: all hear of a rank that could not, whoever still writes
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -130,17 +130,11 @@ class Writing:
     All ranks of a step that is shared make one.
 
     Args:
-        folder: The folder of checkpoints; `checkpoint-<step>` in it is created or replaced.
-        step: The step, between two calls.
-        position: The position in the data, as `BatchStream.position` gives it.
+        folder: The folder of checkpoints; `checkpoint-<step>` in it, its `path`, is created or replaced.
         keep_checkpoints: Number of checkpoints to keep, this one included (> 0).
         buffers: Hold copies of the state, which a thread writes from now on: the training may go on. They are free
             again when the checkpoint is finished. None leaves the writing to `finish`, and the state as it is until
             then to the caller.
-
-    Attributes:
-        path: Its place.
-        step_count: The step that it is of.
 
     Raises:
         OutputError: The folder can't be written.
@@ -160,7 +154,8 @@ class Writing:
         self.path, self.step_count = folder / f"checkpoint-{step.steps}", step.steps
         self._workload, self._ranks, self._keep = step.workload, step.options.ranks, keep_checkpoints
         self._parts: list[_Parts] = []
-        own = self.path.with_name(f".{self.path.name}.{os.getpid()}.new.tmp")
+        self._written: Future[dict[str, FileEntry]] | None = None
+        self._new = own = self.path.with_name(f".{self.path.name}.{os.getpid()}.new.tmp")
 
         def prepare() -> Path:
             with _as_output_error(self.path):
@@ -178,27 +173,23 @@ class Writing:
         try:
             self._new = each(self._ranks, prepare)[0]
         except BaseException:
-            if self._ranks.rank == 0:
-                shutil.rmtree(own, ignore_errors=True)
+            self.discard()
             raise
-        self._written = None if buffers is None else _started(self._write)
+        if buffers is not None:
+            self._written = Future()
+            # A daemon, as the process must be able to end while a disk does not answer.
+            thread = threading.Thread(target=self._run, args=(self._written,), name="memfit-checkpoint", daemon=True)
+            thread.start()
 
     @property
-    def is_going_on(self) -> bool:
-        """Whether the thread still writes."""
-        return self._written is not None and not self._written.done()
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the thread could not write: `finish` tells why."""
-        return self._written is not None and self._written.done() and self._written.exception() is not None
+    def outcome(self) -> int:
+        """What the thread has come to; where it `CANNOT`, `finish` tells why."""
+        if self._written is not None and not self._written.done():
+            return GOING_ON
+        return WRITTEN if self._written is None or self._written.exception() is None else CANNOT
 
     def finish(self) -> Path:
-        """Wait until all ranks have written their files, and give the checkpoint its place; all ranks call it.
-
-        Raises:
-            OutputError: The checkpoint can't be written, on some rank; earlier ones are unchanged.
-        """
+        """Wait until all ranks have written their files, and give the checkpoint its place; all ranks call it."""
         try:
             written = each(self._ranks, self._write if self._written is None else self._written.result)
             once(self._ranks, lambda: self._publish({name: e for part in written for name, e in part.items()}))
@@ -213,8 +204,13 @@ class Writing:
         if self._ranks.rank == 0:
             shutil.rmtree(self._new, ignore_errors=True)
 
+    def _run(self, written: Future[dict[str, FileEntry]]) -> None:
+        try:
+            written.set_result(self._write())
+        except BaseException as e:
+            written.set_exception(e)
+
     def _write(self) -> dict[str, FileEntry]:
-        """Write this rank's files, beside the plan that is there already; return them by name."""
         parts, folder = self._parts.pop(), self._new
         with _as_output_error(self.path):
             for name, text in parts.texts.items():
@@ -230,7 +226,6 @@ class Writing:
             return entries
 
     def _publish(self, entries: dict[str, FileEntry]) -> None:
-        """Give the checkpoint its place, on the first rank."""
         with _as_output_error(self.path):
             manifest = Checkpoint(
                 memfit_version=__version__,
@@ -249,21 +244,6 @@ class Writing:
             self._new.rename(self.path)
             _sync(self.path.parent)
             prune(self.path.parent, self.step_count, self._keep)
-
-
-def _started(work: Callable[[], dict[str, FileEntry]]) -> Future[dict[str, FileEntry]]:
-    """Do some work in a thread; return what will have its result or its error."""
-    future: Future[dict[str, FileEntry]] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as e:
-            future.set_exception(e)
-
-    # A daemon, as the process must be able to end while a disk does not answer.
-    threading.Thread(target=run, name="memfit-checkpoint", daemon=True).start()
-    return future
 
 
 @contextlib.contextmanager
@@ -323,11 +303,7 @@ def read(path: Path, step: Step, precision: Precision | None = None, *, is_check
 
 
 def read_model(path: Path) -> Stored:
-    """Return the tensors of a checkpoint's model, whose files are undamaged.
-
-    Raises:
-        DamagedCheckpointError: The checkpoint is missing or damaged.
-    """
+    """Return the tensors of a checkpoint's model; raise DamagedCheckpointError where its files are damaged."""
     manifest = _manifest_of(path)
     _check_files(path, manifest)
     return _stored(path, manifest, "model")
@@ -342,9 +318,6 @@ def read_newest(
 
     Returns:
         The checkpoint, and the errors of the damaged ones after it, newest first.
-
-    Raises:
-        CheckpointError: No checkpoint can be resumed from.
     """
     ranks = step.options.ranks
 
@@ -389,7 +362,7 @@ def _parts_of(state: TrainingState, ranks: SingleProcess) -> _Parts:
         texts["optimizer.json"] = json.dumps(state.optimizer, allow_nan=False)
         texts["training.json"] = json.dumps(state.training, allow_nan=False)
         tensors["training.safetensors"] = state.training_tensors
-    in_shards = has_shards(state.model) or has_shards(state.optimizer_tensors)
+    in_shards = any(is_shared(type(t)) for t in (*state.model.values(), *state.optimizer_tensors.values()))
     for stem, whole, notes in (("model", state.model, state.aliases), ("optimizer", state.optimizer_tensors, {})):
         if in_shards:
             name = shard_name(stem, ranks.rank, ranks.size)
@@ -426,7 +399,7 @@ def _manifest_of(path: Path) -> Checkpoint:
 
 def _check_files(path: Path, manifest: Checkpoint, *, only_names: bool = False) -> None:
     """Raise DamagedCheckpointError unless the files are those of a checkpoint, with the recorded sizes and SHA-256."""
-    count = shard_count(list(manifest.files))
+    count = max((int(match[3]) for name in manifest.files if (match := SHARD.fullmatch(name))), default=0)
     expected = set(FILES)
     if count:
         expected -= {f"{stem}.safetensors" for stem in _IN_SHARDS}
@@ -467,21 +440,8 @@ def newest_first(folder: Path) -> list[Path]:
     return sorted(steps, key=lambda path: -steps[path])
 
 
-def set_aside_after(folder: Path, step_count: int) -> list[Path]:
-    """Set aside the damaged checkpoints after a step.
-
-    Raises:
-        OutputError: A checkpoint can't be renamed.
-    """
-    return [set_aside(path) for path in newest_first(folder) if (step_of(path) or 0) > step_count]
-
-
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint to `damaged-checkpoint-<step>`, with a number appended where that exists.
-
-    Raises:
-        OutputError: The checkpoint can't be renamed.
-    """
+    """Rename a damaged checkpoint to `damaged-checkpoint-<step>`, with a number appended where that exists."""
     numbers = itertools.chain([""], (f".{n}" for n in itertools.count(2)))
     place = next(p for n in numbers if not (p := path.with_name(f"damaged-{path.name}{n}")).exists())
     try:
@@ -517,7 +477,7 @@ def has_schema(path: Path, prefix: str = "memfit.") -> bool:
 def holds_only_ours(path: Path) -> bool:
     """Tell whether all files of a folder have names that `save` gives, as in a checkpoint without its manifest."""
     try:
-        return all(name in (MANIFEST, *FILES) or is_shard_name(name) for name in os.listdir(path))
+        return all(name in (MANIFEST, *FILES) or SHARD.fullmatch(name) for name in os.listdir(path))
     except OSError:
         return False
 
@@ -528,11 +488,7 @@ def all_set_aside(folder: Path) -> list[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint atomically: it is renamed first.
-
-    Raises:
-        OSError: The checkpoint can't be removed.
-    """
+    """Remove a checkpoint atomically: it is renamed first."""
     old = path.with_name(f".{path.name}.{os.getpid()}.old.tmp")
     shutil.rmtree(old, ignore_errors=True)
     path.rename(old)

@@ -54,33 +54,26 @@ _log = logging.getLogger("memfit")
 
 
 @contextlib.contextmanager
-def held_folder(out: Path, *, overwrite: bool, resume: bool) -> Iterator[None]:
-    """Lock and check a folder for a run while the context is entered.
+def held_folder(out: Path, *, overwrite: bool, resume: bool, ranks: SingleProcess | None = None) -> Iterator[None]:
+    """Lock and check a folder for a run while the context is entered; the first rank does it for all.
 
     Raises:
         OutputError: Another run holds the folder; and all that `check_folder` raises.
     """
-    _check_usable(out, overwrite=overwrite, resume=resume)
-    with locked(out):
-        check_folder(out, overwrite=overwrite, resume=resume)
-        yield
-
-
-@contextlib.contextmanager
-def held_by_ranks(ranks: SingleProcess, out: Path, *, overwrite: bool, resume: bool) -> Iterator[None]:
-    """Lock and check a folder for a run, as `held_folder` does: the first rank, for all of them."""
     with contextlib.ExitStack() as stack:
 
         def hold() -> None:
-            stack.enter_context(held_folder(out, overwrite=overwrite, resume=resume))
+            _check_usable(out, overwrite=overwrite, resume=resume)
+            stack.enter_context(locked(out))
+            check_folder(out, overwrite=overwrite, resume=resume)
 
-        once(ranks, hold)
+        once(ranks or SingleProcess(), hold)
         yield
 
 
 def is_begun(out: Path) -> bool:
     """Tell whether a folder holds a checkpoint, whole or not, of a run that can go on."""
-    return out.is_dir() and bool(_checkpoints(out) or checkpoint.all_set_aside(out))
+    return out.is_dir() and bool(checkpoint.newest_first(out) or checkpoint.all_set_aside(out))
 
 
 def holds_a_start(out: Path) -> bool:
@@ -117,13 +110,9 @@ def check_folder(out: Path, *, overwrite: bool, resume: bool) -> None:
 
 
 def clear_folder(out: Path) -> None:
-    """Remove the run in a folder. Files that memfit did not write stay.
-
-    Raises:
-        OutputError: A file can't be removed.
-    """
+    """Remove the run in a folder. Files that memfit did not write stay."""
     try:
-        for path in [*_checkpoints(out), *checkpoint.all_set_aside(out)]:
+        for path in [*checkpoint.newest_first(out), *checkpoint.all_set_aside(out)]:
             if checkpoint.is_ours(path):
                 checkpoint.remove(path)
             elif checkpoint.step_of(path) is not None:
@@ -159,16 +148,12 @@ def _check_usable(out: Path, *, overwrite: bool, resume: bool) -> None:
 
 def _check_only_own_in_the_way(out: Path, *, after_step: int = -1) -> None:
     """Raise OutputError if the run would overwrite files that memfit did not write; checkpoints come after a step."""
-    after = [path for path in _checkpoints(out) if (checkpoint.step_of(path) or 0) > after_step]
+    after = [path for path in checkpoint.newest_first(out) if (checkpoint.step_of(path) or 0) > after_step]
     foreign = [path for path in after if not checkpoint.holds_only_ours(path)]
     foreign += [path for name in (RUN, PLAN) if (path := out / name).exists() and not checkpoint.has_schema(path)]
     if foreign:
         raise OutputError(f"{foreign[0]} exists, and memfit did not write it: move it, or give another out=")
     read_lines(out / METRICS)
-
-
-def _checkpoints(out: Path) -> list[Path]:
-    return [path for path in out.iterdir() if checkpoint.step_of(path) is not None]
 
 
 class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,7 +178,7 @@ class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def here(cls) -> LockHolder:
-        """Return the record of this process."""
+        """Make the record of this process."""
         processes = ""
         with contextlib.suppress(OSError):
             processes = os.readlink("/proc/self/ns/pid")
@@ -220,13 +205,8 @@ _guard = threading.Lock()
 def locked(folder: Path) -> Iterator[None]:
     """Lock a folder for this process while the context is entered; a missing folder is created.
 
-    The thread that holds it may enter it again. Ranks of one process group may share it.
-
-    Args:
-        folder: The run's folder. If it was created here and is empty at the end, it is removed again.
-
-    Raises:
-        OutputError: Another process or thread holds the lock, or the folder can't be written.
+    The thread that holds it may enter it again. Ranks of one process group may share it. A folder that was created here
+    and is empty at the end is removed again.
     """
     folder = folder.resolve()
     with _guard:
@@ -236,7 +216,7 @@ def locked(folder: Path) -> Iterator[None]:
             raise _refusal(folder, LockHolder.here(), "another thread of this process")
         yield
         return
-    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    created = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = _acquire(folder / LOCK, LockHolder.here())
@@ -247,7 +227,7 @@ def locked(folder: Path) -> Iterator[None]:
         yield
         return
     over = threading.Event()
-    beating = threading.Thread(target=_beat, args=(folder / LOCK, descriptor, over), name="memfit-lock", daemon=True)
+    beating = threading.Thread(target=_beat, args=(descriptor, over), name="memfit-lock", daemon=True)
     with _guard:
         _held[folder] = threading.get_ident(), descriptor
     beating.start()
@@ -278,15 +258,13 @@ def _acquire(path: Path, own: LockHolder) -> int | None:
     """Open and lock the file, and write this process's record; return None where a rank of the same run holds it."""
     ends = time.monotonic() + _AT_ONCE_SECONDS
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
+        with contextlib.ExitStack() as stack:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            stack.callback(os.close, descriptor)
             outcome = _try(path, descriptor, own)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        if outcome == "held":
-            return descriptor
-        os.close(descriptor)
+            if outcome == "held":
+                stack.pop_all()
+                return descriptor
         if outcome == "shared":
             return None
         if time.monotonic() > ends:
@@ -369,15 +347,13 @@ def _beats(path: Path, holder: LockHolder) -> bool:
     return False
 
 
-def _beat(path: Path, descriptor: int, over: threading.Event) -> None:
-    """Update the modification time every few seconds, until `over` is set."""
+def _beat(descriptor: int, over: threading.Event) -> None:
     while not over.wait(BEAT_SECONDS):
         with contextlib.suppress(OSError):
             os.utime(descriptor)
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Tell whether an open file is the one at a path."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:
@@ -385,7 +361,6 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def _remove_empty(made: list[Path]) -> None:
-    """Remove folders that are still empty, the innermost first."""
     for path in made:
         with contextlib.suppress(OSError):
             path.rmdir()

@@ -33,22 +33,16 @@ LogFunction = Callable[[dict[str, Any]], object]
 class StepRecord:
     """One step, as in a line of `metrics.jsonl`, where values that are not finite are null.
 
+    Those not named here are of its `StepResult`.
+
     Attributes:
         step: Number of the step's update, from 1. A skipped update is tried again on the next batch, under the same
             number.
         epoch: The epoch, from 0.
-        loss: Mean loss over the global batch.
-        grad_norm: Global norm of the gradients before clipping; NaN when the update was skipped, or where gradients are
-            sparse and nothing clips.
-        skipped: Whether the update was skipped since gradients overflowed (fp16 only).
-        loss_scale: The loss scale of the step; 1.0 without scaling.
-        data_seconds: Time that the step waited for its batch.
-        seconds: Wall time of the step, without that.
+        data_seconds: Time that the step waited for its batch, which `seconds` leaves out.
         samples_per_second: Samples of the global batch per second.
         peak_bytes: Measured peak allocated; None where it was not measured.
-        predicted_peak_bytes: The plan's predicted peak.
         learning_rate: Learning rate of the first parameter group in this step.
-        skips: Number of updates skipped so far.
         allocation_retries: How often the GPU's allocator released its cache and retried an allocation, since the run
             began or was resumed; None on the CPU.
     """
@@ -75,15 +69,13 @@ class RunLog:
     Args:
         tensorboard: Folder for TensorBoard's files, or None to write none.
         step_count: Number of steps done before; TensorBoard hides earlier records of later steps.
-
-    Raises:
-        OutputError: The file can't be written.
-        MissingExtraError: TensorBoard is not installed.
     """
 
     def __init__(self, metrics: Path, tensorboard: Path | None, step_count: int) -> None:
         self._path = metrics
-        self._writer = None if tensorboard is None else _summary_writer()(str(tensorboard), purge_step=step_count + 1)
+        self._writer = (
+            None if tensorboard is None else require_tensorboard()(str(tensorboard), purge_step=step_count + 1)
+        )
         with self._as_output_error():
             self._file = metrics.open("a", encoding="utf-8")
 
@@ -113,11 +105,7 @@ class RunLog:
                 self._writer.add_scalar(tag, value, line["step"])
 
     def sync(self) -> None:
-        """Flush the written lines to disk, so that they survive a crash of the machine.
-
-        Raises:
-            OutputError: The file could not be written.
-        """
+        """Flush the written lines to disk, so that they survive a crash of the machine."""
         with self._as_output_error():
             os.fsync(self._file.fileno())
         if self._writer is not None:
@@ -145,12 +133,8 @@ def read_lines(metrics: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def require_tensorboard() -> None:
-    """Raise MissingExtraError unless TensorBoard is installed."""
-    _summary_writer()
-
-
-def _summary_writer() -> Any:
+def require_tensorboard() -> Any:
+    """Return TensorBoard's writer; raise MissingExtraError unless it is installed."""
     with brought_by("tensorboard", "tensorboard logging"):
         from torch.utils.tensorboard import SummaryWriter
     return SummaryWriter
@@ -162,18 +146,8 @@ def _scalars(line: Mapping[str, Any]) -> dict[str, float]:
         return {f"evaluation/{name}": value for name, value in line["evaluation"].items() if value is not None}
     if "event" in line:
         return {}
-    names = (
-        "loss",
-        "grad_norm",
-        "learning_rate",
-        "loss_scale",
-        "skips",
-        "samples_per_second",
-        "seconds",
-        "data_seconds",
-        "epoch",
-    )
-    scalars = {f"train/{name}": line[name] for name in names}
+    others = ("step", "skipped", "peak_bytes", "predicted_peak_bytes", "allocation_retries")
+    scalars = {f"train/{name}": value for name, value in line.items() if name not in others}
     for name in ("peak_bytes", "predicted_peak_bytes"):
         gib = None if line[name] is None else line[name] / 2**30
         scalars[f"memory/{name.removesuffix('_bytes')}(GiB)"] = gib
@@ -187,11 +161,7 @@ def finite(value: Any) -> Any:
 
 
 class History:
-    """Collects the lines of a log into a record.
-
-    Args:
-        started: Start of the run, in ISO 8601; None for now.
-    """
+    """Collects the lines of a log into a record; `started` is in ISO 8601, None for now."""
 
     def __init__(self, workload: Workload, started: str | None = None) -> None:
         self.started = started or datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -201,10 +171,7 @@ class History:
         self._workload = f"{workload.name}{repeated}"
         self._fingerprint = fingerprint(workload)
         self._losses: tuple[float | None, float | None] = (None, None)
-        self._peak_bytes: int | None = None
-        self._seconds: list[float] = []
-        self._measured_seconds: list[float] = []
-        self._waited: list[tuple[float, float]] = []
+        self._steps: list[tuple[int | None, float, float]] = []  # measured peaks, seconds, and those of loading before
         self._allocation_retries: int | None = None
 
     def add(self, line: Mapping[str, Any]) -> None:
@@ -218,20 +185,18 @@ class History:
             return
         first, _ = self._losses
         self._losses = (line["loss"] if first is None else first, line["loss"])
-        peak_bytes = line["peak_bytes"]
-        if peak_bytes is not None:
-            self._peak_bytes = max(peak_bytes, self._peak_bytes or 0)
-        (self._seconds if peak_bytes is None else self._measured_seconds).append(line["seconds"])
-        self._waited.append((line["data_seconds"], line["seconds"]))
+        self._steps.append((line["peak_bytes"], line["seconds"], line["data_seconds"]))
         self._allocation_retries = line.get("allocation_retries")
 
     def record(
         self, status: Literal["running", "finished", "failed"], step_count: int, error: str | None = None
     ) -> RunRecord:
         """Return the record. Its seconds leave out measured steps, which are slower, unless all were measured."""
-        seconds = self._seconds[1:] or self._measured_seconds or self._seconds
-        waited_seconds, step_seconds = (sum(column) for column in zip((0.0, 0.0), *self._waited[1:], strict=True))
-        whole_seconds = waited_seconds + step_seconds
+        unmeasured = [seconds for peak_bytes, seconds, _ in self._steps if peak_bytes is None]
+        measured = [seconds for peak_bytes, seconds, _ in self._steps if peak_bytes is not None]
+        seconds = unmeasured[1:] or measured or unmeasured
+        waited_seconds = sum((waited for _, _, waited in self._steps[1:]), 0.0)
+        whole_seconds = waited_seconds + sum((seconds for _, seconds, _ in self._steps[1:]), 0.0)
         program, *words = sys.argv or [""]
         is_ours = Path(program).stem == "memfit" or Path(program).parts[-2:] == ("memfit", "__main__.py")
         return RunRecord(
@@ -243,7 +208,7 @@ class History:
             started=self.started,
             status=status,
             steps=step_count,
-            measured_peak_bytes=self._peak_bytes,
+            measured_peak_bytes=max((peak for peak, _, _ in self._steps if peak is not None), default=None),
             step_seconds=statistics.median(seconds) if seconds else None,
             first_loss=self._losses[0],
             last_loss=self._losses[1],
@@ -259,11 +224,7 @@ class History:
 def resumed_history(
     workload: Workload, run: Path, metrics: Path, step_count: int, *, is_writing: bool = True
 ) -> History:
-    """Return the history of a run up to a step, and truncate its log there where `is_writing`.
-
-    Raises:
-        OutputError: The log can't be read or written.
-    """
+    """Return the history of a run up to a step, and truncate its log there where `is_writing`."""
     started = None
     with contextlib.suppress(UsageError):
         started = ir.codec.read(run, RunRecord, error=UsageError).started

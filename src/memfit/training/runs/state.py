@@ -36,27 +36,9 @@ _OF_PARAMETER = re.compile(r"optimizer\.state\.([0-9]+)\.")  # the place that `c
 #   {"dict": [[key, value], ...]}  {"counter": [[key, count], ...]}  {"tuple": [...]}  {"float": "nan"}
 #   {"tensor": key, "order": [1, 0]}  a tensor in the file beside, and its dimensions by descending stride
 _DICTS = (dict, OrderedDict, Counter)
-_SHARD = re.compile(r"(model|optimizer)-shard-([0-9]{5})-of-([0-9]{5})\.safetensors")
+SHARD = re.compile(r"(model|optimizer)-shard-([0-9]{5})-of-([0-9]{5})\.safetensors")
 _OFFSETS, _VERSION = "DCP_SHARDING_INFO", "DCP_VERSION"
 _RESERVED = ("format", _OFFSETS, _VERSION)
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
 
 
 @dataclass(frozen=True)
@@ -93,11 +75,7 @@ class TrainingState:
 
 
 def collect(step: Step, position: dict[str, Any]) -> TrainingState:
-    """Return the state of a training between two steps. Its tensors are not copies.
-
-    Raises:
-        CheckpointError: A part of it is neither JSON nor a tensor.
-    """
+    """Return the state of a training between two steps. Its tensors are not copies."""
     model, aliases, extras = _model_state(step.workload.model)
     optimizer_tensors: Tensors = {}
     training_tensors: Tensors = {}
@@ -123,9 +101,6 @@ def prepare_restore(step: Step, state: TrainingState, *, converts: bool = False)
     Args:
         converts: Whether the state has another precision: bf16 weights are then widened, or weights rounded to bf16; a
             loss scaler without a state begins anew, and a state without a loss scaler is dropped.
-
-    Raises:
-        CheckpointError: The state has another model, optimizer, scheduler or loss scaler.
     """
     workload, scaler = step.workload, step.scaler
     saved_training = {k: unpack(v, state.training_tensors.__getitem__) for k, v in state.training.items() if k != "rng"}
@@ -159,7 +134,7 @@ def prepare_restore(step: Step, state: TrainingState, *, converts: bool = False)
 
 
 def _model_state(model: nn.Module) -> tuple[Tensors, dict[str, str], dict[str, Any]]:
-    """Return the tensors of a model's state dict, the names of tied duplicates, and extra state that is no tensor."""
+    """Return the tensors of a state dict, for tied duplicates the name that is kept, and extra state that is none."""
     tensors: Tensors = {}
     saved_names: dict[Any, str] = {}
     aliases: dict[str, str] = {}
@@ -182,7 +157,6 @@ def _model_state(model: nn.Module) -> tuple[Tensors, dict[str, str], dict[str, A
 def _checked_model_state(
     model: nn.Module, state: TrainingState, extras: dict[str, Any], converts: bool
 ) -> dict[str, Any]:
-    """Return the state dict to load into a model."""
     tensors, aliases, own_extras = _model_state(model)
     _check_names("the model", {*tensors, *aliases, *own_extras}, {*state.model, *state.aliases, *extras})
     if aliases != state.aliases:
@@ -222,7 +196,6 @@ def _parameter_names(step: Step) -> list[list[str]]:
 
 
 def _checked_optimizer_state(step: Step, state: TrainingState) -> dict[str, Any]:
-    """Return the state dict to load into an optimizer."""
     kind = type(step.workload.optimizer).__qualname__
     saved_kind = state.optimizer.get("kind", kind)
     if kind != saved_kind:
@@ -283,16 +256,7 @@ def _on_device_of(loaded: Any, saved: Any) -> Any:
 
 
 def pack(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
-    """Return a value as JSON values; its tensors go into `tensors`.
-
-    Args:
-        value: None, bools, numbers, strings and tensors, in dicts, lists and tuples.
-        tensors: Receives the tensors, contiguous, by their place.
-        where: The place of the value, for the keys of tensors and for error messages.
-
-    Raises:
-        CheckpointError: The value holds an object of another kind, which only a pickle could keep.
-    """
+    """Return a value as JSON values; its tensors go into `tensors`, contiguous, by their place, which is `where`."""
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if isinstance(value, float):
@@ -318,11 +282,7 @@ def pack(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
 
 
 def unpack(node: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
-    """Return the value that `pack` packed, with new tensors.
-
-    Raises:
-        CheckpointError: The JSON was not made by `pack`, or names a missing tensor.
-    """
+    """Return the value that `pack` packed, with new tensors."""
     if node is None or isinstance(node, bool | int | float | str):
         return node
     if isinstance(node, list):
@@ -376,29 +336,10 @@ def shard_name(stem: str, rank: int, size: int) -> str:
     return f"{stem}-shard-{rank + 1:05}-of-{size:05}.safetensors"
 
 
-def is_shard_name(name: str) -> bool:
-    """Tell whether a file is named as one of shards."""
-    return _SHARD.fullmatch(name) is not None
-
-
-def shard_count(names: Sequence[str]) -> int:
-    """Return the number of ranks that wrote shards, by the names of the files; 0 where none are of shards."""
-    return max((int(match[3]) for name in names if (match := _SHARD.fullmatch(name))), default=0)
-
-
-def has_shards(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Tell whether ranks have parts of any tensor."""
-    return any(is_shared(type(tensor)) for tensor in tensors.values())
-
-
 def own_shards(
     tensors: Mapping[str, torch.Tensor], rank: int, notes: Mapping[str, str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return this rank's shards and the metadata of their file; of what all ranks have alike, the first has one copy.
-
-    Args:
-        notes: More metadata of the file.
-    """
+    """Return this rank's shards and the metadata of their file; what all ranks have alike is the first's."""
     own: dict[str, torch.Tensor] = {}
     offsets: dict[str, Any] = {}
     for key, tensor in tensors.items():
@@ -457,7 +398,8 @@ class Stored(Mapping[str, torch.Tensor]):
             cut = file.get_slice(key)
             shape = tuple(cut.get_shape())
             start = tuple(offsets[key]["saved_offsets"]) if offsets else (0,) * len(shape)
-            self._pieces.setdefault(key, []).append(_Piece(file, start, shape, _DTYPES[cut.get_dtype()]))
+            dtype = (cut[:0] if shape else file.get_tensor(key)).dtype
+            self._pieces.setdefault(key, []).append(_Piece(file, start, shape, dtype))
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -474,13 +416,9 @@ class Stored(Mapping[str, torch.Tensor]):
         ends = [[a + b for a, b in zip(piece.start, piece.shape, strict=True)] for piece in self._pieces[key]]
         return tuple(map(max, zip(*ends, strict=True)))
 
-    def dtype(self, key: str) -> torch.dtype:
-        """Return a tensor's dtype."""
-        return self._pieces[key][0].dtype
-
     def bytes(self, key: str) -> int:
         """Return the bytes of a whole tensor."""
-        return math.prod(self.shape(key)) * self.dtype(key).itemsize
+        return math.prod(self.shape(key)) * self._pieces[key][0].dtype.itemsize
 
     def like(self, key: str, own: torch.Tensor) -> torch.Tensor:
         """Return a tensor, with its own dtype, as ranks have another one: this rank's part alone is read of it."""
@@ -497,7 +435,7 @@ class Stored(Mapping[str, torch.Tensor]):
             if piece.start == tuple(start) and piece.shape == tuple(shape):
                 whole: torch.Tensor = piece.file.get_tensor(key)
                 return whole
-        result = torch.empty(tuple(shape), dtype=self.dtype(key))
+        result = torch.empty(tuple(shape), dtype=pieces[0].dtype)
         for piece in pieces:
             low = [max(a, b) for a, b in zip(start, piece.start, strict=True)]
             ends = zip(start, shape, piece.start, piece.shape, strict=True)
@@ -509,7 +447,6 @@ class Stored(Mapping[str, torch.Tensor]):
 
 
 def _between(low: Sequence[int], high: Sequence[int], start: Sequence[int]) -> tuple[slice, ...]:
-    """Return the slices from `low` to `high` of something that begins at `start`."""
     return tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
 
 
@@ -556,11 +493,7 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dic
 
 
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors of a safetensors file, on the CPU, and its metadata.
-
-    Raises:
-        CheckpointError: It is not a safetensors file.
-    """
+    """Return the tensors of a safetensors file, on the CPU, and its metadata."""
     try:
         with safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from transformers import Trainer, TrainingArguments
 
 from memfit._torch import fake_ranks
-from memfit.integrations import internals
+from memfit.integrations.accelerate import forget_accelerator_state, fully_sharded_modules
 
 
 def test_a_trainers_next_loader_has_the_batch_size_that_is_set(tmp_path: Path) -> None:
@@ -22,20 +22,20 @@ def test_a_trainers_next_loader_has_the_batch_size_that_is_set(tmp_path: Path) -
     )
     data = [{"x": torch.zeros(2)} for _ in range(12)]
     trainer = Trainer(torch.nn.Linear(2, 2), arguments, train_dataset=data)
-    assert internals.train_batch_size(trainer) == 8
-    internals.set_train_batch_size(trainer, 3)
+    assert trainer._train_batch_size == 8
+    trainer._train_batch_size = 3
     assert len(next(iter(trainer.get_train_dataloader()))["x"]) == 3
     assert arguments.per_device_train_batch_size == 8
 
 
 def test_another_accelerator_has_a_precision_of_its_own() -> None:
-    internals.forget_accelerator_state()
+    forget_accelerator_state()
     assert Accelerator(mixed_precision="no", cpu=True).mixed_precision == "no"
     with pytest.raises(ValueError, match="AcceleratorState"):
         Accelerator(mixed_precision="bf16", cpu=True)
-    internals.forget_accelerator_state()
+    forget_accelerator_state()
     assert Accelerator(mixed_precision="bf16", cpu=True).mixed_precision == "bf16"
-    internals.forget_accelerator_state()
+    forget_accelerator_state()
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -55,7 +55,7 @@ def test_accelerate_shards_the_modules_that_are_told(tied: bool) -> None:
         transformer_cls_names_to_wrap=["GPT2Block"],
         cpu_ram_efficient_loading=False,
     )
-    units, kept = internals.fully_sharded_modules(plugin, model)
+    units, kept = fully_sharded_modules(plugin, model)
     accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="no", is_main_process=True, torch_device_mesh=None
     )
