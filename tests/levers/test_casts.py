@@ -13,7 +13,7 @@ import torch
 from memfit.errors import WorkloadError
 from memfit.ir import Levers, Precision, Region
 from memfit.levers import applied
-from memfit.levers.casts import autocast
+from memfit.levers.precision import autocast
 from memfit.workload import Workload
 from tests.models import BUILDERS
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from memfit.errors import PlanError, PlanMismatchError, UsageError
 from memfit.hardware import allocated
 from memfit.ir import ChunkedLoss
-from memfit.levers.casts import casting
-from memfit.levers.chunked_cross_entropy import Logits, chunked, is_chunked
+from memfit.levers.chunked_loss import Logits, chunked, is_chunked
+from memfit.levers.precision import casting
 
 CLASSES = 11
 

@@ -16,7 +16,7 @@ import memfit
 from memfit import ir
 from memfit.capture import real_copy
 from memfit.ir import ChunkedLoss, Levers, Plan
-from memfit.levers import LeversOn, applied, chunked_loss, lean, lever_uses
+from memfit.levers import LeversOn, applied, checkpointing, chunked_loss, lever_uses
 from memfit.pipeline._apply import switchable
 from memfit.recipes import byte_lm
 from memfit.workload import Workload
@@ -105,7 +105,7 @@ def test_exact_plans_keep_the_loss_whole() -> None:
 
 @pytest.mark.ci
 def test_one_capture_tells_where_it_does_not_matter(captures: list[Levers], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lean, "worthwhile", lambda *_: False)  # which has captures of its own
+    monkeypatch.setattr(checkpointing, "worthwhile", lambda *_: False)  # which has captures of its own
     small = byte_lm(n_layer=2, d_model=64, n_head=4, context=64, batch_size=4, max_bytes=200_000)
     memfit.plan(small, budget="1GiB", precisions=["32-true"], points=1)
     assert len(captures) == 4 and not any(levers.chunked_loss for levers in captures)

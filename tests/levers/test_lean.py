@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from torch import nn
 
 import memfit
-from memfit.levers.lean import worthwhile
+from memfit.levers.checkpointing import worthwhile
 from memfit.workload import Workload
 from tests.models import plain_trace, recurrent, transformer, unet
 

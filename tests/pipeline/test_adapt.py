@@ -14,7 +14,7 @@ import memfit
 from memfit.errors import PlanError, UsageError
 from memfit.ir import Levers, Plan
 from memfit.levers import applied
-from memfit.levers.casts import is_cast
+from memfit.levers.precision import is_cast
 from memfit.pipeline.adaptive import Adaptive, ShapeInterpolation, shapes_of
 from memfit.training import Step
 from memfit.workload import fingerprint

@@ -1,4 +1,7 @@
-"""Activation checkpointing: regions whose forward pass runs again in the backward pass; their offload to the host."""
+"""Levers that recompute: activation checkpointing of regions, their offload to the host, and lean modules.
+
+Lean modules are normalisations, activations and dropouts whose outputs alone are made again.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,17 @@ from contextlib import AbstractContextManager
 from msgspec.structs import replace
 from torch import nn
 
-from memfit.ir import Levers
-from memfit.levers.conflicts import JITTOR, NO_LINK, Conflict
-from memfit.levers.lever import Lever, LeversOn, NotOffered, Rung, Setting
-from memfit.recomputation import checkpointed, is_checkpointed
+from memfit.capture import is_compiled
+from memfit.foundations import format_bytes
+from memfit.ir import Levers, Trace
+from memfit.levers.lever import JITTOR, NO_LINK, Conflict, Lever, LeversOn, NotOffered, Rung, Setting, least_bytes
+from memfit.recomputation import checkpointed, is_checkpointed, is_lean, is_made_lean, lean
 from memfit.workload import Workload
 
 _SOLVE_SECONDS = 0.5  # for each rung: within a few percent of the best
 ACTIVATION_OFFLOAD = "activation offload"
+LEAN = "lean norms and activations"
+_ALL_LEAN = ("*",)
 
 
 class Checkpointing(Lever):
@@ -27,14 +33,10 @@ class Checkpointing(Lever):
     switchable = True
     recomputes = True
 
-    def setting(self, on: LeversOn) -> str:
-        return f"{_counted(on.levers, 'module')} recomputed"
-
-    def brief(self, on: LeversOn) -> str:
-        return _counted(on.levers, "region")
-
-    def switches(self, levers: Levers) -> bool:
-        return levers.compiler == "none"  # else they are part of the compiled code
+    def words(self, on: LeversOn) -> tuple[str, str]:
+        count = len(on.levers.regions)
+        plural = "s" * (count != 1)
+        return f"{count:,} module{plural} recomputed", f"{count:,} region{plural}"
 
     def on_model(self, levers: Levers, model: nn.Module) -> AbstractContextManager[None]:
         return checkpointed(model, levers.regions) if self.switches(levers) else contextlib.nullcontext()
@@ -44,10 +46,6 @@ class Checkpointing(Lever):
 
     def rungs(self) -> Mapping[str, Rung]:
         return {"selective checkpointing": _selective, "full checkpointing": _full}
-
-
-def _counted(levers: Levers, noun: str) -> str:
-    return f"{len(levers.regions):,} {noun}{'s' * (len(levers.regions) != 1)}"
 
 
 def _selective(step: Setting, levers: Levers) -> tuple[Levers, str]:
@@ -91,11 +89,9 @@ class ActivationOffload(Lever):
         Conflict(ACTIVATION_OFFLOAD, JITTOR, "Jittor moves memory itself", "leave out offload="),
     )
 
-    def setting(self, on: LeversOn) -> str:
-        return f"{_offloading(on.levers):,} of them offloaded to host memory"
-
-    def brief(self, on: LeversOn) -> str:
-        return f"{_offloading(on.levers):,} offloaded"
+    def words(self, on: LeversOn) -> tuple[str, str]:
+        count = sum(region.offload for region in on.levers.regions)
+        return f"{count:,} of them offloaded to host memory", f"{count:,} offloaded"
 
     def without(self, on: LeversOn) -> Levers:
         return replace(on.levers, regions=tuple(replace(region, offload=False) for region in on.levers.regions))
@@ -107,9 +103,60 @@ class ActivationOffload(Lever):
         return {"offload": _nowhere}
 
 
-def _offloading(levers: Levers) -> int:
-    return sum(region.offload for region in levers.regions)
-
-
 def _nowhere(step: Setting, levers: Levers) -> tuple[Levers, str]:
     raise NotOffered("for GPUs only, and not a rung: memfit.plan with host_budget= chooses the regions to offload")
+
+
+class Lean(Lever):
+    """Normalisations and activations that keep their inputs, not their outputs."""
+
+    name = LEAN
+    field = "lean"
+    switchable = True
+    recomputes = True
+
+    def words(self, on: LeversOn) -> tuple[str, str]:
+        named = "all" if "*" in on.levers.lean else ", ".join(on.levers.lean)
+        return f"outputs of {named} recomputed, inputs kept", "norms recomputed"
+
+    def on_model(self, levers: Levers, model: nn.Module) -> AbstractContextManager[None]:
+        return lean(model, levers.lean)
+
+    def is_applied(self, workload: Workload) -> bool:
+        return is_made_lean(workload.model)
+
+    def propose(self, step: Setting, wanted: list[Levers]) -> list[Levers]:
+        self._check(step)
+        whole = replace(step.plain, lean=_ALL_LEAN)
+        saved_bytes = step.predicted(step.plain).peak_bytes - step.predicted(whole).peak_bytes
+        if saved_bytes < least_bytes(step) and not step.tries_all:
+            raise NotOffered(f"it lowers the peak by less than {format_bytes(least_bytes(step))}")
+        lean = [replace(levers, lean=_ALL_LEAN) for levers in wanted if step.allows(levers)]
+        if not step.tries_all and any(levers.chunked_loss for levers in lean):  # whole losses are there to compare
+            lean = [levers for levers in lean if levers.chunked_loss]
+        return [*wanted, *lean]
+
+    def rungs(self) -> Mapping[str, Rung]:
+        return {self.name: self._rung}
+
+    def _rung(self, step: Setting, levers: Levers) -> tuple[Levers, str]:
+        self._check(step)
+        count = sum(is_lean(module) for module in step.workload.model.modules())
+        return replace(levers, lean=_ALL_LEAN), f"{count} modules recomputed"
+
+    def _check(self, step: Setting) -> None:
+        if not worthwhile(step.workload, step.trace(step.plain), least_bytes(step)):
+            raise NotOffered(f"norms, activations and dropouts keep less than {format_bytes(least_bytes(step))}")
+
+
+def worthwhile(workload: Workload, trace: Trace, least_bytes: float) -> bool:
+    """Tell whether a step's normalisations, activations and dropouts make so many bytes for its backward pass."""
+    names = {fqn for fqn, module in workload.model.named_modules() if is_lean(module)}
+    kept_bytes = sum(
+        storage.nbytes
+        for storage in trace.storages
+        if storage.category == "activations"
+        and trace.ops[storage.birth].phase == "forward"
+        and trace.fqn_of(trace.ops[storage.birth].call) in names
+    )
+    return kept_bytes > 0 and kept_bytes >= least_bytes and not is_compiled(workload)

@@ -7,8 +7,17 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from memfit.ir import Levers, Numerics
-from memfit.levers.conflicts import BATCH_NORM, COUPLING_LOSS, GRADIENT_HOOKS, Conflict
-from memfit.levers.lever import Lever, LeversOn, NotOffered, Rung, Setting
+from memfit.levers.lever import (
+    BATCH_NORM,
+    COUPLING_LOSS,
+    GRADIENT_HOOKS,
+    Conflict,
+    Lever,
+    LeversOn,
+    NotOffered,
+    Rung,
+    Setting,
+)
 from memfit.workload import Workload, samples_of
 
 MICROBATCHES = "microbatches"
@@ -43,26 +52,21 @@ class Microbatches(Lever):
     name = MICROBATCHES
     field = "microbatch_size"
     switchable = True
+    waits = True
     conflicts = (OF_BATCH_NORM, OF_COUPLING_LOSS, OF_GRADIENT_HOOKS)
 
     def is_used(self, on: LeversOn) -> bool:
         return on.levers.microbatch_size < samples_of_rank(on)
 
-    def setting(self, on: LeversOn) -> str:
+    def words(self, on: LeversOn) -> tuple[str, str]:
         size, batch_size = on.levers.microbatch_size, samples_of_rank(on)
         count = -(-batch_size // size)
         last = batch_size - size * (count - 1)
         uneven = f", the last of {last:,}" if last != size else ""
-        return f"{size:,} of {batch_size:,} samples, {count:,} microbatches{uneven}"
-
-    def brief(self, on: LeversOn) -> str:
-        return f"microbatch {on.levers.microbatch_size:,}"
+        return f"{size:,} of {batch_size:,} samples, {count:,} microbatches{uneven}", f"microbatch {size:,}"
 
     def numerics(self, on: LeversOn) -> Numerics:
         return "changed" if on.couples_batch else "reordered"
-
-    def waits_for(self, on: LeversOn) -> Levers | None:
-        return replace(on.levers, microbatch_size=on.batch_size)
 
     def propose(self, step: Setting, wanted: list[Levers]) -> list[Levers]:
         if step.coupling is not None and step.numerics != "changed":

@@ -21,8 +21,14 @@ import torch
 from memfit._torch import replaced
 from memfit.errors import PlanError
 from memfit.ir import Trace
-from memfit.levers.conflicts import CLIPPING, FOREIGN_OPTIMIZER, GRADIENT_HOOKS, OPTIMIZER_HOOKS, SEVERAL_OPTIMIZERS
-from memfit.levers.lever import Running
+from memfit.levers.lever import (
+    CLIPPING,
+    FOREIGN_OPTIMIZER,
+    GRADIENT_HOOKS,
+    OPTIMIZER_HOOKS,
+    SEVERAL_OPTIMIZERS,
+    Running,
+)
 from memfit.levers.microbatches import MICROBATCHES
 from memfit.levers.parameter_updates import UpdateLever, restricted, temporary_bytes, update_conflicts
 

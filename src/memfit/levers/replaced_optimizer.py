@@ -22,8 +22,7 @@ import torch
 from memfit._torch import mark_as_stepped
 from memfit.errors import brought_by
 from memfit.ir import Device, OptimizerLever
-from memfit.levers.conflicts import OPTIMIZER_HOOKS, SEVERAL_OPTIMIZERS, Conflict
-from memfit.levers.lever import Running
+from memfit.levers.lever import OPTIMIZER_HOOKS, SEVERAL_OPTIMIZERS, Conflict, Running
 from memfit.levers.parameter_updates import UpdateLever, update_conflicts
 from memfit.workload import Workload
 

@@ -10,10 +10,20 @@ from msgspec.structs import replace
 
 from memfit.errors import PlanError
 from memfit.ir import Levers, Numerics, Sharding
-from memfit.levers.conflicts import ADAPTING, BATCH_NORM, COUPLING_LOSS, NO_LINK, SEVERAL_OPTIMIZERS, Conflict
-from memfit.levers.lever import Lever, LeversOn, Running, Setting
-from memfit.levers.offloaded_optimizer import OFFLOADED
+from memfit.levers.lever import (
+    ADAPTING,
+    BATCH_NORM,
+    COUPLING_LOSS,
+    NO_LINK,
+    SEVERAL_OPTIMIZERS,
+    Conflict,
+    Lever,
+    LeversOn,
+    Running,
+    Setting,
+)
 from memfit.levers.optimizer_in_backward import IN_BACKWARD
+from memfit.levers.parameter_updates import OFFLOADED
 from memfit.levers.replaced_optimizer import ADAFACTOR, ADAMW_8BIT
 
 SHARDING = "sharding"
@@ -78,11 +88,9 @@ class SharedByRanks(Lever):
         of_weights = {OF_WEIGHTS} if sharding.is_fully_sharded else set[str]()
         return {self.name} | of_weights | ({ON_HOST} if sharding.offload else set())
 
-    def setting(self, on: LeversOn) -> str:
-        return sharding_text(on.levers.sharding) if on.levers.sharding else ""
-
-    def brief(self, on: LeversOn) -> str:
-        return f"{on.levers.sharding.mode} of {on.levers.sharding.world_size}" if on.levers.sharding else ""
+    def words(self, on: LeversOn) -> tuple[str, str]:
+        assert on.levers.sharding is not None
+        return sharding_text(on.levers.sharding), f"{on.levers.sharding.mode} of {on.levers.sharding.world_size}"
 
     def numerics(self, on: LeversOn) -> Numerics:
         if on.couples_batch:

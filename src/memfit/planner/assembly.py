@@ -32,9 +32,9 @@ from memfit.ir import (
 from memfit.levers import (
     CONFLICTS,
     LEVERS,
-    Fallback,
     LeversOn,
     NotOffered,
+    UpdateLever,
     circumstances,
     compiles,
     draws_otherwise,
@@ -149,10 +149,8 @@ class _Assembly:
 
     def _waits_for(self, levers: Levers) -> Levers | None:
         """Return the combination that is captured before another; None where it waits for none."""
-        for lever in used_levers(self.steps.on(levers)):
-            if (before := lever.waits_for(LeversOn(levers, self.steps.batch_size))) is not None:
-                return before
-        return None
+        used = used_levers(self.steps.on(levers))
+        return next((x.without(LeversOn(levers, self.steps.batch_size)) for x in used if x.waits), None)
 
     def _take_budget(self) -> None:
         """Set the budget in bytes: on a GPU it is held against what the allocator reserves."""
@@ -298,7 +296,7 @@ class _Assembly:
         self.wanted += captured
         return [self._add(levers) for levers in captured]
 
-    def _with_fallback(self, lever: Fallback, best: Confirmed | None) -> list[Levers]:
+    def _with_fallback(self, lever: UpdateLever, best: Confirmed | None) -> list[Levers]:
         """Return a fallback's combinations: of the whole batch, of the smallest microbatches, and of the best's."""
         steps = self.steps
         if lever.most_saved_bytes(steps.traces[steps.plain]) < least_bytes(steps):
@@ -318,7 +316,7 @@ class _Assembly:
         bases = [
             c
             for c in self.limits.allow(self.combinations)
-            if not any(isinstance(used, Fallback) for used in used_whole(c.levers))
+            if not any(isinstance(used, UpdateLever) for used in used_whole(c.levers))
         ]
         sizes = {self.steps.batch_size, min(c.levers.microbatch_size for c in bases)}
         sizes |= set() if best is None else {best.point.levers.microbatch_size}
@@ -560,5 +558,5 @@ class _Assembly:
 
 def _kept(levers: Levers) -> tuple[object, ...]:
     """Return the settings of a step that neither a switch nor a fallback changes."""
-    kept = (lever for lever in LEVERS if not (lever.switchable or isinstance(lever, Fallback)))
+    kept = (lever for lever in LEVERS if not (lever.switchable or isinstance(lever, UpdateLever)))
     return tuple(getattr(levers, lever.field) for lever in kept)

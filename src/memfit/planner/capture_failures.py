@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from memfit._torch import DataDependentOutputException, DynamicOutputShapeException
 from memfit.errors import MemfitError, RecomputationError
 from memfit.ir import Device, Levers, Region, Trace
-from memfit.levers import LeversOn, used_levers
+from memfit.levers import LeversOn, lever_uses
 from memfit.planner.captures import Captures
 from memfit.workload import Workload
 
@@ -64,7 +64,7 @@ class CaptureFailures:
 
     def _names(self, levers: Levers) -> frozenset[str]:
         on = LeversOn(levers, self.plain.microbatch_size)
-        return frozenset(lever.brief(on) for lever in used_levers(on))
+        return frozenset(use.brief for use in lever_uses(on))
 
 
 def fails(attempt: Attempt, levers: Levers) -> bool:

@@ -30,9 +30,9 @@ from memfit.ir import (
 from memfit.levers import (
     ACTIVATION_OFFLOAD,
     CONFLICTS,
-    Fallback,
     LeversOn,
     NotOffered,
+    UpdateLever,
     lever_host_bytes,
     lever_names,
     lever_uses,
@@ -73,7 +73,7 @@ class Request:
     device: Device
     numerics: Numerics
     precisions: Sequence[Precision]
-    fallbacks: Sequence[Fallback]
+    fallbacks: Sequence[UpdateLever]
     points: int
     time_limit_seconds: float
     progress: Progress
@@ -226,8 +226,8 @@ class CapturedSteps:
         trace = self.traces[levers]
         regions, costs = Regions(trace), self._costs(trace)
         for lever in used_levers(self.on(levers)):
-            excluded |= lever.not_recomputed(levers)
-            costs = lever.costs(costs)
+            out, costs = lever.recomputing(levers, costs)
+            excluded |= out
         engine = self.request.engine
         excluded |= around(engine.units or ()) if engine is not None else frozenset()
         # Copies whose rate is not known have no price, and are not proposed.
