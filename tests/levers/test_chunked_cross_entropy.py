@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -75,13 +76,17 @@ class Below(torch.autograd.Function):
 WHOLE["a function of the user's"] = Below.apply
 
 
+def under(model: nn.Module, lever: ChunkedLoss | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if lever is None else chunked(model, lever)
+
+
 def loss_and_gradients(
     model: nn.Module, loss: Loss, lever: ChunkedLoss | None, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     tokens, targets = (torch.randint(CLASSES, (3, 7), generator=generator) for _ in range(2))
     model.zero_grad()
-    with chunked(model, lever), torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+    with under(model, lever), torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
         found = loss(model(tokens), targets)
     found.backward()
     return found.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -226,7 +231,7 @@ def test_the_gradient_of_a_weight_is_made_beside_little_else(
         model.zero_grad()
         with (
             allocated() as meter,
-            chunked(model, lever),
+            under(model, lever),
             torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16),
         ):
             F.cross_entropy(model(hidden), targets).backward()

@@ -98,6 +98,7 @@ class ChunkedLossLever(Lever):
         return _around_head(levers), costs
 
     def on_model(self, levers: Levers, model: nn.Module) -> AbstractContextManager[None]:
+        assert levers.chunked_loss is not None
         return chunked(model, levers.chunked_loss)
 
     def is_applied(self, workload: Workload) -> bool:
@@ -197,20 +198,27 @@ def _whole_logits(trace: Trace) -> list[_Logits]:
 
 
 @contextlib.contextmanager
-def chunked(model: nn.Module, lever: ChunkedLoss | None) -> Iterator[None]:
+def chunked(model: nn.Module, lever: ChunkedLoss) -> Iterator[None]:
     """Have a model's head return logits that `F.cross_entropy` takes in chunks, until the context is left.
 
     Args:
-        lever: The head, and how many rows of logits there may be at a time; None for nothing.
+        lever: The head, and how many rows of logits there may be at a time.
 
     Raises:
         PlanMismatchError: The model has no module of that name.
         PlanError: The module is not a plain `nn.Linear`, or its logits are chunked already.
     """
-    if lever is None:
-        yield
-        return
-    module = _head(model, lever.head)
+    module = dict(model.named_modules()).get(lever.head)
+    if module is None:
+        raise PlanMismatchError(
+            f"the plan's chunked_loss.head is {lever.head!r}, and the model has no such module: the plan is for another"
+            " model"
+        )
+    if not can_defer(module):
+        raise PlanError(
+            f"chunked_loss.head={lever.head!r} is a {type(module).__name__}: name the nn.Linear that makes the logits"
+        )
+    assert isinstance(module, nn.Linear)
     cast = module.__dict__.get("forward")
     holder: Any = cast if isinstance(cast, Casting) else module  # casts stay around what computes
     before = holder.__dict__.get("forward")
@@ -232,26 +240,12 @@ def chunked(model: nn.Module, lever: ChunkedLoss | None) -> Iterator[None]:
 def is_chunked(model: nn.Module) -> bool:
     """Tell whether a model's head returns logits to chunk at present."""
     forwards = [module.__dict__.get("forward") for module in model.modules()]
-    return any(isinstance(f, Head) or (isinstance(f, Casting) and isinstance(f.forward, Head)) for f in forwards)
+    return any(isinstance(f.forward if isinstance(f, Casting) else f, Head) for f in forwards)
 
 
 def can_defer(module: nn.Module) -> bool:
     """Tell whether a module's product can be put off: that of a plain `nn.Linear`."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-
-
-def _head(model: nn.Module, fqn: str) -> nn.Linear:
-    module = dict(model.named_modules()).get(fqn)
-    if module is None:
-        raise PlanMismatchError(
-            f"the plan's chunked_loss.head is {fqn!r}, and the model has no such module: the plan is for another model"
-        )
-    if not can_defer(module):
-        raise PlanError(
-            f"chunked_loss.head={fqn!r} is a {type(module).__name__}: name the nn.Linear that makes the logits"
-        )
-    assert isinstance(module, nn.Linear)
-    return module
 
 
 class Head:

@@ -132,7 +132,10 @@ class InBackward:
         """Update the parameters whose gradients wait, and free these."""
         waiting: dict[int, list[torch.Tensor]] = {}
         for parameter in self._waiting:
-            self._norms[parameter] = _norm_of(parameter)
+            assert parameter.grad is not None
+            gradient = parameter.grad.coalesce().values() if parameter.grad.is_sparse else parameter.grad
+            dtype = torch.promote_types(gradient.dtype, torch.float32)
+            self._norms[parameter] = torch.linalg.vector_norm(gradient, dtype=dtype)
             waiting.setdefault(id(self._groups[parameter]), []).append(parameter)
         for parameters in waiting.values():
             with restricted(self._optimizer, self._groups[parameters[0]], parameters):
@@ -140,12 +143,3 @@ class InBackward:
             for parameter in parameters:
                 parameter.grad = None
         self._waiting, self._waiting_bytes = [], 0
-
-
-def _norm_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the norm of a parameter's gradient, in fp32 at least."""
-    gradient = parameter.grad
-    assert gradient is not None
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
-    return norm

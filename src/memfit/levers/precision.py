@@ -96,8 +96,8 @@ class Precision(Lever):
     def apply(self, levers: Levers, running: Running) -> Iterator[Running]:
         workload, options = running.workload, running.options
         if levers.precision == "bf16-true":
-            with bf16_weights(workload, accumulates=levers.microbatch_size < samples_of(workload)) as weights:
-                yield replace(running, options=replace(options, update=weights.update, masters=weights.masters))
+            with bf16_weights(workload, accumulates=levers.microbatch_size < samples_of(workload)) as (masters, update):
+                yield replace(running, options=replace(options, update=update, masters=masters))
         elif levers.precision == "tf32":
             yield replace(running, options=replace(options, around=functools.partial(float32_precision, "high")))
         else:
@@ -108,7 +108,7 @@ class Precision(Lever):
                 yield replace(running, options=replace(options, autocast=casts, scaler=scaler))
 
     def is_applied(self, workload: Workload) -> bool:
-        return is_cast(workload.model)
+        return bool(casts_of(workload.model))
 
     @contextlib.contextmanager
     def lifted(self, workload: Workload) -> Iterator[None]:
@@ -119,12 +119,11 @@ class Precision(Lever):
         return [msgspec.structs.replace(levers, precision=p) for p in step.precisions for levers in wanted]
 
     def rungs(self) -> Mapping[str, Rung]:
-        return {"precision": _advised}
+        return {"precision": self._advised}
 
-
-def _advised(step: Setting, levers: Levers) -> tuple[Levers, str]:
-    chosen = precisions(step.device)[-1]
-    return msgspec.structs.replace(levers, precision=chosen), chosen
+    def _advised(self, step: Setting, levers: Levers) -> tuple[Levers, str]:
+        chosen = precisions(step.device)[-1]
+        return msgspec.structs.replace(levers, precision=chosen), chosen
 
 
 def autocast(precision: str, device: str) -> contextlib.AbstractContextManager[object]:
@@ -182,29 +181,32 @@ def casting(
     try:
         yield
     finally:
-        del module.forward
-        if before is not None:
-            module.forward = before
+        _set_forward(module, before)
 
 
 @contextlib.contextmanager
 def uncast(model: nn.Module) -> Iterator[None]:
     """Take the casts off a model's modules, until the context is left."""
-    casts = [(m, m.__dict__["forward"]) for m in model.modules() if isinstance(m.__dict__.get("forward"), Casting)]
-    for module, cast_forward in casts:
-        del module.forward
-        if cast_forward.forward is not None:
-            module.forward = cast_forward.forward
+    casts = casts_of(model)
+    for cast_forward in casts:
+        _set_forward(cast_forward.module, cast_forward.forward)
     try:
         yield
     finally:
-        for module, cast_forward in casts:
-            module.forward = cast_forward
+        for cast_forward in casts:
+            cast_forward.module.forward = cast_forward
 
 
-def is_cast(model: nn.Module) -> bool:
-    """Tell whether modules compute in another dtype at present."""
-    return any(isinstance(module.__dict__.get("forward"), Casting) for module in model.modules())
+def casts_of(model: nn.Module) -> list[Casting]:
+    """Return the casts that are around a model's modules at present."""
+    forwards = (module.__dict__.get("forward") for module in model.modules())
+    return [forward for forward in forwards if isinstance(forward, Casting)]
+
+
+def _set_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
+    module.__dict__.pop("forward", None)
+    if forward is not None:
+        module.forward = forward
 
 
 class Casting:
@@ -242,20 +244,8 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     return mapped(value, torch.Tensor, changed)
 
 
-class Bf16Weights:
-    """Bf16 weights of a step; `masters` has, for a parameter of the model, the one that the optimizer updates.
-
-    Attributes:
-        update: Updates the weights from the gradients.
-    """
-
-    def __init__(self, masters: Swaps, update: Callable[[], None]) -> None:
-        self.masters = masters
-        self.update = update
-
-
 @contextlib.contextmanager
-def bf16_weights(workload: Workload, *, accumulates: bool) -> Iterator[Bf16Weights]:
+def bf16_weights(workload: Workload, *, accumulates: bool) -> Iterator[tuple[Swaps, Callable[[], None]]]:
     """Put a model's weights in bf16 until the context is left.
 
     Left in fp32 are the modules that `Workload.fp32_modules` names, normalisations that keep running statistics, and
@@ -264,44 +254,38 @@ def bf16_weights(workload: Workload, *, accumulates: bool) -> Iterator[Bf16Weigh
     Args:
         workload: Its `bf16_updates` says how weights are updated.
         accumulates: Whether gradients of several microbatches are added up, which is done in fp32.
+
+    Returns:
+        For a parameter of the model, the one that the optimizer updates, where it is another one; and what updates the
+        weights from the gradients.
     """
     model, optimizer = workload.model, workload.optimizer
-    kept = _kept(model, set(map(id, modules_within(model, workload.fp32_modules).values())))
+    kept = set(map(id, modules_within(model, workload.fp32_modules).values()))
+    kept |= {id(m) for m in model.modules() if isinstance(m, NormBase)}
+    shared = set[int]()
+    while more := {id(p) for m in model.modules() if id(m) in kept for p in _own(m)} - shared:
+        shared |= more
+        kept |= {id(m) for m in model.modules() if any(id(p) in shared for p in _own(m))}
     with contextlib.ExitStack() as stack:
-        _cast_calls(model, kept, stack)
+        for module in model.modules():
+            wide = id(module) in kept
+            if wide and isinstance(module, NormBase):
+                continue  # it takes bf16 as it is
+            if module is model:
+                stack.enter_context(casting(module, _WIDE if wide else _HALF, _WIDE))
+            elif _own(module) or wide:
+                stack.enter_context(casting(module, _WIDE if wide else _HALF, _HALF if wide else None))
         halves = {p: _half(p) for m in model.modules() if id(m) not in kept for p in _own(m)}
         if workload.bf16_updates == "master-weights":
             found = _with_masters(model, optimizer, halves, stack)
         else:
-            found = _without_masters(model, optimizer, halves, accumulates, stack)
+            found = {}, _without_masters(model, optimizer, halves, accumulates, stack)
         del halves
         yield found
 
 
 def _own(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters(recurse=False) if p.dtype in (_WIDE, _HALF)]
-
-
-def _kept(model: nn.Module, named: set[int]) -> set[int]:
-    """Return the modules whose parameters stay as they are: those named, normalisations, and what shares with them."""
-    kept = named | {id(m) for m in model.modules() if isinstance(m, NormBase)}
-    while True:
-        shared = {id(p) for m in model.modules() if id(m) in kept for p in _own(m)}
-        more = {id(m) for m in model.modules() if id(m) not in kept and any(id(p) in shared for p in _own(m))}
-        if not more:
-            return kept
-        kept |= more
-
-
-def _cast_calls(model: nn.Module, kept: set[int], stack: contextlib.ExitStack) -> None:
-    for module in model.modules():
-        wide = id(module) in kept
-        if wide and isinstance(module, NormBase):
-            continue  # it takes bf16 as it is
-        if module is model:
-            stack.enter_context(casting(module, _WIDE if wide else _HALF, _WIDE))
-        elif _own(module) or wide:
-            stack.enter_context(casting(module, _WIDE if wide else _HALF, _HALF if wide else None))
 
 
 def _half(parameter: nn.Parameter) -> nn.Parameter:
@@ -333,82 +317,66 @@ def _swap_in_optimizer(optimizer: torch.optim.Optimizer, swaps: Swaps) -> None:
             optimizer.state[new] = optimizer.state.pop(old)
 
 
-# Master weights
-
-
 def _with_masters(
     model: nn.Module, optimizer: torch.optim.Optimizer, halves: Swaps, stack: contextlib.ExitStack
-) -> Bf16Weights:
+) -> tuple[Swaps, Callable[[], None]]:
     masters = {half: _wide(p) if p is half else p for p, half in halves.items()}
     widened = {half: master for half, master in masters.items() if half in halves}
     back = {half: p for p, half in halves.items()}
+
+    def moving_gradient_to(master: nn.Parameter) -> Callable[[torch.Tensor], None]:
+        def move(half: torch.Tensor) -> None:
+            """Move a gradient to a master weight, in fp32, and add up those of microbatches there."""
+            gradient, half.grad = half.grad, None
+            if gradient is not None and master.grad is not None:
+                master.grad.add_(gradient)
+            elif gradient is not None:
+                master.grad = gradient.to(_WIDE)
+
+        return move
+
+    def show(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Put the master weights in a state dict, in place of the rounded ones."""
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if parameter in masters:
+                state[prefix + name] = masters[parameter].detach()
+
+    @torch.no_grad()
+    def load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Load the master weights of a state dict; the rounded ones are loaded from it after."""
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if parameter in masters and prefix + name in state:
+                masters[parameter].copy_(state[prefix + name])
+
     _swap_in_model(model, halves)
     stack.callback(_swap_in_model, model, back)
     _swap_in_optimizer(optimizer, widened)
     stack.callback(_swap_in_optimizer, optimizer, {master: half for half, master in widened.items()})
-    for half, master in masters.items():
-        if half.requires_grad:
-            stack.callback(half.register_post_accumulate_grad_hook(_giving_gradient_to(master)).remove)
-    stack.callback(model.register_state_dict_post_hook(_showing(masters)).remove)
-    stack.callback(model.register_load_state_dict_pre_hook(_loading(masters)).remove)
     trained = [(half, master) for half, master in masters.items() if half.requires_grad]
+    for half, master in trained:
+        stack.callback(half.register_post_accumulate_grad_hook(moving_gradient_to(master)).remove)
+    stack.callback(model.register_state_dict_post_hook(show).remove)
+    stack.callback(model.register_load_state_dict_pre_hook(load).remove)
 
     def update() -> None:
         optimizer.step()
         with torch.no_grad():
             foreach_copy_([half for half, _ in trained], [master for _, master in trained])
 
-    return Bf16Weights(masters, update)
-
-
-def _giving_gradient_to(master: nn.Parameter) -> Callable[[torch.Tensor], None]:
-    """Return a hook that moves a gradient to a master weight, in fp32, and adds up those of microbatches there."""
-
-    def hook(half: torch.Tensor) -> None:
-        gradient, half.grad = half.grad, None
-        if gradient is None:
-            return
-        if master.grad is None:
-            master.grad = gradient.to(_WIDE)
-        else:
-            master.grad.add_(gradient)
-
-    return hook
-
-
-def _showing(masters: Swaps) -> Callable[..., None]:
-    """Return a hook that puts the master weights in a state dict, in place of the rounded ones."""
-
-    def hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            if parameter in masters:
-                state[prefix + name] = masters[parameter].detach()
-
-    return hook
-
-
-def _loading(masters: Swaps) -> Callable[..., None]:
-    """Return a hook that loads the master weights of a state dict; the rounded ones are loaded from it after."""
-
-    def hook(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        with torch.no_grad():
-            for name, parameter in module.named_parameters(remove_duplicate=False):
-                if parameter in masters and prefix + name in state:
-                    masters[parameter].copy_(state[prefix + name])
-
-    return hook
-
-
-# Stochastic rounding
+    return masters, update
 
 
 def _without_masters(
     model: nn.Module, optimizer: torch.optim.Optimizer, halves: Swaps, accumulates: bool, stack: contextlib.ExitStack
-) -> Bf16Weights:
+) -> Callable[[], None]:
+    def widen_again(halves: list[nn.Parameter]) -> None:
+        swaps = {half: _wide(half) for half in halves}
+        _swap_in_model(model, swaps)
+        _swap_in_optimizer(optimizer, swaps)
+
     _swap_in_model(model, halves)
     _swap_in_optimizer(optimizer, halves)
-    converted = [half for p, half in halves.items() if p is not half]
-    stack.callback(_widen_again, model, optimizer, converted)
+    stack.callback(widen_again, [half for p, half in halves.items() if p is not half])
     for half in halves.values():
         if accumulates and half.requires_grad:
             stack.callback(setattr, half, "grad_dtype", half.grad_dtype)
@@ -416,46 +384,38 @@ def _without_masters(
     ours = set(halves.values())
 
     def update() -> None:
+        """Have each optimizer update one parameter at a time, widened meanwhile; what it counts by group, once."""
         for each in getattr(optimizer, "optimizers", [optimizer]):
-            _update_one_by_one(each, ours)
+            for group in each.param_groups:
+                before = dict(group)
+                for parameter in before["params"]:
+                    if parameter.grad is not None:
+                        group.clear()
+                        group.update(before)
+                        _update_one(each, group, parameter, parameter in ours)
 
-    return Bf16Weights({}, update)
-
-
-def _widen_again(model: nn.Module, optimizer: torch.optim.Optimizer, halves: list[nn.Parameter]) -> None:
-    swaps = {half: _wide(half) for half in halves}
-    _swap_in_model(model, swaps)
-    _swap_in_optimizer(optimizer, swaps)
-
-
-def _update_one_by_one(optimizer: torch.optim.Optimizer, halves: set[nn.Parameter]) -> None:
-    """Have an optimizer update one parameter at a time, widened meanwhile; what it counts by group it counts once."""
-    for group in optimizer.param_groups:
-        before = dict(group)
-        for parameter in before["params"]:
-            if parameter.grad is not None:
-                group.clear()
-                group.update(before)
-                _update_one(optimizer, group, parameter, parameter in halves)
+    return update
 
 
 def _update_one(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter, is_half: bool
 ) -> None:
-    master = _wide(parameter) if is_half else parameter
-    if is_half:
-        assert parameter.grad is not None
-        master.grad, parameter.grad = parameter.grad.to(_WIDE), None
-        if parameter in optimizer.state:
-            optimizer.state[master] = optimizer.state.pop(parameter)
+    if not is_half:
+        with restricted(optimizer, group, [parameter]):
+            optimizer.step()
+        return
+    assert parameter.grad is not None
+    master = _wide(parameter)
+    master.grad, parameter.grad = parameter.grad.to(_WIDE), None
+    if parameter in optimizer.state:
+        optimizer.state[master] = optimizer.state.pop(parameter)
     try:
         with restricted(optimizer, group, [master]):
             optimizer.step()
-        if is_half:
-            with torch.no_grad():
-                parameter.copy_(stochastically_rounded(master.detach()))
+        with torch.no_grad():
+            parameter.copy_(stochastically_rounded(master.detach()))
     finally:
-        if is_half and master in optimizer.state:
+        if master in optimizer.state:
             optimizer.state[parameter] = optimizer.state.pop(master)
 
 

@@ -153,26 +153,24 @@ def _bitsandbytes() -> Any:
 
 def _take_over(made: Any, optimizer: Optimizer) -> None:
     """Have an AdamW of 8 bits go on from the state of one of fp32, which keeps none of it."""
+    quantise = _bitsandbytes().functional.quantize_blockwise
     for index, group in enumerate(made.param_groups):
         for position, parameter in enumerate(group["params"]):
             values = optimizer.state.get(parameter)
-            if values:
-                made.init_state(group, parameter, index, position)
-                _quantise(made.state[parameter], values)
-                del optimizer.state[parameter]
-
-
-def _quantise(state: dict[str, Any], values: dict[str, Any]) -> None:
-    quantise = _bitsandbytes().functional.quantize_blockwise
-    for name, number in _PAIRS:
-        held = state[f"state{number}"]
-        if held.dtype is not torch.uint8:
-            held.copy_(values[name])
-            continue
-        codes, found = quantise(values[name].contiguous(), code=state[f"qmap{number}"], blocksize=_BLOCK)
-        held.copy_(codes)
-        state[f"absmax{number}"].copy_(found.absmax)
-    state["step"] = int(values["step"])
+            if not values:
+                continue
+            made.init_state(group, parameter, index, position)
+            state = made.state[parameter]
+            for name, number in _PAIRS:
+                held = state[f"state{number}"]
+                if held.dtype is torch.uint8:
+                    codes, found = quantise(values[name].contiguous(), code=state[f"qmap{number}"], blocksize=_BLOCK)
+                    held.copy_(codes)
+                    state[f"absmax{number}"].copy_(found.absmax)
+                else:
+                    held.copy_(values[name])
+            state["step"] = int(values["step"])
+            del optimizer.state[parameter]
 
 
 def _give_back(made: Any, optimizer: Optimizer) -> None:

@@ -121,7 +121,11 @@ def check_as_given(workload: Workload) -> None:
         PlanError: A plan is applied to it.
         WorkloadError: Its model or optimizer is of a kind that can't be run, or they don't belong together.
     """
-    check_untouched(workload)  # first: a lever may have put other parameters into the optimizer
+    applied = [lever.name for lever in registry.LEVERS if lever.is_applied(workload)]
+    if applied:  # told first: a lever may have put other parameters into the optimizer
+        raise PlanError(
+            f"a plan is applied to the workload already ({', '.join(applied)}): call close() on its step first"
+        )
     check_supported(workload)
 
 
@@ -129,19 +133,6 @@ def host_bytes_of(plan: Plan) -> dict[str, int]:
     """Return the host memory that a plan's levers take, by their names."""
     state_bytes = plan.plain.by_category.get("optimizer state", 0)
     return registry.lever_host_bytes(plan.levers, state_bytes, plan.host_budget_bytes)
-
-
-def check_untouched(workload: Workload) -> None:
-    """Check that no plan is applied to a workload.
-
-    Raises:
-        PlanError: One is.
-    """
-    applied = [lever.name for lever in registry.LEVERS if lever.is_applied(workload)]
-    if applied:
-        raise PlanError(
-            f"a plan is applied to the workload already ({', '.join(applied)}): call close() on its step first"
-        )
 
 
 @contextlib.contextmanager
