@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from memfit.ir import Region
-from memfit.recomputation import foreign_generators, generators, lean
-from memfit.recomputation.generators import DrawnStates
+from memfit.recomputation import foreign_generators, lean
+from memfit.recomputation.call_state import CallState
 from tests.recomputation.steps import Residual, differing, results
 
 ALWAYS = np.random.default_rng(5)
@@ -108,7 +108,7 @@ def test_without_the_generators_set_back_the_gradients_are_others(monkeypatch: p
         torch.manual_seed(0), np.random.seed(0)
         made = nn.Sequential(nn.Linear(16, 16), DrawingNorm(np.random.rand), nn.Linear(16, 16))
         found.append(results(made, losses, regions))
-        monkeypatch.setattr(generators.DrawnStates, "restore", lambda self: None)
+        monkeypatch.setattr(CallState, "restore", lambda self: None)
     assert "gradient 0 of 0.weight" in differing(*found)
 
 
@@ -144,20 +144,20 @@ def test_lean_modules_draw_again_what_they_drew(draw: Callable[[], Any]) -> None
 def test_only_the_states_of_generators_that_were_drawn_from_are_kept() -> None:
     own = torch.Generator()
     among = foreign_generators([own])
-    draws = DrawnStates(among)
+    draws = CallState((), (), among)
     draws.end()
     assert draws.drawn == []
-    draws = DrawnStates(among)
+    draws = CallState((), (), among)
     torch.rand(1), torch.rand(2, generator=own)
     draws.end()
     assert draws.drawn == among[2:]
-    draws = DrawnStates(among)
+    draws = CallState((), (), among)
     np.random.randn()
     draws.end()
     assert draws.drawn == [among[1]]
-    draws = DrawnStates(among)
+    draws = CallState((), (), among)
     np.random.randn()  # the other of the pair, for which no bits are drawn
     draws.end()
     assert draws.drawn == [among[1]]
     random.random()
-    assert [source for source in DrawnStates(among).drawn if source is among[0]]
+    assert [source for source in CallState((), (), among).drawn if source is among[0]]

@@ -15,7 +15,7 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,27 +28,34 @@ from memfit._torch import (
     current_graph_task_id,
     disable_dynamo,
     get_current_function_mode_stack,
-    own_buffers,
     skip,
     storage_key_of,
     version_of,
 )
 from memfit.errors import MemfitError, RecomputationError
 from memfit.recomputation import probe
-from memfit.recomputation.containers import Placeholder, mapped, tensors_in
-from memfit.recomputation.generators import DrawnStates, ForeignGenerator, Generators, foreign_generators, preserved
-from memfit.recomputation.host_copies import ChangedError, HostCopy, is_worth_moving
+from memfit.recomputation.call_state import (
+    CallState,
+    ForeignGenerator,
+    Placeholder,
+    autocast_state,
+    mapped,
+    running_again,
+    tensors_in,
+)
 from memfit.recomputation.kept_outputs import (
+    ChangedError,
     DroppingHooks,
+    HostCopy,
     KeepingMode,
     KeptOutputs,
     ReusingMode,
     as_it_is,
     hooks_around,
+    is_worth_moving,
 )
 from memfit.workload import has_history
 
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _outside_of_backward = itertools.count(-2, -1)
 
 
@@ -113,9 +120,7 @@ class _Call:
     module: str
     forward: Callable[..., Any]
     given: Any
-    generators: Generators
-    draws: DrawnStates
-    trains: Sequence[bool]  # of each module within the region, its mode as the call begins
+    state: CallState
     outputs: Sequence[int] = ()
 
 
@@ -137,7 +142,7 @@ class Frame(DroppingHooks):
         normalisations: The modules among them that track statistics.
         kept: The outputs of operators that are kept; None for none.
         offload: Whether arguments with a gradient wait in host memory.
-        foreign: Generators besides PyTorch's own that the calls may draw from; None for Python's and NumPy's.
+        foreign: Generators besides PyTorch's own that the calls may draw from.
 
     Attributes:
         last: The position in the region of the module called last.
@@ -151,19 +156,18 @@ class Frame(DroppingHooks):
         inside: Sequence[nn.Module],
         normalisations: Sequence[nn.Module],
         kept: KeptOutputs | None,
-        offload: bool = False,
-        foreign: Sequence[ForeignGenerator] | None = None,
+        offload: bool,
+        foreign: Sequence[ForeignGenerator],
     ) -> None:
         _hide_from_the_compiler()
         self.modules, self._inside, self.normalisations = modules, inside, normalisations
         self._kept, self._offload = kept, offload
-        self._foreign = foreign_generators() if foreign is None else foreign
+        self._foreign = foreign
         self._offloaded: dict[int, HostCopy] = {}
         self.last = -1
         self.closed = False
         self.holders: list[weakref.ref[Holder]] = []
         self._thread = threading.get_ident()
-        self._autocast = autocast_state()
         self._hooks = hooks_around()
         self._device = next(
             (mode for mode in reversed(get_current_function_mode_stack()) if isinstance(mode, DeviceContext)), None
@@ -181,7 +185,7 @@ class Frame(DroppingHooks):
             not self.closed
             and position > self.last
             and self._thread == threading.get_ident()
-            and self._autocast == autocast_state()
+            and self._calls[0].state.autocast == autocast_state()
             and self._hooks == hooks_around()
         )
 
@@ -193,7 +197,7 @@ class Frame(DroppingHooks):
         keeping = KeepingMode(self._kept) if self._kept is not None else contextlib.nullcontext()
         with saved_tensors_hooks(self._pack, self._unpack), keeping:
             out = forward(*args, **kwargs)
-        self._calls[-1].draws.end()
+        self._calls[-1].state.end()
         for copy in self._host_copies():
             copy.land()
         if not self.closed:
@@ -235,8 +239,7 @@ class Frame(DroppingHooks):
             history = [(n, t.requires_grad and not t.is_leaf) for n, t in fresh.items()]
             anchor = torch.empty(0, requires_grad=True)
             self._saved.append((_Save.apply(anchor, held), history))  # type: ignore[no-untyped-call]
-        trains = [module.training for module in self._inside]
-        return _Call(self.modules[position], forward, given, Generators.of(tensors), DrawnStates(self._foreign), trains)
+        return _Call(self.modules[position], forward, given, CallState(self._inside, tensors, self._foreign))
 
     def _know(self, tensor: torch.Tensor) -> int:
         number = len(self._last_use)
@@ -292,7 +295,14 @@ class Frame(DroppingHooks):
         filling = _Filling(self, task)
         try:
             values = self._inputs()
-            with saved_tensors_hooks(filling.pack, as_it_is), torch.enable_grad(), self._restored_state():
+            states = [call.state for call in self._calls]
+            with (
+                saved_tensors_hooks(filling.pack, as_it_is),
+                torch.enable_grad(),
+                running_again(states, self._inside, self.normalisations),
+                self._reusing(),
+                self._device or contextlib.nullcontext(),
+            ):
                 self._run_again(values)
             if filling.count <= filling.end:
                 raise self._differs(f"it saved {filling.count} tensors; the forward pass saved {len(self.holders)}")
@@ -308,13 +318,16 @@ class Frame(DroppingHooks):
         except Exception as e:
             raise self._differs(f"{type(e).__name__}: {e}") from e
 
+    def _reusing(self) -> contextlib.AbstractContextManager[Any]:
+        if self._kept is None:
+            return contextlib.nullcontext()
+        return ReusingMode(self._kept, self._is_statistic, self._report_values)
+
     def _run_again(self, values: dict[int, torch.Tensor]) -> None:
         """Run the calls; each value is dropped after the last call that takes it."""
         for index, call in enumerate(self._calls):
             self.running = call.module
-            call.generators.restore()
-            call.draws.restore()
-            _set_modes(self._inside, call.trains)
+            call.state.restore()
             args, kwargs = mapped(call.given, Placeholder, lambda value: values[value.number])
             for number in [n for n in values if self._last_use[n] <= index]:
                 del values[number]
@@ -334,25 +347,6 @@ class Frame(DroppingHooks):
         for number, copy in self._offloaded.items():
             values[number] = copy.take().requires_grad_()
         return values
-
-    @contextlib.contextmanager
-    def _restored_state(self) -> Iterator[None]:
-        """Restore generators, autocast, device and modes of the forward pass, until the context is left."""
-        generators = [call.generators for call in self._calls]
-        kind = generators[0].kind
-        devices = {d for g in generators if g.kind == kind for d in g.devices}
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(sorted(devices), device_type=kind if devices else "cuda"))
-            stack.enter_context(preserved({id(s): s for call in self._calls for s in call.draws.drawn}.values()))
-            for device, (enabled, dtype, cache) in self._autocast.items():
-                stack.enter_context(torch.autocast(device, dtype, enabled, cache))
-            stack.enter_context(statistics_untouched(self.normalisations))
-            stack.callback(_set_modes, self._inside, [module.training for module in self._inside])
-            if self._kept is not None:
-                stack.enter_context(ReusingMode(self._kept, self._is_statistic, self._report_values))
-            if self._device is not None:
-                stack.enter_context(self._device)
-            yield
 
     def compare(self, recomputed: Sequence[tuple[torch.Tensor, probe.Expected, str]]) -> None:
         """Compare recomputed tensors with the saved ones, after the operators that may still write to them."""
@@ -416,31 +410,3 @@ def _hide_from_the_compiler() -> None:
 
 def _described(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> str:
     return f"a tensor of shape {list(shape)} and {str(dtype)[6:]} on {device}"
-
-
-def autocast_state() -> dict[str, tuple[bool, torch.dtype, bool]]:
-    """Return autocast's switch, dtype and cache, for the CPU and the accelerator."""
-    accelerator = torch.accelerator.current_accelerator()
-    kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
-    cache = torch.is_autocast_cache_enabled()
-    return {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache) for kind in kinds}
-
-
-def _set_modes(modules: Sequence[nn.Module], trains: Sequence[bool]) -> None:
-    """Set modules to training or evaluation mode, each by itself."""
-    for module, is_training in zip(modules, trains, strict=True):
-        if module.training != is_training:
-            module.training = is_training
-
-
-@contextlib.contextmanager
-def statistics_untouched(normalisations: Sequence[nn.Module]) -> Iterator[None]:
-    """Replace running statistics by copies, until the context is left: a batch counts once in them."""
-    originals = [(m, name, own_buffers(m)[name]) for m in normalisations for name in _STATISTICS]
-    for module, name, buffer in originals:
-        own_buffers(module)[name] = None if buffer is None else buffer.clone()
-    try:
-        yield
-    finally:
-        for module, name, buffer in originals:
-            own_buffers(module)[name] = buffer

@@ -20,9 +20,8 @@ from torch import nn
 from memfit._torch import NormBase, compiled_call, disable_dynamo
 from memfit.errors import PlanError, PlanMismatchError
 from memfit.ir import Region, enclosing
-from memfit.recomputation.containers import tensors_in
+from memfit.recomputation.call_state import ForeignGenerator, foreign_generators, tensors_in
 from memfit.recomputation.frame import Frame
-from memfit.recomputation.generators import ForeignGenerator, foreign_generators
 from memfit.recomputation.kept_outputs import KeptOccurrences, KeptOutputs
 from memfit.recomputation.lean_modules import within_region
 from memfit.workload import Reader, generators_of, has_history
