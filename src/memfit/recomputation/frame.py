@@ -5,6 +5,9 @@ as for one. The code of the modules' parent between the calls is not touched. Re
 a backward pass within the recomputation works: its graph holds its own tensors.
 
 A frame is alive as long as autograd's hooks are, and nothing in it refers to the graph that it belongs to.
+
+Lean modules are recomputed by hooks of their own (`recomputation.lean_modules`): a region drops all that autograd saves
+while it runs, told by its order; of a lean module's output it is later operators that save views, told by its storage.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -65,27 +68,14 @@ def graph_task() -> int:
     return next(_outside_of_backward) if task == -1 else task
 
 
-class Mismatch(NamedTuple):
-    """The difference of a recomputed tensor from the saved one.
-
-    Attributes:
-        module: The FQN of the module that made it.
-        how: A description of the difference.
-        checksum: The recomputed tensor's checksum when autograd saved it: its operator may not have run yet.
-    """
-
-    module: str
-    how: str
-    checksum: int | None
-
-
 class Holder:
     """The object that autograd holds in place of a saved tensor of a region.
 
     Attributes:
         recomputed: The recomputed tensor, by the backward pass that needs it; removed when it is unpacked.
         expected: The record of the saved tensor, where recomputations are probed or checked; otherwise None.
-        mismatch: The difference of the recomputed tensor; None where there is none.
+        mismatch: The difference of the recomputed tensor, None where there is none: the FQN of the module that made it,
+            a description, and its checksum when autograd saved it: its operator may not have run yet.
     """
 
     __slots__ = ("__weakref__", "device", "dtype", "expected", "mismatch", "recomputed", "shape")
@@ -94,7 +84,7 @@ class Holder:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.recomputed: dict[int, torch.Tensor] = {}
         self.expected = probe.expected(tensor)
-        self.mismatch: Mismatch | None = None
+        self.mismatch: tuple[str, str, int | None] | None = None
 
 
 class _Save(torch.autograd.Function):
@@ -267,7 +257,12 @@ class Frame(DroppingHooks):
     def _unpack(self, holder: Holder) -> torch.Tensor:
         task = graph_task()
         if self._differences is not None and holder.expected is not None and holder.expected.original is not None:
-            self._probe(self._differences, task)
+            if not self._is_probed:
+                self._is_probed = True
+                try:
+                    self._recompute(task)
+                except RecomputationError as e:
+                    self._differences.setdefault(e.modules, e)
             return holder.expected.original
         if task not in holder.recomputed:
             self._recompute(task)
@@ -275,53 +270,48 @@ class Frame(DroppingHooks):
             raise self._differs("a tensor of the forward pass was not saved again")
         recomputed = holder.recomputed.pop(task)
         if holder.mismatch is not None:
-            self._check(recomputed, holder.mismatch)
+            module, how, checksum = holder.mismatch
+            if probe.checksum(recomputed) == checksum:  # else its operator wrote to it after autograd saved it
+                self._report(RecomputationError(self.modules, module, how), recomputed.device)
         return recomputed
-
-    def _probe(self, differences: probe.Differences, task: int) -> None:
-        """Recompute once, and note the first difference."""
-        if self._is_probed:
-            return
-        self._is_probed = True
-        try:
-            self._recompute(task)
-        except RecomputationError as e:
-            differences.setdefault(e.modules, e)
 
     @disable_dynamo
     def _recompute(self, task: int) -> None:
         """Run the calls again, up to the last tensor that a holder waits for; raise where they differ from before."""
         self.closed = True
         filling = _Filling(self, task)
+        states = [call.state for call in self._calls]
+        reusing = (
+            contextlib.nullcontext()
+            if self._kept is None
+            else ReusingMode(self._kept, self._is_statistic, self._report_values)
+        )
         try:
             values = self._inputs()
-            states = [call.state for call in self._calls]
             with (
                 saved_tensors_hooks(filling.pack, as_it_is),
                 torch.enable_grad(),
                 running_again(states, self._inside, self.normalisations),
-                self._reusing(),
+                reusing,
                 self._device or contextlib.nullcontext(),
             ):
-                self._run_again(values)
+                try:
+                    self._run_again(values)
+                except _Stop as stop:
+                    if stop.filling is not filling:
+                        raise
             if filling.count <= filling.end:
                 raise self._differs(f"it saved {filling.count} tensors; the forward pass saved {len(self.holders)}")
-            self.compare(filling.probed)
-        except _Stop as stop:
-            if stop.filling is not filling:
-                raise
-            self.compare(filling.probed)
+            for tensor, expected, module in filling.probed:  # after the operators that may still write to them
+                how = expected.difference(tensor)
+                if how is not None:
+                    raise RecomputationError(self.modules, module, how)
         except (MemfitError, torch.OutOfMemoryError):
             raise
         except ChangedError as e:
             raise self._differs("an argument was changed in place before its copy to host memory was complete") from e
         except Exception as e:
             raise self._differs(f"{type(e).__name__}: {e}") from e
-
-    def _reusing(self) -> contextlib.AbstractContextManager[Any]:
-        if self._kept is None:
-            return contextlib.nullcontext()
-        return ReusingMode(self._kept, self._is_statistic, self._report_values)
 
     def _run_again(self, values: dict[int, torch.Tensor]) -> None:
         """Run the calls; each value is dropped after the last call that takes it."""
@@ -348,24 +338,14 @@ class Frame(DroppingHooks):
             values[number] = copy.take().requires_grad_()
         return values
 
-    def compare(self, recomputed: Sequence[tuple[torch.Tensor, probe.Expected, str]]) -> None:
-        """Compare recomputed tensors with the saved ones, after the operators that may still write to them."""
-        for tensor, expected, module in recomputed:
-            how = expected.difference(tensor)
-            if how is not None:
-                raise RecomputationError(self.modules, module, how)
-
-    def _check(self, recomputed: torch.Tensor, mismatch: Mismatch) -> None:
-        """Report a recomputed tensor that differs, unless its operator wrote to it after autograd saved it."""
-        if probe.checksum(recomputed) == mismatch.checksum and not self._is_reported:
-            self._is_reported = True
-            probe.report(RecomputationError(self.modules, mismatch.module, mismatch.how), recomputed.device)
-
     def _report_values(self, how: str, device: torch.device) -> None:
-        """Report an operator of the recomputation that takes other values, once."""
-        if not self._is_reported:
+        """Report an operator of the recomputation that takes other values."""
+        self._report(self._differs(how), device)
+
+    def _report(self, error: RecomputationError, device: torch.device) -> None:
+        if not self._is_reported:  # once
             self._is_reported = True
-            probe.report(self._differs(how), device)
+            probe.report(error, device)
 
     def _differs(self, how: str) -> RecomputationError:
         return RecomputationError(self.modules, self.running, how)
@@ -394,7 +374,7 @@ class _Filling(DroppingHooks):
                 self.probed.append((plain, holder.expected, self.frame.running))
             else:
                 how = None if holder.expected is None else holder.expected.difference(plain)
-                holder.mismatch = Mismatch(self.frame.running, how, probe.checksum(plain)) if how else None
+                holder.mismatch = (self.frame.running, how, probe.checksum(plain)) if how else None
                 holder.recomputed[self.task] = plain
         if index >= self.end:
             raise _Stop(self)

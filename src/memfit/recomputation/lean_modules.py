@@ -61,12 +61,18 @@ def is_lean(module: nn.Module) -> bool:
     return type(module).__name__.endswith(_NAMES) and not own_modules(module)
 
 
-def lean_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the modules that patterns name, in which * stands for anything, by FQN.
+@contextlib.contextmanager
+def lean(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
+    """Recompute the outputs of modules that patterns name in the backward pass, by hooks, until the context is left.
+
+    In a pattern, * stands for anything.
 
     Raises:
         PlanMismatchError: A pattern names no module.
+        PlanError: The model is lean already.
     """
+    if patterns and is_made_lean(model):
+        raise PlanError("Workload.model is made lean by a plan already: call close() on the earlier step first")
     candidates = {fqn: module for fqn, module in model.named_modules() if is_lean(module)}
     modules: dict[str, nn.Module] = {}
     for pattern in patterns:
@@ -77,20 +83,6 @@ def lean_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modu
                 f" model: the model has {len(candidates)} ({', '.join(list(candidates)[:3])}, …); '*' names all of them"
             )
         modules |= named
-    return modules
-
-
-@contextlib.contextmanager
-def lean(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
-    """Recompute the outputs of modules that patterns name in the backward pass, by hooks, until the context is left.
-
-    Raises:
-        PlanMismatchError: A pattern names no module.
-        PlanError: The model is lean already.
-    """
-    if patterns and is_made_lean(model):
-        raise PlanError("Workload.model is made lean by a plan already: call close() on the earlier step first")
-    modules = lean_modules(model, patterns)
     root = _Root()
     with contextlib.ExitStack() as stack:
         stack.callback(root.leave)
