@@ -83,7 +83,7 @@ class _Pass:
         for node in self.module.graph.find_nodes(op="get_attr"):
             constant = getattr(self.module, str(node.target))
             mode = next(
-                (t.fake_mode for t in tree_leaves(list(self.values.constants())) if isinstance(t, FakeTensor)), None
+                (t.fake_mode for t in tree_leaves(list(self.values.values())) if isinstance(t, FakeTensor)), None
             )
             is_real = isinstance(constant, torch.Tensor) and not isinstance(constant, FakeTensor)
             # a constant of a graph is a fake tensor where the others are
