@@ -19,13 +19,12 @@ from memfit.hardware import find_device
 from memfit.ir import ChunkedLoss, Levers, Plan, Region, Sharding
 from memfit.levers import (
     ACTIVATION_OFFLOAD,
-    ADAPTING,
     COMPILATION,
     CONFLICTS,
-    JITTOR,
     LIMIT,
     MICROBATCHES,
     SHARDING,
+    Circumstance,
     candidates_of,
     check_combination,
     circumstances,
@@ -33,18 +32,7 @@ from memfit.levers import (
 from memfit.levers.checkpointing import LEAN
 from memfit.levers.chunked_loss import CHUNKED_LOSS, HEAD_INSIDE
 from memfit.levers.compilation import OWN_LOOP
-from memfit.levers.lever import (
-    BATCH_NORM,
-    CLIPPING,
-    COMPILED,
-    COUPLING_LOSS,
-    FOREIGN_OPTIMIZER,
-    GRADIENT_HOOKS,
-    NO_LINK,
-    OPTIMIZER_HOOKS,
-    SEVERAL_OPTIMIZERS,
-    Conflict,
-)
+from memfit.levers.lever import Conflict
 from memfit.levers.optimizer_in_backward import IN_BACKWARD
 from memfit.levers.parameter_updates import FUSED, NO_FUSED, OFFLOADED
 from memfit.levers.precision import NO_TF32, NO_UPDATES
@@ -110,17 +98,17 @@ def with_hooks_of_gradients() -> Workload:
 
 
 MADE: dict[str, Callable[[], Workload]] = {
-    BATCH_NORM: with_batch_norm,
-    CLIPPING: lean,
-    COMPILED: compiled,
-    FOREIGN_OPTIMIZER: foreign,
-    GRADIENT_HOOKS: with_hooks_of_gradients,
+    Circumstance.BATCH_NORM: with_batch_norm,
+    Circumstance.CLIPPING: lean,
+    Circumstance.COMPILED: compiled,
+    Circumstance.FOREIGN_OPTIMIZER: foreign,
+    Circumstance.GRADIENT_HOOKS: with_hooks_of_gradients,
     NO_FUSED: foreign,
     NO_UPDATES: lean,
     NOT_ADAMW: with_batch_norm,
-    OPTIMIZER_HOOKS: hooked,
+    Circumstance.OPTIMIZER_HOOKS: hooked,
     OWN_LOOP: looped,
-    SEVERAL_OPTIMIZERS: with_two_optimizers,
+    Circumstance.SEVERAL_OPTIMIZERS: with_two_optimizers,
 }
 SET: dict[str, dict[str, Any]] = {
     ACTIVATION_OFFLOAD: {"regions": (Region(("blocks.0",), offload=True),)},
@@ -141,19 +129,19 @@ SET: dict[str, dict[str, Any]] = {
 }
 # tested with an environment of its own, in test_batch_coupling.py, below, in test_adapt.py, test_out_of_memory.py, and
 # test_compilation.py
-ELSEWHERE = {JITTOR, COUPLING_LOSS, NO_BITSANDBYTES, ADAPTING, LIMIT}
+ELSEWHERE = {Circumstance.JITTOR, Circumstance.COUPLING_LOSS, NO_BITSANDBYTES, Circumstance.ADAPTING, LIMIT}
 
 
 @pytest.mark.parametrize("row", CONFLICTS, ids=lambda row: f"{row.one} x {row.other}")
 def test_each_row_is_refused(row: Conflict) -> None:
     if not ELSEWHERE.isdisjoint((row.one, row.other)):
         return
-    assert row.one in SET and (row.other in SET or row.other in MADE or row.other in (NO_LINK, NO_TF32))
+    assert row.one in SET and (row.other in SET or row.other in MADE or row.other in (Circumstance.NO_LINK, NO_TF32))
     workload = MADE.get(row.other, unclipped)()
     if row.other == "bf16-true":
         workload = dataclasses.replace(workload, bf16_updates="master-weights")
     levers = replace(Levers(microbatch_size=4), **SET[row.one], **SET.get(row.other, {}))
-    device = find_device("cpu" if row.other in (NO_LINK, NO_TF32) else "rtx-3090")
+    device = find_device("cpu" if row.other in (Circumstance.NO_LINK, NO_TF32) else "rtx-3090")
     with pytest.raises(PlanError) as error:
         check_combination(levers, workload, device, allowed="reduced")
     assert row.row() in str(error.value)
@@ -197,7 +185,7 @@ def test_code_that_runs_with_a_step_is_a_circumstance_and_a_schedulers_count_is_
     else:
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
     try:
-        assert (OPTIMIZER_HOOKS in circumstances(workload)) == (kind != "a scheduler")
+        assert (Circumstance.OPTIMIZER_HOOKS in circumstances(workload)) == (kind != "a scheduler")
     finally:
         remove()
 
@@ -208,18 +196,18 @@ def test_batch_norm_is_allowed_microbatches_under_changed() -> None:
 
 def test_an_ordinary_step_meets_no_circumstance_but_what_the_cpu_lacks() -> None:
     found = circumstances(dataclasses.replace(unclipped(), bf16_updates="master-weights"), find_device("cpu"))
-    assert found == {NO_TF32, NO_LINK}
-    assert NO_LINK not in circumstances(unclipped(), find_device("rtx-3090"))
+    assert found == {NO_TF32, Circumstance.NO_LINK}
+    assert Circumstance.NO_LINK not in circumstances(unclipped(), find_device("rtx-3090"))
 
 
 def test_a_link_must_be_known_or_measurable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies whose time nothing tells would look as if they cost nothing."""
     unknown = replace(find_device("rtx-3090"), link_bytes_per_second=0.0)
-    assert NO_LINK in circumstances(unclipped(), unknown)
+    assert Circumstance.NO_LINK in circumstances(unclipped(), unknown)
     for pins in (True, False):
         monkeypatch.setattr("memfit.levers.registry.pins_memory", lambda kind, pins=pins: pins)
         here = replace(unknown, name="xpu:0", kind="xpu")
-        assert (NO_LINK in circumstances(unclipped(), here)) != pins
+        assert (Circumstance.NO_LINK in circumstances(unclipped(), here)) != pins
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,7 @@ from . import registry as registry
 from .checkpointing import ACTIVATION_OFFLOAD as ACTIVATION_OFFLOAD
 from .compilation import COMPILATION as COMPILATION
 from .compilation import LIMIT as LIMIT
-from .lever import ADAPTING as ADAPTING
-from .lever import JITTOR as JITTOR
+from .lever import Circumstance as Circumstance
 from .lever import LeversOn as LeversOn
 from .lever import NotOffered as NotOffered
 from .lever import Rung as Rung

@@ -6,6 +6,7 @@ Lean modules are normalisations, activations and dropouts whose outputs alone ar
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
@@ -15,7 +16,7 @@ from torch import nn
 from memfit.capture import is_compiled
 from memfit.foundations import format_bytes
 from memfit.ir import Levers, Trace
-from memfit.levers.lever import JITTOR, NO_LINK, Conflict, Lever, LeversOn, NotOffered, Rung, Setting, least_bytes
+from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, NotOffered, Rung, Setting, least_bytes
 from memfit.recomputation import checkpointed, is_checkpointed, is_lean, is_made_lean, lean
 from memfit.workload import Workload
 
@@ -45,32 +46,26 @@ class Checkpointing(Lever):
         return is_checkpointed(workload.model)
 
     def rungs(self) -> Mapping[str, Rung]:
-        return {"selective checkpointing": _selective, "full checkpointing": _full}
+        return {
+            "selective checkpointing": functools.partial(self._rung, is_full=False),
+            "full checkpointing": functools.partial(self._rung, is_full=True),
+        }
 
-
-def _selective(step: Setting, levers: Levers) -> tuple[Levers, str]:
-    """Checkpoint as is fastest within the budget, or halfway down to the lowest peak where that is no bound."""
-    combination = step.combination(replace(levers, regions=()))
-    plain, lowest = combination.plain().peak_bytes, combination.leanest(_SOLVE_SECONDS).peak_bytes
-    budget_bytes = step.budget_bytes
-    is_bound = budget_bytes is not None and lowest <= budget_bytes < plain
-    within = budget_bytes if budget_bytes is not None and is_bound else (plain + lowest) // 2
-    point = combination.fastest(within, 0.01, _SOLVE_SECONDS)
-    return _named(levers, combination.levers if point is None else point.levers)
-
-
-def _full(step: Setting, levers: Levers) -> tuple[Levers, str]:
-    """Checkpoint for the lowest peak."""
-    combination = step.combination(replace(levers, regions=()))
-    lowest = combination.leanest(_SOLVE_SECONDS)
-    return _named(levers, combination.candidate(lowest, lowest.peak_bytes).levers)
-
-
-def _named(before: Levers, chosen: Levers) -> tuple[Levers, str]:
-    if not chosen.regions or chosen == before:
-        raise NotOffered("no choice of modules lowers the peak further")
-    keeping = sum(bool(region.keep) for region in chosen.regions)
-    return chosen, f"{len(chosen.regions)} regions, {keeping} of them keep operators"
+    def _rung(self, step: Setting, levers: Levers, is_full: bool) -> tuple[Levers, str]:
+        """Checkpoint for the lowest peak; or as is fastest within the budget, halfway down where that is no bound."""
+        combination = step.combination(replace(levers, regions=()))
+        plain, leanest = combination.plain().peak_bytes, combination.leanest(_SOLVE_SECONDS)
+        lowest, within = leanest.peak_bytes, step.budget_bytes
+        if is_full:
+            chosen = combination.candidate(leanest, lowest).levers
+        else:
+            within = within if within is not None and lowest <= within < plain else (plain + lowest) // 2
+            point = combination.fastest(within, 0.01, _SOLVE_SECONDS)
+            chosen = combination.levers if point is None else point.levers
+        if not chosen.regions or chosen == levers:
+            raise NotOffered("no choice of modules lowers the peak further")
+        keeping = sum(bool(region.keep) for region in chosen.regions)
+        return chosen, f"{len(chosen.regions)} regions, {keeping} of them keep operators"
 
 
 class ActivationOffload(Lever):
@@ -82,11 +77,11 @@ class ActivationOffload(Lever):
     conflicts = (
         Conflict(
             ACTIVATION_OFFLOAD,
-            NO_LINK,
+            Circumstance.NO_LINK,
             "the speed of copies to the host is unknown, or the device has none",
             "leave out host_budget, or name a GPU with a known link_bytes_per_second",
         ),
-        Conflict(ACTIVATION_OFFLOAD, JITTOR, "Jittor moves memory itself", "leave out offload="),
+        Conflict(ACTIVATION_OFFLOAD, Circumstance.JITTOR, "Jittor moves memory itself", "leave out offload="),
     )
 
     def words(self, on: LeversOn) -> tuple[str, str]:

@@ -31,7 +31,7 @@ from memfit.capture import is_compiled
 from memfit.errors import PlanError, PlanMismatchError, UsageError
 from memfit.foundations import format_bytes
 from memfit.ir import ChunkedLoss, CostTable, Levers, Trace, enclosing
-from memfit.levers.lever import COMPILED, JITTOR, Conflict, Lever, LeversOn, NotOffered, Rung, Setting, least_bytes
+from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, NotOffered, Rung, Setting, least_bytes
 from memfit.levers.precision import Casting
 from memfit.solver import SIMPLER_WITHIN
 from memfit.workload import Workload
@@ -78,11 +78,11 @@ class ChunkedLossLever(Lever):
         ),
         Conflict(
             CHUNKED_LOSS,
-            COMPILED,
+            Circumstance.COMPILED,
             "torch.compile can't trace the deferred logits",
             "set levers.chunked_loss to null, or don't compile the model",
         ),
-        Conflict(CHUNKED_LOSS, JITTOR, "this lever needs PyTorch", "set levers.chunked_loss to null"),
+        Conflict(CHUNKED_LOSS, Circumstance.JITTOR, "this lever needs PyTorch", "set levers.chunked_loss to null"),
     )
 
     def words(self, on: LeversOn) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from memfit.compiled import CompiledLoss, PlannedBackend
 from memfit.ir import CONVOLUTIONS, CompilerLever, CostTable, Device, Levers, operator_class
 from memfit.levers.checkpointing import ACTIVATION_OFFLOAD, LEAN
 from memfit.levers.chunked_loss import CHUNKED_LOSS
-from memfit.levers.lever import COMPILED, JITTOR, Conflict, Lever, LeversOn, NotOffered, Running, Setting
+from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, NotOffered, Running, Setting
 from memfit.levers.optimizer_in_backward import IN_BACKWARD
 from memfit.levers.shared_by_ranks import SHARDING
 from memfit.workload import LoopWorkload, Workload
@@ -33,10 +33,10 @@ _REASONS = {
     ACTIVATION_OFFLOAD: "compiled code keeps its saved tensors on the device",
     IN_BACKWARD: "a compiled backward pass returns all gradients at its end: this lever would free nothing",
     SHARDING: "sharding gathers parameters as modules are called, and compiled code calls no modules",
-    COMPILED: "the workload compiles its model or loss itself",
+    Circumstance.COMPILED: "the workload compiles its model or loss itself",
     OWN_LOOP: "your loop calls the modules, not memfit",
     LIMIT: "the limit can't see the allocations of compiled code",
-    JITTOR: "Jittor compiles its own operators",
+    Circumstance.JITTOR: "Jittor compiles its own operators",
 }
 
 

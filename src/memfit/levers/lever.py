@@ -34,17 +34,20 @@ LEAST_SHARE = 0.05
 """Of what a step may hold: what a lever must be able to save before a step is captured with it, and then must save."""
 
 
-COUPLING_LOSS = "a loss that couples the samples of a batch"
-BATCH_NORM = "BatchNorm in training mode"
-CLIPPING = "Workload.max_grad_norm"
-SEVERAL_OPTIMIZERS = "several optimizers"
-FOREIGN_OPTIMIZER = "an optimizer from outside torch.optim"
-OPTIMIZER_HOOKS = "hooks around the optimizer's step, or a replaced step method"
-GRADIENT_HOOKS = "gradient hooks"
-COMPILED = "torch.compile"
-NO_LINK = "a device without a link to the host"
-JITTOR = "memfit.jittor"
-ADAPTING = "a plan for each batch's shapes (`adaptive=True`)"
+class Circumstance:
+    """The names of what levers may not go with, besides one another: of the workload, the device or the call."""
+
+    COUPLING_LOSS = "a loss that couples the samples of a batch"
+    BATCH_NORM = "BatchNorm in training mode"
+    CLIPPING = "Workload.max_grad_norm"
+    SEVERAL_OPTIMIZERS = "several optimizers"
+    FOREIGN_OPTIMIZER = "an optimizer from outside torch.optim"
+    OPTIMIZER_HOOKS = "hooks around the optimizer's step, or a replaced step method"
+    GRADIENT_HOOKS = "gradient hooks"
+    COMPILED = "torch.compile"
+    NO_LINK = "a device without a link to the host"
+    JITTOR = "memfit.jittor"
+    ADAPTING = "a plan for each batch's shapes (`adaptive=True`)"
 
 
 class Conflict(NamedTuple):

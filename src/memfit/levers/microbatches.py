@@ -7,30 +7,20 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from memfit.ir import Levers, Numerics
-from memfit.levers.lever import (
-    BATCH_NORM,
-    COUPLING_LOSS,
-    GRADIENT_HOOKS,
-    Conflict,
-    Lever,
-    LeversOn,
-    NotOffered,
-    Rung,
-    Setting,
-)
+from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, NotOffered, Rung, Setting
 from memfit.workload import Workload, samples_of
 
 MICROBATCHES = "microbatches"
 OF_BATCH_NORM = Conflict(
     MICROBATCHES,
-    BATCH_NORM,
+    Circumstance.BATCH_NORM,
     "the model normalises over the batch: microbatches would change the training",
     "allow numerics='changed', or use memfit.tools.freeze_batch_norm or memfit.tools.group_norm_for_batch_norm",
     unless="changed",
 )
 OF_COUPLING_LOSS = Conflict(
     MICROBATCHES,
-    COUPLING_LOSS,
+    Circumstance.COUPLING_LOSS,
     "the whole batch's loss differs from the mean over its parts, as with a contrastive loss, or with a mean over"
     " tokens that is returned as a mean over samples",
     "return (sum, count) for a mean over tokens or voxels, plan with numerics='exact', or allow numerics='changed'",
@@ -38,7 +28,7 @@ OF_COUPLING_LOSS = Conflict(
 )
 OF_GRADIENT_HOOKS = Conflict(
     MICROBATCHES,
-    GRADIENT_HOOKS,
+    Circumstance.GRADIENT_HOOKS,
     "each hook would run once per microbatch, on a part of the gradient",
     "set levers.microbatch_size to the whole batch, move the hooks to the optimizer's step, or allow"
     " numerics='changed'",

@@ -21,14 +21,7 @@ import torch
 from memfit._torch import replaced
 from memfit.errors import PlanError
 from memfit.ir import Trace
-from memfit.levers.lever import (
-    CLIPPING,
-    FOREIGN_OPTIMIZER,
-    GRADIENT_HOOKS,
-    OPTIMIZER_HOOKS,
-    SEVERAL_OPTIMIZERS,
-    Running,
-)
+from memfit.levers.lever import Circumstance, Running
 from memfit.levers.microbatches import MICROBATCHES
 from memfit.levers.parameter_updates import UpdateLever, restricted, temporary_bytes, update_conflicts
 
@@ -46,15 +39,17 @@ class OptimizerInBackward(UpdateLever):
         IN_BACKWARD,
         {
             MICROBATCHES: "each gradient is used and freed before later microbatches add to it",
-            CLIPPING: f"the norm of all gradients is known {_TOO_LATE}",
+            Circumstance.CLIPPING: f"the norm of all gradients is known {_TOO_LATE}",
             "16-mixed": f"an overflow of gradients is known {_TOO_LATE}",
             "bf16-true": "bf16 weights have their own update, after the backward pass",
-            SEVERAL_OPTIMIZERS: (
+            Circumstance.SEVERAL_OPTIMIZERS: (
                 "if one optimizer skips a step, all must skip it, and that is known only after the backward pass"
             ),
-            OPTIMIZER_HOOKS: "they would run once per parameter, not once per step",
-            GRADIENT_HOOKS: "they may read gradients that are freed, or parameters that are updated already",
-            FOREIGN_OPTIMIZER: "its step may use gradients of other parameters",
+            Circumstance.OPTIMIZER_HOOKS: "they would run once per parameter, not once per step",
+            Circumstance.GRADIENT_HOOKS: (
+                "they may read gradients that are freed, or parameters that are updated already"
+            ),
+            Circumstance.FOREIGN_OPTIMIZER: "its step may use gradients of other parameters",
         },
     )
 

@@ -27,20 +27,7 @@ import torch
 from memfit import workload
 from memfit.errors import PlanError
 from memfit.ir import Device, Levers, OptimizerLever, Trace
-from memfit.levers.lever import (
-    CLIPPING,
-    FOREIGN_OPTIMIZER,
-    GRADIENT_HOOKS,
-    JITTOR,
-    NO_LINK,
-    OPTIMIZER_HOOKS,
-    SEVERAL_OPTIMIZERS,
-    Conflict,
-    Lever,
-    LeversOn,
-    Rung,
-    Running,
-)
+from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, Rung, Running
 from memfit.levers.microbatches import MICROBATCHES
 from memfit.recomputation import is_worth_moving
 from memfit.workload import Workload
@@ -57,14 +44,14 @@ _UPDATING: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerLever] = we
 _INSTEAD = {
     "bf16-true": "use 'bf16-mixed', or set levers.optimizer to 'as-is'",
     "16-mixed": "use 'bf16-mixed', or set levers.optimizer to 'as-is'",
-    CLIPPING: "set Workload.max_grad_norm=None, or levers.optimizer to 'as-is'",
-    FOREIGN_OPTIMIZER: "use an optimizer of torch.optim, or set levers.optimizer to 'as-is'",
-    GRADIENT_HOOKS: "set levers.optimizer to 'as-is'",
-    OPTIMIZER_HOOKS: "set levers.optimizer to 'as-is', or call the hooks' code after the step",
-    JITTOR: "set levers.optimizer to 'as-is'",
+    Circumstance.CLIPPING: "set Workload.max_grad_norm=None, or levers.optimizer to 'as-is'",
+    Circumstance.FOREIGN_OPTIMIZER: "use an optimizer of torch.optim, or set levers.optimizer to 'as-is'",
+    Circumstance.GRADIENT_HOOKS: "set levers.optimizer to 'as-is'",
+    Circumstance.OPTIMIZER_HOOKS: "set levers.optimizer to 'as-is', or call the hooks' code after the step",
+    Circumstance.JITTOR: "set levers.optimizer to 'as-is'",
     MICROBATCHES: "set levers.microbatch_size to the whole batch, or levers.optimizer to 'as-is'",
-    NO_LINK: "name a GPU with a known link_bytes_per_second, or set levers.optimizer to 'as-is'",
-    SEVERAL_OPTIMIZERS: "use one optimizer with several groups, or set levers.optimizer to 'as-is'",
+    Circumstance.NO_LINK: "name a GPU with a known link_bytes_per_second, or set levers.optimizer to 'as-is'",
+    Circumstance.SEVERAL_OPTIMIZERS: "use one optimizer with several groups, or set levers.optimizer to 'as-is'",
 }
 """What to do about a conflict with a way of updating parameters."""
 
@@ -124,7 +111,7 @@ class UpdateLever(Lever):
 
 def update_conflicts(name: str, reasons: Mapping[str, str], *own: Conflict) -> tuple[Conflict, ...]:
     """Return the conflicts of a way of updating parameters: its own, those of some reasons, and Jittor's."""
-    reasons = {**reasons, JITTOR: "this lever needs PyTorch"}
+    reasons = {**reasons, Circumstance.JITTOR: "this lever needs PyTorch"}
     return *own, *(Conflict(name, other, why, _INSTEAD[other]) for other, why in reasons.items())
 
 
@@ -237,11 +224,11 @@ class OffloadedOptimizer(UpdateLever):
     conflicts = update_conflicts(
         OFFLOADED,
         {
-            NO_LINK: "the speed of copies to the host is unknown, or host and device share their memory",
+            Circumstance.NO_LINK: "the speed of copies to the host is unknown, or host and device share their memory",
             "bf16-true": "bf16 weights have their own update",
-            SEVERAL_OPTIMIZERS: "memfit moves the states of one optimizer only",
-            OPTIMIZER_HOOKS: "they would run once per parameter, not once per step",
-            FOREIGN_OPTIMIZER: "its step may use states of other parameters",
+            Circumstance.SEVERAL_OPTIMIZERS: "memfit moves the states of one optimizer only",
+            Circumstance.OPTIMIZER_HOOKS: "they would run once per parameter, not once per step",
+            Circumstance.FOREIGN_OPTIMIZER: "its step may use states of other parameters",
         },
     )
 

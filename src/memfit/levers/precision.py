@@ -32,7 +32,7 @@ from memfit._torch import NormBase, foreach_copy_, own_parameters
 from memfit.errors import PlanError, WorkloadError
 from memfit.hardware import float32_precision, precisions, supports_tf32
 from memfit.ir import Device, Levers, enclosing
-from memfit.levers.lever import ADAPTING, Conflict, Lever, LeversOn, Rung, Running, Setting
+from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, Rung, Running, Setting
 from memfit.levers.parameter_updates import restricted
 from memfit.recomputation import mapped
 from memfit.training import LossScaler
@@ -63,7 +63,7 @@ class Precision(Lever):
         ),
         Conflict(
             "bf16-true",
-            ADAPTING,
+            Circumstance.ADAPTING,
             "predictions for other shapes need the original model, and its weights are in bf16 by then",
             "use 'bf16-mixed', or memfit.apply with one plan for all shapes",
         ),
@@ -104,7 +104,9 @@ class Precision(Lever):
             device = next((p.device.type for p in workload.model.parameters()), "cpu")
             scaler = LossScaler(workload.loss_scaling) if levers.precision == "16-mixed" else None
             casts = functools.partial(autocast, levers.precision, device)
-            with kept_in_fp32(workload.model, workload.fp32_modules, device):
+            with contextlib.ExitStack() as stack:
+                for module in modules_within(workload.model, workload.fp32_modules).values():
+                    stack.enter_context(casting(module, _WIDE, device=device))
                 yield replace(running, options=replace(options, autocast=casts, scaler=scaler))
 
     def is_applied(self, workload: Workload) -> bool:
@@ -112,8 +114,14 @@ class Precision(Lever):
 
     @contextlib.contextmanager
     def lifted(self, workload: Workload) -> Iterator[None]:
-        with uncast(workload.model):  # weights that are in bf16 stay so
+        casts = casts_of(workload.model)  # weights that are in bf16 stay so
+        for cast_forward in casts:
+            _set_forward(cast_forward.module, cast_forward.forward)
+        try:
             yield
+        finally:
+            for cast_forward in casts:
+                cast_forward.module.forward = cast_forward
 
     def propose(self, step: Setting, wanted: list[Levers]) -> list[Levers]:
         return [msgspec.structs.replace(levers, precision=p) for p in step.precisions for levers in wanted]
@@ -152,15 +160,6 @@ def modules_within(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mo
 
 
 @contextlib.contextmanager
-def kept_in_fp32(model: nn.Module, patterns: Sequence[str], device: str) -> Iterator[None]:
-    """Have modules compute in fp32 though autocast is on around them, until the context is left."""
-    with contextlib.ExitStack() as stack:
-        for module in modules_within(model, patterns).values():
-            stack.enter_context(casting(module, torch.float32, device=device))
-        yield
-
-
-@contextlib.contextmanager
 def casting(
     module: nn.Module, inputs: torch.dtype, outputs: torch.dtype | None = None, device: str | None = None
 ) -> Iterator[None]:
@@ -182,19 +181,6 @@ def casting(
         yield
     finally:
         _set_forward(module, before)
-
-
-@contextlib.contextmanager
-def uncast(model: nn.Module) -> Iterator[None]:
-    """Take the casts off a model's modules, until the context is left."""
-    casts = casts_of(model)
-    for cast_forward in casts:
-        _set_forward(cast_forward.module, cast_forward.forward)
-    try:
-        yield
-    finally:
-        for cast_forward in casts:
-            cast_forward.module.forward = cast_forward
 
 
 def casts_of(model: nn.Module) -> list[Casting]:

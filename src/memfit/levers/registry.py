@@ -15,21 +15,7 @@ from memfit.ir import Device, Levers, LeverUse, Numerics
 from memfit.levers.checkpointing import ActivationOffload, Checkpointing, Lean
 from memfit.levers.chunked_loss import ChunkedLossLever
 from memfit.levers.compilation import Compilation
-from memfit.levers.lever import (
-    BATCH_NORM,
-    CLIPPING,
-    COMPILED,
-    FOREIGN_OPTIMIZER,
-    GRADIENT_HOOKS,
-    NO_LINK,
-    OPTIMIZER_HOOKS,
-    SEVERAL_OPTIMIZERS,
-    Conflict,
-    Lever,
-    LeversOn,
-    Rung,
-    met,
-)
+from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, Rung, met
 from memfit.levers.microbatches import Microbatches
 from memfit.levers.optimizer_in_backward import OptimizerInBackward
 from memfit.levers.parameter_updates import FusedOptimizer, OffloadedOptimizer, UpdateLever
@@ -157,14 +143,14 @@ def circumstances(workload: Workload, device: Device | None = None) -> set[str]:
     optimizers = [optimizer, *getattr(optimizer, "optimizers", [])]
     is_several = isinstance(optimizer, Optimizers)
     holds = {
-        BATCH_NORM: any(isinstance(m, BatchNormBase) and m.training for m in workload.model.modules()),
-        CLIPPING: workload.max_grad_norm is not None,
-        COMPILED: is_compiled(workload),
-        SEVERAL_OPTIMIZERS: is_several,
-        FOREIGN_OPTIMIZER: not is_several and not type(optimizer).__module__.startswith("torch.optim"),
-        OPTIMIZER_HOOKS: any(_is_users(hook) for each in optimizers for hook in step_hooks(each)),
-        GRADIENT_HOOKS: any(map(has_gradient_hooks, workload.model.parameters())),
-        NO_LINK: device is not None and not _has_link(device),
+        Circumstance.BATCH_NORM: any(isinstance(m, BatchNormBase) and m.training for m in workload.model.modules()),
+        Circumstance.CLIPPING: workload.max_grad_norm is not None,
+        Circumstance.COMPILED: is_compiled(workload),
+        Circumstance.SEVERAL_OPTIMIZERS: is_several,
+        Circumstance.FOREIGN_OPTIMIZER: not is_several and not type(optimizer).__module__.startswith("torch.optim"),
+        Circumstance.OPTIMIZER_HOOKS: any(_is_users(hook) for each in optimizers for hook in step_hooks(each)),
+        Circumstance.GRADIENT_HOOKS: any(map(has_gradient_hooks, workload.model.parameters())),
+        Circumstance.NO_LINK: device is not None and not _has_link(device),
     }
     common = {name for name, does in holds.items() if does}
     return common.union(*(lever.circumstances(workload, device) for lever in LEVERS))

@@ -22,7 +22,7 @@ import torch
 from memfit._torch import mark_as_stepped
 from memfit.errors import brought_by
 from memfit.ir import Device, OptimizerLever
-from memfit.levers.lever import OPTIMIZER_HOOKS, SEVERAL_OPTIMIZERS, Conflict, Running
+from memfit.levers.lever import Circumstance, Conflict, Running
 from memfit.levers.parameter_updates import UpdateLever, update_conflicts
 from memfit.workload import Workload
 
@@ -56,7 +56,7 @@ class AdamW8bit(_ReplacedOptimizer):
     numerics_class = "reduced"
     conflicts = update_conflicts(
         ADAMW_8BIT,
-        {"bf16-true": _BF16_UPDATES, OPTIMIZER_HOOKS: _HOOKS},
+        {"bf16-true": _BF16_UPDATES, Circumstance.OPTIMIZER_HOOKS: _HOOKS},
         Conflict(
             ADAMW_8BIT,
             NOT_ADAMW,
@@ -83,11 +83,11 @@ class Adafactor(_ReplacedOptimizer):
         Conflict(ADAFACTOR, "bf16-true", _BF16_UPDATES, "use 'bf16-mixed', or set levers.optimizer to 'as-is'"),
         Conflict(
             ADAFACTOR,
-            SEVERAL_OPTIMIZERS,
+            Circumstance.SEVERAL_OPTIMIZERS,
             "one optimizer can't keep the different update rules of several",
             "use one optimizer, or set levers.optimizer to 'as-is'",
         ),
-        *update_conflicts(ADAFACTOR, {OPTIMIZER_HOOKS: _HOOKS}),
+        *update_conflicts(ADAFACTOR, {Circumstance.OPTIMIZER_HOOKS: _HOOKS}),
     )
 
 
