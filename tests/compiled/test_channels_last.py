@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 from torch import fx, nn
 from torch._functorch.partitioners import default_partition
@@ -108,18 +110,16 @@ def test_the_fake_tensors_of_the_graph_are_what_it_makes() -> None:
     assert checks.checked > 20
 
 
-def test_without_convolutions_there_is_nothing_to_lay_out() -> None:
-    _, graphs = step_of(nn.Linear(4, 4), torch.randn(2, 4), True)
-    assert graphs == []
-
-
-def test_volumes_are_left_as_they_are() -> None:
-    _, graphs = step_of(nn.Conv3d(1, 2, 3), torch.randn(1, 1, 5, 5, 5), True)
-    assert graphs == []
-
-
-def test_where_others_make_another_layout_for_most_it_is_left() -> None:
-    _, graphs = step_of(Grouped(), torch.randn(2, 4, 12, 12), True)
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: nn.Linear(4, 4), (2, 4)),  # without convolutions there is nothing to lay out
+        (lambda: nn.Conv3d(1, 2, 3), (1, 1, 5, 5, 5)),
+        (Grouped, (2, 4, 12, 12)),  # others make another layout for most
+    ],
+)
+def test_other_steps_are_left_as_they_are(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    _, graphs = step_of(make(), torch.randn(shape), True)
     assert graphs == []
 
 

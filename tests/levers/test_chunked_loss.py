@@ -16,7 +16,7 @@ import memfit
 from memfit import ir
 from memfit.capture import real_copy
 from memfit.ir import ChunkedLoss, Levers, Plan
-from memfit.levers import LeversOn, applied, checkpointing, chunked_loss, lever_uses
+from memfit.levers import applied, checkpointing, chunked_loss
 from memfit.pipeline._apply import switchable
 from memfit.recipes import byte_lm
 from memfit.workload import Workload
@@ -174,8 +174,3 @@ def test_transformers_models_are_chunked() -> None:
     (predicted, measured), (lean_predicted, lean_measured) = peaks(gpt2, plain), peaks(gpt2, chunked)
     assert predicted - lean_predicted == pytest.approx(measured - lean_measured, rel=0.05)
     assert measured - lean_measured > 8 * 64 * 4096 * 4
-
-
-def test_class_is_reordered() -> None:
-    levers = Levers(microbatch_size=4, chunked_loss=ChunkedLoss(head="head", rows=1))
-    assert [(u.name, u.numerics) for u in lever_uses(LeversOn(levers, 4))] == [("chunked loss", "reordered")]

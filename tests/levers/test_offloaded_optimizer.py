@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memfit
-from memfit.capture import real_copy
 from memfit.ir import Levers
 from memfit.levers import applied
 from tests.levers.test_optimizer_in_backward import OPTIMIZERS, after, workload
@@ -70,11 +69,3 @@ def test_a_training_goes_on_from_either_kind_of_checkpoint(tmp_path: Path) -> No
         weights.append([p.detach().clone() for p in made.model.parameters()])
     for others in weights[1:]:
         assert all(torch.equal(a, b) for a, b in zip(weights[0], others, strict=True))
-
-
-def test_states_are_given_back() -> None:
-    made = workload(vocabulary_size=1024)
-    copied = real_copy(made)
-    with applied(Levers(microbatch_size=4, optimizer="offloaded"), copied) as step:
-        step(copied.batch)
-    assert all(v.device == p.device for p, values in copied.optimizer.state.items() for v in values.values())

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.errors import PlanError, PlanMismatchError, RecomputationError
+from memfit.errors import RecomputationError
 from memfit.ir import Region
 from memfit.recomputation import checkpointed
 from tests.recomputation.steps import Chain, Executed, differing, executed, results
@@ -145,16 +145,3 @@ def test_evaluation_moves_nothing() -> None:
     with checkpointed(model, CASES["with prefetch"]), torch.no_grad(), Executed() as mode:
         loss(model)
     assert not mode.counts[OUT]
-
-
-def test_regions_that_cannot_be_offloaded_are_refused() -> None:
-    model = chain()
-    refused: list[tuple[list[Region], type[Exception], str]] = [
-        ([offloaded(1, prefetch="nowhere")], PlanMismatchError, "prefetch"),
-        ([Region(("blocks.1",), (), False, "blocks.2")], PlanError, "offload=False"),
-        ([offloaded(1), Region(("blocks.1.f",))], PlanError, "can't be nested"),
-        ([Region(("blocks.1",)), Region(("blocks.1.f",), offload=True)], PlanError, "can't be nested"),
-    ]
-    for regions, error, words in refused:
-        with pytest.raises(error, match=words), checkpointed(model, regions):
-            pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,28 +27,17 @@ def regions(*runs: str | tuple[str, ...], keep: tuple[str, ...] = ()) -> list[Re
     return [Region((run,) if isinstance(run, str) else run, keep) for run in runs]
 
 
-def gpt2(**options: Any) -> nn.Module:
+def model_of(kind: str, **options: Any) -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.GPT2Config(n_layer=4, n_embd=32, n_head=4, n_positions=16, vocab_size=64, **options)
-    model = transformers.GPT2LMHeadModel(config).train()
-    assert isinstance(model, nn.Module)
-    return model
-
-
-def llama(**options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(num_hidden_layers=4, vocab_size=64, attention_dropout=0.1, **sizes, **options)
-    model = transformers.LlamaForCausalLM(config).train()
-    assert isinstance(model, nn.Module)
-    return model
-
-
-def bert(**options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
-    config = transformers.BertConfig(num_hidden_layers=4, vocab_size=64, max_position_embeddings=16, **sizes, **options)
-    model = transformers.BertForMaskedLM(config).train()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4}
+    own: dict[str, Any] = {
+        "GPT2": {"n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": 16},
+        "Llama": {**sizes, "num_key_value_heads": 2, "attention_dropout": 0.1},
+        "Bert": {**sizes, "max_position_embeddings": 16},
+    }
+    build = {"GPT2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM", "Bert": "BertForMaskedLM"}[kind]
+    config = getattr(transformers, f"{kind}Config")(vocab_size=64, **own[kind], **options)
+    model = getattr(transformers, build)(config).train()
     assert isinstance(model, nn.Module)
     return model
 
@@ -66,32 +55,28 @@ def layers(prefix: str, *indices: int) -> tuple[str, ...]:
     return tuple(f"{prefix}.{i}" for i in indices)
 
 
-GPT2, LLAMA, BERT = "transformer.h", "model.layers", "bert.encoder.layer"
-MODELS: dict[str, tuple[Callable[..., nn.Module], str, str]] = {
-    "gpt2": (gpt2, GPT2, "mlp"),
-    "llama": (llama, LLAMA, "mlp"),
-    "bert": (bert, BERT, "attention"),
-}
+GPT2, LLAMA = "transformer.h", "model.layers"
+MODELS = {"GPT2": (GPT2, "mlp"), "Llama": (LLAMA, "mlp"), "Bert": ("bert.encoder.layer", "attention")}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_models_train_bitwise_the_same(name: str) -> None:
-    build, prefix, part = MODELS[name]
-    plain = results(build(use_cache=False), lm_loss)
+    prefix, part = MODELS[name]
+    plain = results(model_of(name, use_cache=False), lm_loss)
     for chosen in (
         regions(*layers(prefix, 0, 1, 2, 3)),
         regions(layers(prefix, 0, 1, 2)),
         regions(layers(prefix, 0, 1), layers(prefix, 2, 3), keep=("aten.addmm.default#1", "aten.mm.default#3")),
         regions(layers(prefix, 0, 1, 2, 3), f"{prefix}.1.{part}", f"{prefix}.3.{part}"),
     ):
-        assert not differing(results(build(use_cache=False), lm_loss, chosen), plain)
+        assert not differing(results(model_of(name, use_cache=False), lm_loss, chosen), plain)
 
 
 def test_no_boundary_between_transformers_layers_is_kept() -> None:
     """The layers' outputs are what the next ones get, as the same tensor objects."""
 
     def kept_bytes(chosen: list[Region]) -> int:
-        model = gpt2(use_cache=False)
+        model = model_of("GPT2", use_cache=False)
         with checkpointed(model, chosen):
             lm_loss(model)
             with allocated() as meter:
@@ -106,17 +91,17 @@ def test_no_boundary_between_transformers_layers_is_kept() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_models_that_checkpoint_themselves(name: str) -> None:
     """Inside of regions, and around them: theirs is within the layer's `__call__`."""
-    build, prefix, part = MODELS[name]
+    prefix, part = MODELS[name]
 
     def built() -> nn.Module:
-        model = build(use_cache=False)
+        model = model_of(name, use_cache=False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # transformers 5 renames the switch
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
 
     plain = results(built(), lm_loss)
-    assert not differing(results(build(use_cache=False), lm_loss), plain)
+    assert not differing(results(model_of(name, use_cache=False), lm_loss), plain)
     for chosen in (
         regions(layers(prefix, 0, 1), f"{prefix}.3.{part}"),
         regions(layers(prefix, 1, 2, 3), f"{prefix}.1.{part}"),
@@ -126,7 +111,7 @@ def test_transformers_models_that_checkpoint_themselves(name: str) -> None:
 
 
 def test_a_cache_is_found_and_named() -> None:
-    model = llama(use_cache=True)
+    model = model_of("Llama", use_cache=True)
     with checkpointed(model, regions(layers(LLAMA, 0, 1))):
         with pytest.raises(RecomputationError, match=r"'model\.layers\.0'.*use_cache=False"):
             lm_loss(model).backward()
