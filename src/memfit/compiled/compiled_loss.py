@@ -151,10 +151,18 @@ class CompiledLoss:
         # Not at every step: to change the filters has Python show each warning of the user's anew.
         quiet = is_new or recorder is not None
         quieted = warnings.catch_warnings() if quiet else contextlib.nullcontext()
-        with recompilations_limited(), self._seen_code.collecting(), _explained(), quieted:
+        with recompilations_limited(), self._seen_code.collecting(), quieted:
             if quiet:  # a warning that Dynamo causes itself: it looks at the gradients of outputs of earlier graphs
                 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-            loss = self._compiled(model, batch) if recorder is None else self._recorded(recorder, model, batch)
+            try:
+                loss = self._compiled(model, batch) if recorder is None else self._recorded(recorder, model, batch)
+            except compiler_errors() as e:
+                inner = getattr(e, "inner_exception", e)  # of the back end
+                said = (str(inner).strip().splitlines() or [""])[0]
+                raise PlanError(
+                    f"the step can't be compiled ({type(inner).__name__}: {said}): set levers.compiler to 'none', or"
+                    " plan with compile=False"
+                ) from inner
         if self._backend.graphs > graphs or (is_new and torch.is_grad_enabled()):
             self._check_graphs()
         self._shapes.add(shape)
@@ -193,20 +201,6 @@ class CompiledLoss:
                 f"the compiled step does not call {', '.join(missing[0])}, but levers.regions recomputes it: plan"
                 " again, with this version of PyTorch"
             )
-
-
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """Raise a compiler's errors as errors of the plan."""
-    try:
-        yield
-    except compiler_errors() as e:
-        inner = getattr(e, "inner_exception", e)  # of the back end
-        said = (str(inner).strip().splitlines() or [""])[0]
-        raise PlanError(
-            f"the step can't be compiled ({type(inner).__name__}: {said}): set levers.compiler to 'none', or plan with"
-            " compile=False"
-        ) from inner
 
 
 @contextlib.contextmanager

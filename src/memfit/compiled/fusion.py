@@ -88,7 +88,6 @@ def computed_of(node: fx.Node, kernel: Set[fx.Node]) -> set[fx.Node]:
 
 
 def _read(node: fx.Node, kernel: Set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that the loop of a node reads."""
     computed = computed_of(node, kernel)
     return {given for reader in computed for given in reader.all_input_nodes} - computed
 
@@ -194,7 +193,6 @@ class _Fusion:
         return not any(between >> k & 1 and other.before >> first & 1 for k, other in self.kernels.items())
 
     def _join(self, first: int, second: int) -> None:
-        """Move the nodes of a kernel into a later one."""
         gone, kernel = self.kernels.pop(first), self.kernels[second]
         kernel.nodes += gone.nodes
         kernel.place = gone.place if kernel.place is None else kernel.place

@@ -47,8 +47,6 @@ class RecordedGraph:
 
 
 class _Pass:
-    """One run of one pass."""
-
     def __init__(self, graph: RecordedGraph, module: fx.GraphModule, is_backward: bool) -> None:
         self.graph, self.trace, self.module, self.is_backward = graph, graph.joint.trace, module, is_backward
         self.recorder = Recorder.active()

@@ -284,7 +284,6 @@ def _half(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _wide(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a parameter in fp32, a new one."""
     return nn.Parameter(parameter.detach().to(_WIDE), requires_grad=parameter.requires_grad)
 
 

@@ -164,7 +164,6 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 
 
 def _is_users(hook: object) -> bool:
-    """Tell whether a hook is a user's own."""
     return not str(getattr(hook, "__module__", "")).startswith("memfit.")
 
 

@@ -167,7 +167,6 @@ def autocast_state() -> dict[str, tuple[bool, torch.dtype, bool]]:
 
 
 def _set_modes(modules: Sequence[nn.Module], trains: Sequence[bool]) -> None:
-    """Set modules to training or evaluation mode, each by itself."""
     for module, is_training in zip(modules, trains, strict=True):
         if module.training != is_training:
             module.training = is_training

@@ -105,8 +105,6 @@ class _Stop(BaseException):
 
 @dataclasses.dataclass
 class _Call:
-    """One call of a module."""
-
     module: str
     forward: Callable[..., Any]
     given: Any
@@ -116,8 +114,6 @@ class _Call:
 
 @dataclasses.dataclass
 class _ParentTensor:
-    """An argument or output of a call, with its version then."""
-
     tensor: weakref.ref[torch.Tensor]
     version: int
     number: int

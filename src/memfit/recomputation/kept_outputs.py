@@ -185,8 +185,6 @@ class KeptOutputs:
 
 
 class _KeptTensor:
-    """A kept tensor and its version then."""
-
     def __init__(
         self,
         tensor: torch.Tensor,

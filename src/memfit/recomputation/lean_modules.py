@@ -10,7 +10,7 @@ import contextlib
 import fnmatch
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -274,20 +274,6 @@ class SavedTensor:
         self.expected, self.tensor = probe.expected(self.tensor), None
         call.waiting.append(weakref.ref(self))
 
-    def fill(self, task: int, output: torch.Tensor, inside: Mapping[int, torch.Tensor]) -> None:
-        """Hold the recomputed tensor until the backward pass takes it, once."""
-        if task != self.task:
-            is_inside = isinstance(self.place, int)
-            self.task, self.tensor = task, inside[self.place] if is_inside else output.as_strided(*self.place)
-
-    def difference(self) -> str | None:
-        """Return the recomputed tensor's difference, or None; a probe goes on with the original."""
-        if self.expected is None or self.tensor is None:
-            return None
-        how = self.expected.difference(self.tensor)
-        self.tensor = self.tensor if self.expected.original is None else self.expected.original
-        return how
-
     def take(self) -> torch.Tensor:
         """Return the tensor."""
         if self.call is None:
@@ -402,10 +388,19 @@ class LeanCall:
             raise RecomputationError((self.fqn,), self.fqn, how)
         for saved in self._waiting():
             if task >= 0 or saved is asked:  # outside of a backward pass, no other is taken
-                saved.fill(task, output, inside)
-                difference = saved.difference()
-                if difference is not None:
-                    probe.report(RecomputationError((self.fqn,), self.fqn, difference), output.device)
+                if saved.task != task:  # it waits until the backward pass takes it, once
+                    is_inside = isinstance(saved.place, int)
+                    saved.task, saved.tensor = (
+                        task,
+                        inside[saved.place] if is_inside else output.as_strided(*saved.place),
+                    )
+                if saved.expected is None or saved.tensor is None:
+                    continue
+                differs = saved.expected.difference(saved.tensor)
+                if saved.expected.original is not None:  # a probe goes on with it
+                    saved.tensor = saved.expected.original
+                if differs is not None:
+                    probe.report(RecomputationError((self.fqn,), self.fqn, differs), output.device)
         return output
 
     def output(self, task: int) -> torch.Tensor:
