@@ -92,8 +92,7 @@ class Careful(torch.nn.Module):
         x = self.first(x)
         with torch.autocast("cpu", enabled=False):
             x = self.middle(x.float()).exp()
-        y: torch.Tensor = self.last(x)
-        return y
+        return self.last(x)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])

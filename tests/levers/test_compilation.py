@@ -51,8 +51,7 @@ class Whole(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = x + block(x)
-        y: torch.Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 class Broken(Whole):
@@ -67,8 +66,7 @@ class Broken(Whole):
         x = x + self.blocks[1](x)
         torch._dynamo.graph_break()
         x = x + self.blocks[2](x)
-        y: torch.Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 def cross_entropy(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -140,8 +138,7 @@ class Reading(nn.Module):
             hidden = (2 * hidden).sigmoid()
         positive = sum((hidden.sum(1) > 0).tolist())
         hidden = self.second(hidden[(hidden.sum(1) > 0).nonzero().squeeze(1)]).relu() * positive
-        y: torch.Tensor = self.head(hidden)
-        return y
+        return self.head(hidden)
 
 
 class Checking(nn.Module):
@@ -159,8 +156,7 @@ class Checking(nn.Module):
         hidden = self.second(hidden).relu()
         if hidden.isnan().any().item() or torch.equal(hidden, -hidden):
             raise FloatingPointError("no activations")
-        y: torch.Tensor = self.head(hidden)
-        return y
+        return self.head(hidden)
 
 
 class Listening(nn.Module):
@@ -178,8 +174,7 @@ class Listening(nn.Module):
             self.first.register_forward_hook(lambda module, given, out: self.heard.append(out))
         self.heard.clear()
         hidden, _ = self.recurrent(self.first(x).relu().unflatten(0, (16, -1)))
-        y: torch.Tensor = self.head(hidden.flatten(0, 1) + self.heard[0])
-        return y
+        return self.head(hidden.flatten(0, 1) + self.heard[0])
 
 
 def listening() -> Workload:
@@ -408,8 +403,7 @@ class Looping(nn.Module):
                 torch._dynamo.graph_break()
             found = layer(x)
             x = x + (found if self.breaks else found[0])
-        y: torch.Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 GRAPH_BREAKS = {
@@ -536,8 +530,7 @@ class Axes(nn.Module):
         hidden = self.first(x).relu()
         axes: list[int] = torch.arange(1, hidden.dim()).tolist()
         hidden = hidden - hidden.mean(axes, keepdim=True)
-        y: torch.Tensor = self.head(hidden) * (torch.full((), 3).item() - torch.ones(2, dtype=torch.long).sum().item())
-        return y
+        return self.head(hidden) * (torch.full((), 3).item() - torch.ones(2, dtype=torch.long).sum().item())
 
 
 @pytest.mark.filterwarnings("ignore:.*Tensor.item")  # torch.compile suggests an option of its own

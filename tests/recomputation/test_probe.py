@@ -177,8 +177,7 @@ class First(nn.Module):
         self.module = module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.module(x)[0]
-        return out
+        return self.module(x)[0]
 
 
 @pytest.mark.parametrize("make", OTHERWISE.values(), ids=OTHERWISE)
