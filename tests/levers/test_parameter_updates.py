@@ -1,21 +1,24 @@
-"""The optimizer in the backward pass: the plain step's weights, bit by bit, without its gradients in memory."""
+"""Updates in the backward pass, of offloaded states, and fused: the plain step's weights, with less in memory."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import memfit
 from memfit.capture import real_copy
-from memfit.errors import NonFiniteError, PlanError, WorkloadError
+from memfit.errors import InfeasibleError, NonFiniteError, PlanError, WorkloadError
 from memfit.ir import ChunkedLoss, Levers, Region
-from memfit.levers import applied
+from memfit.levers import applied, check_combination
 from memfit.recipes import byte_lm
 from memfit.workload import Workload, batch_size_of
 from tests.measuring import peaks
@@ -208,3 +211,155 @@ def test_gradients_that_arrive_in_parts_are_refused() -> None:
     with applied(Levers(microbatch_size=batch_size_of(made.batch), optimizer="in-backward"), made) as step:
         with pytest.raises(PlanError, match="got its gradient twice"):
             step(made.batch)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("microbatch_size", [2, 4])
+def test_steps_of_offloaded_states_are_bitwise_those_of_the_plain_step(optimizer: str, microbatch_size: int) -> None:
+    made = dataclasses.replace(workload(optimizer), max_grad_norm=0.5)
+    found, expected = (
+        after(made, Levers(microbatch_size=microbatch_size, optimizer=lever)) for lever in ("offloaded", "as-is")
+    )
+    assert found[:2] == expected[:2]
+    assert len(found[2]) == len(expected[2])
+    assert all(torch.equal(a, b) for a, b in zip(found[2], expected[2], strict=True))
+
+
+class Moved(TorchDispatchMode):
+    """Counts what is copied to the host and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = {"copy_out": 0, "copy_in": 0}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func.__name__.partition(".")[0]
+        if func.namespace == "memfit" and name in self.bytes:
+            self.bytes[name] += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def test_large_states_are_moved_once_each_way_and_states_that_were_there_go_on() -> None:
+    made = workload(vocabulary_size=1024)
+    with applied(Levers(microbatch_size=4), made) as step:
+        step(made.batch)
+    large = sum(v.nbytes for values in made.optimizer.state.values() for v in values.values() if v.nbytes >= 2**16)
+    with applied(Levers(microbatch_size=4, optimizer="offloaded"), made) as step:
+        held = {id(v) for values in made.optimizer.state.values() for v in values.values()}
+        with Moved() as moved:
+            step(made.batch)
+        assert moved.bytes == {"copy_out": large, "copy_in": large}
+        assert {id(v) for values in made.optimizer.state.values() for v in values.values()} == held
+
+
+@pytest.mark.ci
+def test_a_training_goes_on_from_either_kind_of_checkpoint(tmp_path: Path) -> None:
+    sizes = {"vocabulary_size": 1024}
+    plan = memfit.plan(workload(**sizes), budget="1GiB", numerics="exact", precisions=["32-true"], points=1)
+    offloaded = replace(plan, levers=replace(plan.levers, optimizer="offloaded"), frontier=[])
+    weights = []
+    for folder, first, second in (("a", plan, plan), ("b", offloaded, plan), ("c", plan, offloaded)):
+        torch.manual_seed(0)
+        memfit.train(first, workload(**sizes), out=tmp_path / folder, steps=2)
+        made = workload(**sizes)
+        memfit.train(second, made, out=tmp_path / folder, steps=4, resume=True)
+        weights.append([p.detach().clone() for p in made.model.parameters()])
+    for others in weights[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(weights[0], others, strict=True))
+
+
+FUSED_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "Adam, foreach": lambda p: torch.optim.Adam(p, lr=1e-2, foreach=True, amsgrad=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+}
+
+
+def two_layers(optimizer: str = "AdamW") -> Workload:
+    """A few samples through large layers: the optimizer's step is the peak."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
+    return Workload(
+        model=model,
+        batch=torch.randn(4, 256),
+        loss_fn=lambda model, batch: (model(batch) - batch).square().mean(),
+        optimizer=FUSED_OPTIMIZERS[optimizer](model.parameters()),
+        name="two_layers",
+    )
+
+
+FUSED = Levers(microbatch_size=4, optimizer="fused")
+
+
+def after_two_steps(workload: Workload, *each: Levers) -> list[Tensor]:
+    """Return weights and the optimizer's state after_two_steps two steps under each of some levers."""
+    copied = real_copy(workload)
+    for levers in each:
+        with applied(levers, copied) as step:
+            for _ in range(2):
+                step(copied.batch)
+    parameters = list(copied.model.parameters())
+    state = [v for p in parameters for v in copied.optimizer.state[p].values() if isinstance(v, Tensor)]
+    return [t.detach().clone() for t in (*parameters, *state)]
+
+
+@pytest.mark.parametrize("optimizer", FUSED_OPTIMIZERS)
+def test_weights_and_state_are_the_plain_steps_to_rounding(optimizer: str) -> None:
+    workload, plain = two_layers(optimizer), replace(FUSED, optimizer="as-is")
+    expected = after_two_steps(workload, plain, plain)
+    for each in ((FUSED, FUSED), (plain, FUSED), (FUSED, plain)):  # state goes from one to the other
+        for tensor, other in zip(after_two_steps(workload, *each), expected, strict=True):
+            torch.testing.assert_close(tensor, other, rtol=1e-4, atol=1e-6)
+    moved = [t + 1 for t in expected]
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(after_two_steps(workload, FUSED, FUSED), moved, rtol=1e-4, atol=1e-6)
+
+
+def test_the_users_settings_come_back() -> None:
+    workload = two_layers("Adam, foreach")
+    before = [dict(group, params=None) for group in workload.optimizer.param_groups]
+    with applied(FUSED, workload) as step:
+        step(workload.batch)
+        assert all(group["fused"] for group in workload.optimizer.param_groups)
+    assert [dict(group, params=None) for group in workload.optimizer.param_groups] == before
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad"])
+def test_saving_of_temporaries_is_predicted_to_the_byte(optimizer: str) -> None:
+    workload = two_layers(optimizer)
+    (plain, plain_measured), (fused, fused_measured) = (
+        peaks(workload, replace(FUSED, optimizer="as-is")),
+        peaks(workload, FUSED),
+    )
+    assert (plain, fused) == (plain_measured, fused_measured)
+    assert plain - fused > 0.9 * 1024 * 256 * 4  # about a temporary of the largest parameter's size, at least
+
+
+def test_a_plan_takes_it_where_nothing_else_fits() -> None:
+    workload = two_layers()
+    options: dict[str, Any] = {"precisions": ["32-true"], "points": 1, "numerics": "reordered"}
+    budget = memfit.estimate(workload).peak_bytes - 1024 * 256 * 4
+    with pytest.raises(InfeasibleError):
+        memfit.plan(workload, budget=budget, optimizers=(), **options)
+    with pytest.raises(InfeasibleError):
+        memfit.plan(workload, budget=budget, optimizers=["fused"], **(options | {"numerics": "exact"}))
+    plan = memfit.plan(workload, budget=budget, optimizers=["fused"], **options)
+    assert plan.levers.optimizer == "fused" and plan.classes == {"fused optimizer": "reordered"}
+    found = memfit.verify(plan, workload, steps=0)
+    assert found.holds and found.measured_peak_bytes <= budget, found.failures
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda p: torch.optim.RMSprop(p),
+        lambda p: torch.optim.AdamW(p, fused=True),
+        lambda p: torch.optim.Adam(p, differentiable=True),
+    ],
+)
+def test_it_is_refused_where_there_is_none_to_switch_on(optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
+    workload = two_layers()
+    workload = dataclasses.replace(workload, optimizer=optimizer(workload.model.parameters()))
+    with pytest.raises(PlanError, match="fused optimizer can't be combined with an optimizer without a fused step"):
+        check_combination(FUSED, workload)
