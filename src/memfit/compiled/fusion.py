@@ -10,12 +10,15 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import fx
 
 from memfit._torch import OpOverload, default_op_list
 from memfit.ir import REDUCTIONS, operator_class
+
+T = TypeVar("T")
 
 INLINED = "memfit_inlined"
 """Metadata key of a copied node, which runs in the kernel that it was copied for."""
@@ -79,12 +82,18 @@ def is_slow(nodes: Iterable[fx.Node]) -> bool:
 
 def computed_of(node: fx.Node, kernel: Set[fx.Node]) -> set[fx.Node]:
     """Return a node and the nodes of its kernel that the same loop computes for it."""
-    computed, waiting = {node}, [node]
+    return reached([node], lambda other: [g for g in other.all_input_nodes if g in kernel and not reduces(g)])
+
+
+def reached(starts: Iterable[T], leads_to: Callable[[T], Iterable[T]]) -> set[T]:
+    """Return some items and what they lead to, directly or through others."""
+    found, waiting = set[T](), list(starts)
     while waiting:
-        near = {g for g in waiting.pop().all_input_nodes if g in kernel and not reduces(g)} - computed
-        computed |= near
-        waiting += near
-    return computed
+        item = waiting.pop()
+        if item not in found:
+            found.add(item)
+            waiting += leads_to(item)
+    return found
 
 
 def _read(node: fx.Node, kernel: Set[fx.Node]) -> set[fx.Node]:

@@ -19,7 +19,15 @@ from torch import fx
 
 from memfit._torch import OpOverload, schema_of, storage_key_of, tree_leaves, tree_map_only
 from memfit.capture import draws_random_numbers, kernel_outputs, work_of
-from memfit.compiled.fusion import COMPUTED_FOR_EACH, INLINED, is_fusible, is_written_between, kernels, puts_into
+from memfit.compiled.fusion import (
+    COMPUTED_FOR_EACH,
+    INLINED,
+    is_fusible,
+    is_written_between,
+    kernels,
+    puts_into,
+    reached,
+)
 from memfit.ir import Call, Category, Module, Op, Phase, Save, Storage, Trace, Work
 from memfit.ir import kernel_text as kernel_text
 from memfit.workload import signature
@@ -80,12 +88,7 @@ def _phases(graph: fx.Graph, forward_outputs: int) -> tuple[list[fx.Node], list[
     Forward operators are those that the forward outputs need, and those that AOTAutograd tagged so.
     """
     returned = tree_leaves(graph.output_node().args[0])[:forward_outputs]
-    needed, waiting = set[fx.Node](), [node for node in returned if isinstance(node, fx.Node)]
-    while waiting:
-        node = waiting.pop()
-        if node not in needed:
-            needed.add(node)
-            waiting += node.all_input_nodes
+    needed = reached((node for node in returned if isinstance(node, fx.Node)), lambda node: node.all_input_nodes)
     forward: list[fx.Node] = []
     backward: list[fx.Node] = []
     for node in graph.nodes:

@@ -16,7 +16,15 @@ import torch
 from torch import fx
 
 from memfit._torch import OpOverload, schema_of
-from memfit.compiled.fusion import COMPUTED_FOR_EACH, INLINED, computed_of, is_fusible, is_slow, is_written_between
+from memfit.compiled.fusion import (
+    COMPUTED_FOR_EACH,
+    INLINED,
+    computed_of,
+    is_fusible,
+    is_slow,
+    is_written_between,
+    reached,
+)
 from memfit.compiled.joint_graph import JointGraph, mark_recomputed
 from memfit.ir import COPIES, ELEMENTWISE, VIEWS, Region, operator_class
 
@@ -88,10 +96,10 @@ def rematerialize(
         return node if region is None else copies[region, node]
 
     def needed(node: fx.Node, chain: tuple[int, ...]) -> Iterator[tuple[int, fx.Node]]:
-        """Yield the copies that a node in nested regions reads."""
+        """Yield the copies that a node in nested regions reads, and that are not there yet."""
         for given in node.all_input_nodes:
             region = source(given, chain)
-            if region is not None:
+            if region is not None and (region, given) not in copies:
                 yield region, given
 
     for node, chain in around.items():  # the storages whose originals are needed may spare copies and their inputs
@@ -101,13 +109,10 @@ def rematerialize(
     for node, chain in around.items():
         if not chain:
             continue
-        missing: set[tuple[int, fx.Node]] = set()
-        waiting = list(needed(node, chain))
-        while waiting:
-            item = waiting.pop()
-            if item not in missing and item not in copies:
-                missing.add(item)
-                waiting += needed(item[1], chain[chain.index(item[0]) :])
+        missing = reached(
+            needed(node, chain),
+            lambda item, chain=chain: needed(item[1], chain[chain.index(item[0]) :]),  # type: ignore[misc]
+        )
         for region, original in sorted(missing, key=lambda item: position[item[1]]):
             inner = chain[chain.index(region) :]
             with graph.inserting_before(node):
@@ -285,12 +290,8 @@ def _inputs_of(joint: JointGraph, storage: int) -> set[int]:
 
 def _boundary(joint: JointGraph, storage: int, inside: set[int]) -> set[int]:
     """Return the storages that a storage is recomputed from and that are not recomputed themselves."""
-    needed, waiting = set[int](), [storage]
-    while waiting:
-        for given in _inputs_of(joint, waiting.pop()) - needed:
-            needed.add(given)
-            waiting += [given] if given in inside else []
-    return needed - inside
+    inputs = _inputs_of(joint, storage)
+    return reached(inputs, lambda given: _inputs_of(joint, given) if given in inside else ()) - inside
 
 
 def _mark_inlined(node: fx.Node, before: fx.Node, _: tuple[str, ...]) -> None:

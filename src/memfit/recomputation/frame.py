@@ -48,7 +48,6 @@ from memfit.recomputation.call_state import (
 )
 from memfit.recomputation.kept_outputs import (
     ChangedError,
-    DroppingHooks,
     HostCopy,
     KeepingMode,
     KeptOutputs,
@@ -119,7 +118,7 @@ class _ParentTensor:
     number: int
 
 
-class Frame(DroppingHooks):
+class Frame:
     """One pass through a region.
 
     Args:
@@ -135,6 +134,8 @@ class Frame(DroppingHooks):
         closed: Whether no further call belongs to it.
         running: The FQN of the module being recomputed.
     """
+
+    drops_saved_tensors = True
 
     def __init__(
         self,
@@ -347,8 +348,10 @@ class Frame(DroppingHooks):
         return RecomputationError(self.modules, self.running, how)
 
 
-class _Filling(DroppingHooks):
+class _Filling:
     """Hooks of a recomputation, which give a frame's holders the tensors that autograd saves again."""
+
+    drops_saved_tensors = True
 
     def __init__(self, frame: Frame, task: int) -> None:
         self.frame, self.task = frame, task

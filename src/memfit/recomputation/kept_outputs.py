@@ -145,8 +145,9 @@ def owner_of_hooks() -> Any:
     return None if hooks is None else getattr(hooks[0], "__self__", None)
 
 
-class DroppingHooks:
-    """Base of classes whose methods are hooks of saved tensors that drop and recompute them."""
+def are_dropped() -> bool:
+    """Tell whether tensors that autograd saves now are dropped, to be recomputed: by the innermost hooks' object."""
+    return getattr(owner_of_hooks(), "drops_saved_tensors", False) is True
 
 
 class KeptOccurrences:
@@ -177,7 +178,7 @@ class KeptOutputs:
         offloaded: The outputs in host memory; None where they stay on the device.
     """
 
-    def __init__(self, occurrences: KeptOccurrences, offload: bool = False) -> None:
+    def __init__(self, occurrences: KeptOccurrences, offload: bool) -> None:
         self.occurrences = occurrences
         self.offloaded: list[HostCopy] | None = [] if offload else None
         self.outputs: dict[tuple[Any, int], tuple[_Arguments, Any]] = {}
@@ -243,29 +244,38 @@ def as_it_is(value: Any) -> Any:
 
 
 class _Mode(EagerMode):
+    def __init__(self, kept: KeptOutputs, counts: Counter[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kept, self.counts = kept, counts
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+    def key_of(self, func: Any) -> tuple[Any, int] | None:
+        """Return the key of the output of an operator that runs now; None where it is not kept."""
+        occurrences = self.kept.occurrences.of(func)
+        if not occurrences:
+            return None
+        occurrence = self.counts[func]
+        self.counts[func] += 1
+        return (func, occurrence) if occurrence in occurrences else None
 
 
 class KeepingMode(_Mode):
     """A dispatch mode that keeps outputs while a pass's call runs, through the hooks of a region around it."""
 
     def __init__(self, kept: KeptOutputs) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.kept = kept
-        self.hooks = hooks_around() if isinstance(owner_of_hooks(), DroppingHooks) else (as_it_is, as_it_is)
+        super().__init__(kept, kept.counts)
+        self.hooks = hooks_around() if are_dropped() else (as_it_is, as_it_is)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        occurrences = self.kept.occurrences.of(func)
-        if occurrences:
-            occurrence = self.kept.counts[func]
-            self.kept.counts[func] += 1
-            if occurrence in occurrences:
-                pack, unpack = self.hooks
-                items = tree_map_only(torch.Tensor, lambda t: _KeptTensor(t, pack, unpack, self.kept.offloaded), out)
-                self.kept.outputs[func, occurrence] = (_Arguments(args, kwargs), items)
+        key = self.key_of(func)
+        if key is not None:
+            pack, unpack = self.hooks
+            items = tree_map_only(torch.Tensor, lambda t: _KeptTensor(t, pack, unpack, self.kept.offloaded), out)
+            self.kept.outputs[key] = (_Arguments(args, kwargs), items)
         return out
 
 
@@ -283,29 +293,22 @@ class ReusingMode(_Mode):
         is_statistic: Callable[[torch.Tensor], bool],
         report: Callable[[str, torch.device], None],
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.kept, self.counts = kept, Counter[Any]()
+        super().__init__(kept, Counter())
         self._is_statistic, self._report = is_statistic, report
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        occurrences = self.kept.occurrences.of(func)
-        if occurrences:
-            occurrence = self.counts[func]
-            self.counts[func] += 1
-            if (func, occurrence) in self.kept.outputs:
-                before, items = self.kept.outputs.pop((func, occurrence))
-                arguments = _Arguments(args, kwargs, self._is_statistic)
-                if arguments.shapes != before.shapes:
-                    raise RuntimeError(
-                        f"{func} has inputs of other shapes than in the forward pass, and its output is kept"
-                    )
-                with contextlib.suppress(ChangedError):
-                    out = tree_map_only(_KeptTensor, _KeptTensor.tensor, items)
-                    if arguments.differ_from(before):
-                        device = next((t.device for t in tree_leaves(out) if isinstance(t, torch.Tensor)), _CPU)
-                        self._report(
-                            f"{func} has inputs of other values than in the forward pass, and its output is kept",
-                            device,
-                        )
-                    return out
+        before, items = self.kept.outputs.pop(self.key_of(func), (None, None))  # type: ignore[arg-type]
+        if before is not None:
+            arguments = _Arguments(args, kwargs, self._is_statistic)
+            if arguments.shapes != before.shapes:
+                raise RuntimeError(
+                    f"{func} has inputs of other shapes than in the forward pass, and its output is kept"
+                )
+            with contextlib.suppress(ChangedError):
+                out = tree_map_only(_KeptTensor, _KeptTensor.tensor, items)
+                if arguments.differ_from(before):
+                    device = next((t.device for t in tree_leaves(out) if isinstance(t, torch.Tensor)), _CPU)
+                    how = f"{func} has inputs of other values than in the forward pass, and its output is kept"
+                    self._report(how, device)
+                return out
         return func(*args, **(kwargs or {}))

@@ -39,7 +39,7 @@ from memfit.recomputation.call_state import (
     tensors_in,
 )
 from memfit.recomputation.frame import graph_task
-from memfit.recomputation.kept_outputs import DroppingHooks, hooks_around, owner_of_hooks
+from memfit.recomputation.kept_outputs import are_dropped, hooks_around, owner_of_hooks
 from memfit.workload import attribute_generators
 
 _NORMS = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -119,7 +119,7 @@ def within_region(module: nn.Module, forward: Callable[..., Any], args: Any, kwa
 
 
 def _in_layer(around: _Layer, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _layer() as layer:
+    with _Layer() as layer:
         out = forward(*args, **kwargs)
         if around.is_open:  # not in a recomputation, after the end of the layer around
             around.outputs |= layer.outputs
@@ -146,7 +146,7 @@ class _Root:
     def enter(self, module: nn.Module, args: Any) -> None:
         self.leave()  # a forward pass that was interrupted from the keyboard did not close its layer
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and _current() is None:
-            self.layer = _layer().__enter__()
+            self.layer = _Layer().__enter__()
 
     def leave(self, *_: Any) -> None:
         layer, self.layer = self.layer, None
@@ -175,10 +175,12 @@ class _Layer:
         outputs: The calls that made storages, by storage key.
         running: The running calls of lean modules.
         is_open: Whether the layer's forward pass is running.
+        drops_saved_tensors: Whether it is the layer of a region, whose hooks drop all tensors.
     """
 
     def __init__(self) -> None:
-        self.below: Hooks = hooks_around() or (_pack_with_version, _unpack_unchanged)
+        self.drops_saved_tensors = are_dropped()
+        self.below: Hooks = hooks_around() or (lambda tensor: (tensor, version_of(tensor)), _unpack_unchanged)
         self.outputs: dict[int, LeanCall] = {}
         self.running: list[LeanCall] = []
         self.is_open = True
@@ -212,18 +214,6 @@ class _Layer:
         if self.running:
             self.running[-1].saves.append(saved)
         return saved
-
-
-class _LayerWithin(_Layer, DroppingHooks):
-    """The layer of a region, whose hooks drop all tensors."""
-
-
-def _layer() -> _Layer:
-    return _LayerWithin() if isinstance(owner_of_hooks(), DroppingHooks) else _Layer()
-
-
-def _pack_with_version(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return tensor, version_of(tensor)
 
 
 def _unpack_unchanged(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
