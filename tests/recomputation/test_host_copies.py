@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import weakref
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import nn
 from memfit.errors import RecomputationError
 from memfit.ir import Region
 from memfit.recomputation import checkpointed
+from tests.recomputation import steps
 from tests.recomputation.steps import Chain, Executed, differing, executed, results
 
 ADDMM, GELU = "aten.addmm.default", "aten.gelu.default"
@@ -21,14 +21,12 @@ OUT, IN, WAIT = "memfit.copy_out.default", "memfit.copy_in.default", "memfit.wai
 DIM = 128  # samples × DIM floats are 64 KiB, the least that is moved
 
 
-def chain(blocks: int = 4) -> Chain:
-    torch.manual_seed(0)
-    return Chain(DIM, blocks)
+def chain() -> Chain:
+    return steps.chain(4, DIM)
 
 
 def loss(model: nn.Module, samples: int = 128) -> torch.Tensor:
-    x = torch.linspace(-1, 1, samples * DIM).view(samples, DIM)
-    return model(x).square().mean()
+    return steps.loss(model, samples, DIM)
 
 
 def offloaded(*indices: int, keep: tuple[str, ...] = (), prefetch: str = "") -> Region:
@@ -85,14 +83,10 @@ def test_what_waits_is_not_on_the_device_and_is_let_go_of() -> None:
     model = chain()
     seen: list[weakref.ref[torch.Tensor]] = []
     model.blocks[1].register_forward_pre_hook(lambda _, args: seen.append(weakref.ref(args[0])))
-    gc.disable()
-    try:
-        with checkpointed(model, [offloaded(0), offloaded(1)]):
-            value = loss(model)
-            assert [one() for one in seen] == [None]  # the host has it
-            value.backward()
-    finally:
-        gc.enable()
+    with steps.without_collector(), checkpointed(model, [offloaded(0), offloaded(1)]):
+        value = loss(model)
+        assert [one() for one in seen] == [None]  # the host has it
+        value.backward()
 
 
 def test_several_backward_passes_over_one_graph() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -28,7 +27,7 @@ from memfit.workload import Workload, batch_size_of
 from tests.covering import each, some
 from tests.measuring import step_peak_bytes
 from tests.models import BUILDERS, COSTS, convnet, transformer, twice, unet
-from tests.recomputation.steps import Executed, differing
+from tests.recomputation.steps import Executed, differing, without_collector
 
 ALL = ("*",)
 
@@ -268,18 +267,14 @@ def test_what_several_operators_ask_for_is_made_again_once() -> None:
 def test_nothing_of_a_step_is_left_once_it_is_over() -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Dropout(0.1), nn.GELU(), nn.Linear(64, 1))
     x = torch.randn(128, 32)
-    gc.disable()  # cycles would hold memory that autograd lets go of
-    try:
-        with lean(model, ALL), checkpointed(model, [Region(("1", "2", "3"))]):
-            for _ in range(3):
-                model(x).sum().backward()
+    with without_collector(), lean(model, ALL), checkpointed(model, [Region(("1", "2", "3"))]):
+        for _ in range(3):
+            model(x).sum().backward()
+        model.zero_grad(set_to_none=True)
+        with allocated() as meter:
+            model(x).sum().backward()
             model.zero_grad(set_to_none=True)
-            with allocated() as meter:
-                model(x).sum().backward()
-                model.zero_grad(set_to_none=True)
-        assert meter.net_bytes == 0
-    finally:
-        gc.enable()
+    assert meter.net_bytes == 0
 
 
 # Semantics of autograd

@@ -18,7 +18,7 @@ from memfit.hardware import allocated
 from memfit.ir import Region
 from memfit.recomputation import checkpointed
 from tests.covering import each
-from tests.recomputation.steps import Chain, Residual, blocks, differing, executed, results
+from tests.recomputation.steps import Chain, Residual, blocks, differing, executed, loss, results
 
 transformers = pytest.importorskip("transformers")
 
@@ -46,9 +46,7 @@ def lm_loss(model: nn.Module) -> torch.Tensor:
     ids = torch.arange(32).view(2, 16) % 60
     mask = torch.ones(2, 16, dtype=torch.long)
     mask[1, 12:] = 0
-    loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss
-    assert isinstance(loss, torch.Tensor)
-    return loss
+    return model(input_ids=ids, attention_mask=mask, labels=ids).loss
 
 
 def layers(prefix: str, *indices: int) -> tuple[str, ...]:
@@ -80,8 +78,8 @@ def test_no_boundary_between_transformers_layers_is_kept() -> None:
         with checkpointed(model, chosen):
             lm_loss(model)
             with allocated() as meter:
-                loss = lm_loss(model)
-            del loss
+                value = lm_loss(model)
+            del value
         return meter.net_bytes
 
     apart, together = kept_bytes(regions(*layers(GPT2, 0, 1, 2, 3))), kept_bytes(regions(layers(GPT2, 0, 1, 2, 3)))
@@ -161,10 +159,6 @@ class Dataclassed(nn.Module):
         return Output(y, {"scale": 0.5, "y": y.sin()})
 
 
-def tied_loss(model: nn.Module) -> torch.Tensor:
-    return model(torch.linspace(-1, 1, 128).view(8, 16)).square().mean()
-
-
 def tied() -> nn.Module:
     torch.manual_seed(0)
     return Tied()
@@ -185,13 +179,13 @@ def tied() -> nn.Module:
     ids=str,
 )
 def test_models_with_everything_train_bitwise_the_same(chosen: list[Region]) -> None:
-    assert not differing(results(tied(), tied_loss, chosen), results(tied(), tied_loss))
+    assert not differing(results(tied(), loss, chosen), results(tied(), loss))
 
 
 def test_outputs_that_are_dataclasses_are_wired() -> None:
     """So that no tensor between two modules is kept."""
-    found = executed(tied(), tied_loss, regions(("data", "more")))
-    plain = executed(tied(), tied_loss)
+    found = executed(tied(), loss, regions(("data", "more")))
+    plain = executed(tied(), loss)
     assert found["aten.tanh.default"] - plain["aten.tanh.default"] == 2
 
 
@@ -210,18 +204,12 @@ def test_distributed_data_parallel(options: dict[str, Any]) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        plain = results(wrapped(), tied_loss)
+        plain = results(wrapped(), loss)
         for chosen in (
             regions("module.embed", ("module.data", "module.more")),
             regions("module", ("module.data", "module.more")),
         ):
-            assert not differing(results(wrapped(), tied_loss, chosen), plain)
-
-
-def chain_loss(model: nn.Module) -> torch.Tensor:
-    loss = model(torch.linspace(-1, 1, 128).view(8, 16)).square().mean()
-    assert isinstance(loss, torch.Tensor)
-    return loss
+            assert not differing(results(wrapped(), loss, chosen), plain)
 
 
 class Backend:
@@ -271,12 +259,12 @@ def compiled_chain(what: str, backend: Backend) -> nn.Module:
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own, of arguments
 def test_models_under_compile(what: str, chosen: list[Region]) -> None:
-    plain = results(compiled_chain(what, Backend()), chain_loss)
+    plain = results(compiled_chain(what, Backend()), loss)
     backend = Backend()
     model = compiled_chain(what, backend)
     names = {name.replace("_orig_mod.", ""): name for name, _ in reversed(list(model.named_modules()))}
     named = [Region(tuple(names[fqn] for fqn in region.modules)) for region in chosen]
-    assert not differing(results(model, chain_loss, named), plain)
+    assert not differing(results(model, loss, named), plain)
     assert not any("_Recomputed" in repr(vars(m)) for m in model.modules())
     if what in ("block", "block in place", "part in place"):
         assert backend.graphs >= 1 and backend.runs > 3  # compiled code runs in each step, and again
@@ -287,6 +275,6 @@ def test_parts_without_gradients() -> None:
     model = Chain()
     for parameter in model.blocks[:2].parameters():
         parameter.requires_grad_(False)
-    assert not differing(results(model, chain_loss, [blocks(0, 1, 2, 3)]), results(model, chain_loss))
-    found, plain = executed(model, chain_loss, [blocks(0, 1, 2, 3)]), executed(model, chain_loss)
+    assert not differing(results(model, loss, [blocks(0, 1, 2, 3)]), results(model, loss))
+    found, plain = executed(model, loss, [blocks(0, 1, 2, 3)]), executed(model, loss)
     assert found["aten.gelu.default"] - plain["aten.gelu.default"] == 4  # of which nothing is kept between them

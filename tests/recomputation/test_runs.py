@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import random
 from typing import Any
 
@@ -16,19 +15,9 @@ from torch import nn
 from memfit.hardware import allocated
 from memfit.ir import Region
 from memfit.recomputation import checkpointed
-from tests.recomputation.steps import Chain, blocks, differing, executed, results
+from tests.recomputation.steps import Chain, blocks, chain, differing, executed, loss, results, without_collector
 
 ADDMM, GELU, DROPOUT = "aten.addmm.default", "aten.gelu.default", "aten.bernoulli_.float"
-
-
-def chain(blocks: int = 5) -> Chain:
-    torch.manual_seed(0)
-    return Chain(blocks=blocks)
-
-
-def loss(model: nn.Module, samples: int = 8) -> torch.Tensor:
-    x = torch.linspace(-1, 1, samples * 16).view(samples, 16)
-    return model(x).square().mean()
 
 
 def again(regions: list[Region], model: nn.Module | None = None) -> dict[str, int]:
@@ -71,13 +60,8 @@ def test_nothing_is_left_behind_without_the_collector(regions: list[Region]) -> 
 
     with checkpointed(model, regions):
         some_steps()
-        gc.collect()
-        gc.disable()
-        try:
-            with allocated() as meter:
-                some_steps()
-        finally:
-            gc.enable()
+        with without_collector(), allocated() as meter:
+            some_steps()
     assert meter.net_bytes == 0 < meter.peak_bytes
 
 
@@ -306,17 +290,12 @@ def test_an_exception_in_the_forward_pass_leaves_no_trace() -> None:
 
     with checkpointed(model, [blocks(0, 1, 2), Region(("blocks.1.f",))]):
         handle = model.blocks[1].f.register_forward_hook(fail)
-        gc.collect()
-        gc.disable()
-        try:
-            with allocated() as meter:
-                for _ in range(3):
-                    with pytest.raises(ValueError, match="broken"):
-                        loss(model)
-            assert meter.net_bytes == 0
-        finally:
-            gc.enable()
-            handle.remove()
+        with without_collector(), allocated() as meter:
+            for _ in range(3):
+                with pytest.raises(ValueError, match="broken"):
+                    loss(model)
+        assert meter.net_bytes == 0
+        handle.remove()
     assert not differing(results(model, loss, [blocks(0, 1, 2)]), plain)
 
 
@@ -448,12 +427,7 @@ def test_graphs_that_reach_a_frame_through_the_parents_tensors_are_let_go_of() -
     model = Wild([0, 1, 2, 3], "new")
     with checkpointed(model, [blocks(0, 1, 2, 3)]):
         loss(model)
-        gc.collect()
-        gc.disable()
-        try:
-            with allocated() as meter:
-                for _ in range(3):
-                    loss(model)
-        finally:
-            gc.enable()
+        with without_collector(), allocated() as meter:
+            for _ in range(3):
+                loss(model)
     assert meter.net_bytes == 0
