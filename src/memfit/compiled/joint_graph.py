@@ -148,7 +148,13 @@ class JointGraph:
         self._index: dict[str, int] = {}
         self._works: list[Work] = []
         self.operators: dict[str, Work] = {}
-        uses = self._uses()
+        # For each storage, its readers, with the calls that backward readers differentiate.
+        uses: list[list[tuple[int, int]]] = [[(birth, -1)] if birth >= 0 else [] for birth in self.birth]
+        for index, nodes in enumerate(self.ops):
+            for node in nodes:
+                for given in (node, *node.all_input_nodes):
+                    for storage in self.storages[given]:
+                        uses[storage].append((index, self.call_of.get(node, -1)))
         storages = self._lifetimes(uses)
         saved = self._saved_bytes(storages)
         ops = [self._op(nodes, index, of_op, saved[index]) for index, nodes in enumerate(self.ops)]
@@ -240,11 +246,15 @@ class JointGraph:
         for given in node.all_input_nodes:
             known.update(zip(map(storage_key_of, _tensors(given)), self.storages[given], strict=True))
         storages = []
-        for tensor, nbytes in zip(_tensors(node), self._sizes(node), strict=True):
+        value = node.meta.get("val")
+        if isinstance(node.target, OpOverload):  # as the device's kernel allocates them
+            args, kwargs = _values(node)
+            value = kernel_outputs(value, node.target, args, kwargs, self.device.type)
+        for tensor, made in zip(_tensors(node), tensors_of(value), strict=True):
             key = storage_key_of(tensor)
             if key not in known:
                 known[key] = len(self.nbytes)
-                self.nbytes.append(nbytes)
+                self.nbytes.append(made.untyped_storage().nbytes())
                 self.makers.append(node)
                 self.keys.append(key)
             storages.append(known[key])
@@ -253,27 +263,8 @@ class JointGraph:
         if viewed and set(storages) <= {s for given in viewed for s in self.storages[given]}:
             self.sources[node] = viewed[0]
 
-    def _sizes(self, node: fx.Node) -> list[int]:
-        """Return the bytes of a node's output storages, as the device's kernel allocates them."""
-        value = node.meta.get("val")
-        if isinstance(node.target, OpOverload):
-            args, kwargs = _values(node)
-            value = kernel_outputs(value, node.target, args, kwargs, self.device.type)
-        return [tensor.untyped_storage().nbytes() for tensor in tensors_of(value)]
-
     def _kernels(self, nodes: list[fx.Node], place: Callable[[fx.Node], Any]) -> list[tuple[fx.Node, ...]]:
         return kernels(nodes, self.sources, place, lambda node: INLINED in node.meta)
-
-    def _uses(self) -> list[list[tuple[int, int]]]:
-        """Return, for each storage, its readers, with the calls that backward readers differentiate."""
-        uses: list[list[tuple[int, int]]] = [[(birth, -1)] if birth >= 0 else [] for birth in self.birth]
-        for index, nodes in enumerate(self.ops):
-            for node in nodes:
-                call = self.call_of.get(node, -1)
-                for given in (node, *node.all_input_nodes):
-                    for storage in self.storages[given]:
-                        uses[storage].append((index, call))
-        return uses
 
     def _lifetimes(self, uses: list[list[tuple[int, int]]]) -> list[Storage]:
         end = len(self.ops)

@@ -97,7 +97,6 @@ class Setting(Protocol):
         numerics: The numerics class that the user allows.
         coupling: What couples the samples of a batch; None for nothing.
         budget_bytes: What a step may hold; None where nobody said.
-        host_budget_bytes: Host memory that levers may take.
         precisions: Precisions that may be tried, the simplest first.
         shardings: Ways in which ranks may share the step; empty for one process.
         compilers: What may compile the step; empty where nothing may.
@@ -112,7 +111,6 @@ class Setting(Protocol):
     numerics: Numerics
     coupling: str | None
     budget_bytes: int | None
-    host_budget_bytes: int
     must_compile: bool
     tries_all: bool
 

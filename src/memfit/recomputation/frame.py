@@ -281,7 +281,9 @@ class Frame:
         reusing = (
             contextlib.nullcontext()
             if self._kept is None
-            else ReusingMode(self._kept, self._is_statistic, self._report_values)
+            else ReusingMode(
+                self._kept, self._is_statistic, lambda how, device: self._report(self._differs(how), device)
+            )
         )
         try:
             values = self._inputs()
@@ -334,10 +336,6 @@ class Frame:
         for number, copy in self._offloaded.items():
             values[number] = copy.take().requires_grad_()
         return values
-
-    def _report_values(self, how: str, device: torch.device) -> None:
-        """Report an operator of the recomputation that takes other values."""
-        self._report(self._differs(how), device)
 
     def _report(self, error: RecomputationError, device: torch.device) -> None:
         if not self._is_reported:  # once

@@ -143,7 +143,9 @@ class _Passes:
         frame = self._open()
         if frame is None or not frame.continues_with(position):
             kept = KeptOutputs(self.occurrences, self.offload) if self.occurrences else None
-            frame = Frame(self.modules, self._inside, self.normalisations, kept, self.offload, self._generators())
+            if self._sources is None:  # the generators besides PyTorch's own that the region may draw from
+                self._sources = foreign_generators(generators_of(self._inside, self._reader))
+            frame = Frame(self.modules, self._inside, self.normalisations, kept, self.offload, self._sources)
         self._open = _no_frame
         out = frame.call(position, forward, args, kwargs)
         self.latest = weakref.ref(frame)
@@ -151,12 +153,6 @@ class _Passes:
             # Autograd's hooks hold the frame; where nothing was saved yet, there are none.
             self._open = weakref.ref(frame) if frame.holders else lambda: frame
         return out
-
-    def _generators(self) -> list[ForeignGenerator]:
-        """Return the generators besides PyTorch's own that the region may draw from."""
-        if self._sources is None:
-            self._sources = foreign_generators(generators_of(self._inside, self._reader))
-        return self._sources
 
 
 class _Prefetch:
