@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from memfit.capture import CaptureJob, capture
 from memfit.capture.step_capture import capture_real
 from memfit.ir import CostTable, Keep, Precision, Region, Trace
-from memfit.levers.casts import autocast
+from memfit.levers.precision import autocast
 from memfit.recomputation import checkpointed
 from memfit.solver import Option
 from memfit.training import LossScaler, Step, StepOptions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import fx, nn
 from torch._functorch.partitioners import default_partition
 
 from memfit._torch.compilers import aot_autograd_eager
-from memfit.compiled.joint_graph import _RECOMPUTED, JointGraph, _must_run_once, mark_kept, mark_recomputed, read
+from memfit.compiled.joint_graph import _RECOMPUTED, JointGraph, _must_run_once, mark_kept, mark_recomputed
 from memfit.compiled.joint_rewriter import inlined_nodes
 from memfit.ir.kernels import reused_bytes_of
 
@@ -36,7 +37,7 @@ def joint_of(model: nn.Module, change: Callable[[fx.Graph], None] | None = None)
         def partition(joint: Any, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
             if change is not None:
                 change(joint.graph)
-            found.append(read(joint.graph, num_fwd_outputs, "graph"))
+            found.append(JointGraph(joint.graph, num_fwd_outputs, "graph", Counter()))
             return default_partition(joint, None, num_fwd_outputs=num_fwd_outputs)
 
         return aot_autograd_eager(module, inputs, partition)

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from memfit.compiled.fusion import COMPUTED_FOR_EACH
-from memfit.compiled.rematerialization import GraphRegion, compute_for_each, keep_apart, rematerialize
+from memfit.compiled.joint_rewriter import GraphRegion, compute_for_each, keep_apart, rematerialize
 
 
 def chain(length: int = 6) -> tuple[fx.Graph, list[fx.Node], list[fx.Node]]:

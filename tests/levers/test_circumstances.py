@@ -23,21 +23,21 @@ from memfit.levers import (
     CONFLICTS,
     LIMIT,
     MICROBATCHES,
+    SHARDING,
+    Circumstance,
     candidates_of,
     check_combination,
     circumstances,
-    conflicts,
-    fused_optimizer,
-    offloaded_optimizer,
-    optimizer_in_backward,
-    precision,
-    replaced_optimizer,
-    shared_by_ranks,
 )
+from memfit.levers.checkpointing import LEAN
 from memfit.levers.chunked_loss import CHUNKED_LOSS, HEAD_INSIDE
 from memfit.levers.compilation import OWN_LOOP
-from memfit.levers.lean import LEAN
-from memfit.levers.replaced_optimizer import ADAFACTOR, ADAMW_8BIT
+from memfit.levers.lever import Conflict
+from memfit.levers.optimizer_in_backward import IN_BACKWARD
+from memfit.levers.parameter_updates import FUSED, NO_FUSED, OFFLOADED
+from memfit.levers.precision import NO_TF32, NO_UPDATES
+from memfit.levers.replaced_optimizer import ADAFACTOR, ADAMW_8BIT, NO_BITSANDBYTES, NOT_ADAMW
+from memfit.levers.shared_by_ranks import OF_WEIGHTS, ON_HOST
 from memfit.recipes import byte_lm
 from memfit.training import Optimizers
 from memfit.workload import LoopWorkload, Workload
@@ -47,11 +47,6 @@ from tests.workloads import lean
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     return memfit.plan(lean(), budget="1GiB", numerics="exact", precisions=["32-true"], points=1)
-
-
-def row_of(pair: tuple[str, str]) -> str:
-    """Return the row of the table for two things."""
-    return next(conflict.row() for conflict in CONFLICTS if (conflict.one, conflict.other) == pair)
 
 
 def unclipped() -> Workload:
@@ -102,130 +97,54 @@ def with_hooks_of_gradients() -> Workload:
     return workload
 
 
-OFFLOADED = Levers(microbatch_size=4, optimizer="offloaded")
-IN_BACKWARD = Levers(microbatch_size=4, optimizer="in-backward")
-FUSED = Levers(microbatch_size=4, optimizer="fused")
-DATA_PARALLEL = Levers(microbatch_size=2, sharding=Sharding(world_size=2, mode="ddp"))
-COMPILED = Levers(microbatch_size=4, compiler="inductor")
-FULLY_SHARDED = Levers(microbatch_size=2, sharding=Sharding(world_size=2, mode="zero3"))
-CASES: dict[tuple[str, str], tuple[Callable[[], Workload], Levers]] = {
-    (MICROBATCHES, conflicts.BATCH_NORM): (with_batch_norm, Levers(microbatch_size=2)),
-    (MICROBATCHES, conflicts.GRADIENT_HOOKS): (with_hooks_of_gradients, Levers(microbatch_size=2)),
-    (optimizer_in_backward.IN_BACKWARD, conflicts.GRADIENT_HOOKS): (with_hooks_of_gradients, IN_BACKWARD),
-    (optimizer_in_backward.IN_BACKWARD, conflicts.OPTIMIZER_HOOKS): (hooked, IN_BACKWARD),
-    (offloaded_optimizer.OFFLOADED, conflicts.OPTIMIZER_HOOKS): (hooked, OFFLOADED),
-    **{
-        (name, conflicts.OPTIMIZER_HOOKS): (hooked, Levers(microbatch_size=4, optimizer=value))
-        for name, value in ((ADAMW_8BIT, "adamw-8bit"), (ADAFACTOR, "adafactor"))
-    },
-    ("bf16-true", precision.NO_UPDATES): (lean, Levers(precision="bf16-true", microbatch_size=4)),
-    ("tf32", precision.NO_TF32): (lean, Levers(precision="tf32", microbatch_size=4)),
-    (ACTIVATION_OFFLOAD, conflicts.NO_LINK): (
-        lean,
-        Levers(microbatch_size=4, regions=(Region(("blocks.0",), offload=True),)),
-    ),
-    (CHUNKED_LOSS, HEAD_INSIDE): (
-        lean,
-        Levers(microbatch_size=4, regions=(Region(("",)),), chunked_loss=ChunkedLoss(head="head", rows=1)),
-    ),
-    (CHUNKED_LOSS, conflicts.COMPILED): (
-        compiled,
-        Levers(microbatch_size=4, chunked_loss=ChunkedLoss(head="head", rows=1)),
-    ),
-    (optimizer_in_backward.IN_BACKWARD, MICROBATCHES): (unclipped, replace(IN_BACKWARD, microbatch_size=1)),
-    (optimizer_in_backward.IN_BACKWARD, conflicts.CLIPPING): (lean, IN_BACKWARD),
-    (optimizer_in_backward.IN_BACKWARD, "16-mixed"): (unclipped, replace(IN_BACKWARD, precision="16-mixed")),
-    (optimizer_in_backward.IN_BACKWARD, "bf16-true"): (
-        lambda: dataclasses.replace(unclipped(), bf16_updates="master-weights"),
-        replace(IN_BACKWARD, precision="bf16-true"),
-    ),
-    (optimizer_in_backward.IN_BACKWARD, conflicts.SEVERAL_OPTIMIZERS): (with_two_optimizers, IN_BACKWARD),
-    (offloaded_optimizer.OFFLOADED, conflicts.NO_LINK): (lean, OFFLOADED),
-    (offloaded_optimizer.OFFLOADED, "bf16-true"): (
-        lambda: dataclasses.replace(lean(), bf16_updates="master-weights"),
-        replace(OFFLOADED, precision="bf16-true"),
-    ),
-    (offloaded_optimizer.OFFLOADED, conflicts.SEVERAL_OPTIMIZERS): (with_two_optimizers, OFFLOADED),
-    (offloaded_optimizer.OFFLOADED, conflicts.FOREIGN_OPTIMIZER): (foreign, OFFLOADED),
-    (ADAMW_8BIT, replaced_optimizer.NOT_ADAMW): (
-        with_batch_norm,
-        Levers(microbatch_size=4, optimizer="adamw-8bit"),
-    ),
-    (ADAMW_8BIT, "bf16-true"): (
-        lambda: dataclasses.replace(lean(), bf16_updates="master-weights"),
-        Levers(microbatch_size=4, precision="bf16-true", optimizer="adamw-8bit"),
-    ),
-    (ADAFACTOR, "bf16-true"): (
-        lambda: dataclasses.replace(lean(), bf16_updates="master-weights"),
-        Levers(microbatch_size=4, precision="bf16-true", optimizer="adafactor"),
-    ),
-    (ADAFACTOR, conflicts.SEVERAL_OPTIMIZERS): (
-        with_two_optimizers,
-        Levers(microbatch_size=4, optimizer="adafactor"),
-    ),
-    (optimizer_in_backward.IN_BACKWARD, conflicts.FOREIGN_OPTIMIZER): (foreign, IN_BACKWARD),
-    (fused_optimizer.FUSED, fused_optimizer.NO_FUSED): (foreign, FUSED),
-    (shared_by_ranks.SHARDING, conflicts.BATCH_NORM): (with_batch_norm, DATA_PARALLEL),
-    (shared_by_ranks.SHARDING, optimizer_in_backward.IN_BACKWARD): (
-        unclipped,
-        replace(DATA_PARALLEL, optimizer="in-backward"),
-    ),
-    **{
-        (shared_by_ranks.OF_WEIGHTS, other): (unclipped, replace(FULLY_SHARDED, optimizer=value))
-        for other, value in (
-            (offloaded_optimizer.OFFLOADED, "offloaded"),
-            (ADAMW_8BIT, "adamw-8bit"),
-            (ADAFACTOR, "adafactor"),
-        )
-    },
-    (shared_by_ranks.OF_WEIGHTS, "bf16-true"): (
-        lambda: dataclasses.replace(lean(), bf16_updates="master-weights"),
-        replace(FULLY_SHARDED, precision="bf16-true"),
-    ),
-    (shared_by_ranks.OF_WEIGHTS, conflicts.SEVERAL_OPTIMIZERS): (with_two_optimizers, FULLY_SHARDED),
-    (shared_by_ranks.ON_HOST, conflicts.NO_LINK): (
-        lean,
-        Levers(microbatch_size=2, sharding=Sharding(world_size=2, mode="zero3", offload=True)),
-    ),
-    (fused_optimizer.FUSED, "bf16-true"): (
-        lambda: dataclasses.replace(lean(), bf16_updates="master-weights"),
-        replace(FUSED, precision="bf16-true"),
-    ),
-    **{
-        (COMPILATION, other): (make, replace(COMPILED, **changes))
-        for other, make, changes in (
-            (CHUNKED_LOSS, lean, {"chunked_loss": ChunkedLoss(head="head", rows=1)}),
-            (LEAN, lean, {"lean": ("*",)}),
-            (ACTIVATION_OFFLOAD, lean, {"regions": (Region(("blocks.0",), offload=True),)}),
-            (optimizer_in_backward.IN_BACKWARD, unclipped, {"optimizer": "in-backward"}),
-            (shared_by_ranks.SHARDING, unclipped, {"sharding": DATA_PARALLEL.sharding, "microbatch_size": 2}),
-            (conflicts.COMPILED, compiled, {}),
-            (OWN_LOOP, looped, {}),
-        )
-    },
+MADE: dict[str, Callable[[], Workload]] = {
+    Circumstance.BATCH_NORM: with_batch_norm,
+    Circumstance.CLIPPING: lean,
+    Circumstance.COMPILED: compiled,
+    Circumstance.FOREIGN_OPTIMIZER: foreign,
+    Circumstance.GRADIENT_HOOKS: with_hooks_of_gradients,
+    NO_FUSED: foreign,
+    NO_UPDATES: lean,
+    NOT_ADAMW: with_batch_norm,
+    Circumstance.OPTIMIZER_HOOKS: hooked,
+    OWN_LOOP: looped,
+    Circumstance.SEVERAL_OPTIMIZERS: with_two_optimizers,
 }
+SET: dict[str, dict[str, Any]] = {
+    ACTIVATION_OFFLOAD: {"regions": (Region(("blocks.0",), offload=True),)},
+    ADAFACTOR: {"optimizer": "adafactor"},
+    ADAMW_8BIT: {"optimizer": "adamw-8bit"},
+    CHUNKED_LOSS: {"chunked_loss": ChunkedLoss(head="head", rows=1)},
+    COMPILATION: {"compiler": "inductor"},
+    FUSED: {"optimizer": "fused"},
+    HEAD_INSIDE: {"regions": (Region(("",)),)},
+    IN_BACKWARD: {"optimizer": "in-backward"},
+    LEAN: {"lean": ("*",)},
+    MICROBATCHES: {"microbatch_size": 2},
+    OF_WEIGHTS: {"microbatch_size": 2, "sharding": Sharding(world_size=2, mode="zero3")},
+    OFFLOADED: {"optimizer": "offloaded"},
+    ON_HOST: {"microbatch_size": 2, "sharding": Sharding(world_size=2, mode="zero3", offload=True)},
+    SHARDING: {"microbatch_size": 2, "sharding": Sharding(world_size=2, mode="ddp")},
+    **{name: {"precision": name} for name in ("tf32", "16-mixed", "bf16-true")},
+}
+# tested with an environment of its own, in test_batch_coupling.py, below, in test_adapt.py, test_out_of_memory.py, and
+# test_compilation.py
+ELSEWHERE = {Circumstance.JITTOR, Circumstance.COUPLING_LOSS, NO_BITSANDBYTES, Circumstance.ADAPTING, LIMIT}
 
 
-@pytest.mark.parametrize("pair", CASES, ids=" x ".join)
-def test_each_row_is_refused(pair: tuple[str, str]) -> None:
-    make, levers = CASES[pair]
-    device = find_device("cpu" if conflicts.NO_LINK in pair or precision.NO_TF32 in pair else "rtx-3090")
+@pytest.mark.parametrize("row", CONFLICTS, ids=lambda row: f"{row.one} x {row.other}")
+def test_each_row_is_refused(row: Conflict) -> None:
+    if not ELSEWHERE.isdisjoint((row.one, row.other)):
+        return
+    assert row.one in SET and (row.other in SET or row.other in MADE or row.other in (Circumstance.NO_LINK, NO_TF32))
+    workload = MADE.get(row.other, unclipped)()
+    if row.other == "bf16-true":
+        workload = dataclasses.replace(workload, bf16_updates="master-weights")
+    levers = replace(Levers(microbatch_size=4), **SET[row.one], **SET.get(row.other, {}))
+    device = find_device("cpu" if row.other in (Circumstance.NO_LINK, NO_TF32) else "rtx-3090")
     with pytest.raises(PlanError) as error:
-        check_combination(levers, make(), device, allowed="reduced")
-    assert row_of(pair) in str(error.value)
-
-
-def test_every_row_but_those_of_other_frameworks_is_tested() -> None:
-    # tested with an environment of its own, in test_batch_coupling.py, below, in test_adaptive.py,
-    # test_out_of_memory.py, and test_compilation.py
-    elsewhere = {
-        conflicts.JITTOR,
-        conflicts.COUPLING_LOSS,
-        replaced_optimizer.NO_BITSANDBYTES,
-        conflicts.ADAPTING,
-        LIMIT,
-    }
-    assert set(CASES) == {(r.one, r.other) for r in CONFLICTS if elsewhere.isdisjoint((r.one, r.other))}
+        check_combination(levers, workload, device, allowed="reduced")
+    assert row.row() in str(error.value)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +168,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_does_the_mathematics_of_adamw_is_known(kind: Any, options: dict[str, Any], is_adamw: bool) -> None:
     workload = lean()
     workload = dataclasses.replace(workload, optimizer=kind(workload.model.parameters(), **options))
-    assert (replaced_optimizer.NOT_ADAMW in circumstances(workload)) != is_adamw
+    assert (NOT_ADAMW in circumstances(workload)) != is_adamw
 
 
 @pytest.mark.parametrize("kind", ["a step of its own", "a hook of all optimizers", "one of several", "a scheduler"])
@@ -266,7 +185,7 @@ def test_code_that_runs_with_a_step_is_a_circumstance_and_a_schedulers_count_is_
     else:
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
     try:
-        assert (conflicts.OPTIMIZER_HOOKS in circumstances(workload)) == (kind != "a scheduler")
+        assert (Circumstance.OPTIMIZER_HOOKS in circumstances(workload)) == (kind != "a scheduler")
     finally:
         remove()
 
@@ -277,18 +196,18 @@ def test_batch_norm_is_allowed_microbatches_under_changed() -> None:
 
 def test_an_ordinary_step_meets_no_circumstance_but_what_the_cpu_lacks() -> None:
     found = circumstances(dataclasses.replace(unclipped(), bf16_updates="master-weights"), find_device("cpu"))
-    assert found == {precision.NO_TF32, conflicts.NO_LINK}
-    assert conflicts.NO_LINK not in circumstances(unclipped(), find_device("rtx-3090"))
+    assert found == {NO_TF32, Circumstance.NO_LINK}
+    assert Circumstance.NO_LINK not in circumstances(unclipped(), find_device("rtx-3090"))
 
 
 def test_a_link_must_be_known_or_measurable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies whose time nothing tells would look as if they cost nothing."""
     unknown = replace(find_device("rtx-3090"), link_bytes_per_second=0.0)
-    assert conflicts.NO_LINK in circumstances(unclipped(), unknown)
+    assert Circumstance.NO_LINK in circumstances(unclipped(), unknown)
     for pins in (True, False):
         monkeypatch.setattr("memfit.levers.registry.pins_memory", lambda kind, pins=pins: pins)
         here = replace(unknown, name="xpu:0", kind="xpu")
-        assert (conflicts.NO_LINK in circumstances(unclipped(), here)) != pins
+        assert (Circumstance.NO_LINK in circumstances(unclipped(), here)) != pins
 
 
 @pytest.mark.parametrize(
@@ -333,7 +252,7 @@ def test_the_optimizer_is_changed_where_nothing_else_is_cheap(captures: list[Lev
         memfit.plan(workload, budget=budget, numerics="exact", precisions=["32-true"], optimizers=(), points=1)
     captures.clear()
     tight = memfit.plan(workload, budget=budget, numerics="exact", precisions=["32-true"], points=1)
-    assert tight.levers.optimizer == "in-backward" and tight.classes[optimizer_in_backward.IN_BACKWARD] == "exact"
+    assert tight.levers.optimizer == "in-backward" and tight.classes[IN_BACKWARD] == "exact"
     bare = {replace(levers, regions=()) for levers in captures if levers.optimizer != "as-is"}
     assert bare == {Levers(microbatch_size=1, optimizer="in-backward")}
     assert "optimizer" in str(tight) and "in-backward" in str(tight)

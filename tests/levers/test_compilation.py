@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,8 +51,7 @@ class Whole(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = x + block(x)
-        y: torch.Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 class Broken(Whole):
@@ -66,8 +66,7 @@ class Broken(Whole):
         x = x + self.blocks[1](x)
         torch._dynamo.graph_break()
         x = x + self.blocks[2](x)
-        y: torch.Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 def cross_entropy(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -85,40 +84,40 @@ def workload_of(model: nn.Module) -> Workload:
     return Workload(model=model, batch=batch, loss_fn=cross_entropy, optimizer=optimizer, name="compiled")
 
 
-def workload_of_rows(model: nn.Module) -> Workload:
+def of_rows(make: Callable[[], nn.Module]) -> Callable[[], Workload]:
     """Return a workload whose samples are of many rows each: a plan has few sizes of microbatches to compile."""
-    workload = workload_of(model)
-    batch = {"x": workload.batch["x"].view(4, 64, 32), "y": workload.batch["y"].view(4, 64)}
-    return dataclasses.replace(workload, batch=batch, loss_fn=cross_entropy_of_rows)
+
+    def build() -> Workload:
+        torch.manual_seed(0)
+        workload = workload_of(make())
+        batch = {"x": workload.batch["x"].view(4, 64, 32), "y": workload.batch["y"].view(4, 64)}
+        return dataclasses.replace(workload, batch=batch, loss_fn=cross_entropy_of_rows)
+
+    return build
 
 
-def broken() -> Workload:
-    torch.manual_seed(0)
-    return workload_of_rows(Broken())
+def of_batch(make: Callable[[], nn.Module], batch: Callable[[], Any], **changes: Any) -> Callable[[], Workload]:
+    """Return a workload of a batch of its own: what the model takes, and the classes."""
+
+    def build() -> Workload:
+        torch.manual_seed(0)
+        model, (x, y) = make(), batch()
+        return dataclasses.replace(workload_of(model), batch={"x": x, "y": y}, **changes)
+
+    return build
 
 
-def whole() -> Workload:
-    torch.manual_seed(0)
-    return workload_of_rows(Whole())
-
-
-def short() -> Workload:
-    torch.manual_seed(0)
-    return workload_of_rows(Whole(1))
-
-
-def dropping() -> Workload:
-    torch.manual_seed(0)
-    block = [nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.2), nn.Linear(128, 32)]
-    return workload_of_rows(nn.Sequential(*block, nn.Linear(32, 10)))
-
-
-def convolutions() -> Workload:
-    torch.manual_seed(0)
-    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()]
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
-    batch = {"x": torch.randn(16, 3, 24, 24), "y": torch.randint(0, 10, (16,))}
-    return dataclasses.replace(workload_of(model), batch=batch)
+broken, whole, short = of_rows(Broken), of_rows(Whole), of_rows(lambda: Whole(1))
+dropping = of_rows(
+    lambda: nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.2), nn.Linear(128, 32), nn.Linear(32, 10))
+)
+convolutions = of_batch(
+    lambda: nn.Sequential(
+        *(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)),
+    ),
+    lambda: (torch.randn(16, 3, 24, 24), torch.randint(0, 10, (16,))),
+)
 
 
 class Reading(nn.Module):
@@ -139,8 +138,7 @@ class Reading(nn.Module):
             hidden = (2 * hidden).sigmoid()
         positive = sum((hidden.sum(1) > 0).tolist())
         hidden = self.second(hidden[(hidden.sum(1) > 0).nonzero().squeeze(1)]).relu() * positive
-        y: torch.Tensor = self.head(hidden)
-        return y
+        return self.head(hidden)
 
 
 class Checking(nn.Module):
@@ -158,8 +156,7 @@ class Checking(nn.Module):
         hidden = self.second(hidden).relu()
         if hidden.isnan().any().item() or torch.equal(hidden, -hidden):
             raise FloatingPointError("no activations")
-        y: torch.Tensor = self.head(hidden)
-        return y
+        return self.head(hidden)
 
 
 class Listening(nn.Module):
@@ -177,8 +174,7 @@ class Listening(nn.Module):
             self.first.register_forward_hook(lambda module, given, out: self.heard.append(out))
         self.heard.clear()
         hidden, _ = self.recurrent(self.first(x).relu().unflatten(0, (16, -1)))
-        y: torch.Tensor = self.head(hidden.flatten(0, 1) + self.heard[0])
-        return y
+        return self.head(hidden.flatten(0, 1) + self.heard[0])
 
 
 def listening() -> Workload:
@@ -200,10 +196,7 @@ class Interpolating(nn.Module):
         return torch.stack([nn.functional.interpolate(m, x.shape[-2:], mode="bilinear") for m in maps]).mean(0)
 
 
-def interpolating() -> Workload:
-    torch.manual_seed(0)
-    batch = {"x": torch.randn(8, 3, 32, 32), "y": torch.randint(0, 10, (8, 32, 32))}
-    return dataclasses.replace(workload_of(Interpolating()), batch=batch)
+interpolating = of_batch(Interpolating, lambda: (torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8, 32, 32))))
 
 
 class NextToken(nn.Module):
@@ -230,25 +223,14 @@ class TiedEnds(nn.Module):
         return nn.functional.linear(x + self.block(x), self.embedding.weight)
 
 
-def of_logits() -> Workload:
-    """The gradient of the logits takes the place of the sums that its kernel computes, and not that of the logits."""
-    torch.manual_seed(0)
-    batch = {"x": torch.randn(512, 64), "y": torch.randint(0, 2048, (512,))}
-    return dataclasses.replace(workload_of(nn.Linear(64, 2048)), batch=batch)
-
-
-def of_a_part_of_the_logits() -> Workload:
-    """A value that is summed and read again is computed for each, so that no tensor of its size is allocated."""
-    torch.manual_seed(0)
-    batch = {"x": torch.randn(8, 65, 64), "y": torch.randint(0, 2048, (8, 64))}
-    return dataclasses.replace(workload_of(NextToken()), batch=batch, loss_fn=cross_entropy_of_rows)
-
-
-def of_tied_ends() -> Workload:
-    """The gradient of the logits does not wait for that of the embedding."""
-    torch.manual_seed(0)
-    batch = {"x": torch.randint(0, 2048, (512,)), "y": torch.randint(0, 2048, (512,))}
-    return dataclasses.replace(workload_of(TiedEnds()), batch=batch)
+# The gradient of the logits takes the place of the sums that its kernel computes, and not that of the logits.
+of_logits = of_batch(lambda: nn.Linear(64, 2048), lambda: (torch.randn(512, 64), torch.randint(0, 2048, (512,))))
+# A value that is summed and read again is computed for each, so that no tensor of its size is allocated.
+of_a_part_of_the_logits = of_batch(
+    NextToken, lambda: (torch.randn(8, 65, 64), torch.randint(0, 2048, (8, 64))), loss_fn=cross_entropy_of_rows
+)
+# The gradient of the logits does not wait for that of the embedding.
+of_tied_ends = of_batch(TiedEnds, lambda: tuple(torch.randint(0, 2048, (2, 512))))
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
@@ -421,18 +403,12 @@ class Looping(nn.Module):
                 torch._dynamo.graph_break()
             found = layer(x)
             x = x + (found if self.breaks else found[0])
-        y: torch.Tensor = self.head(x)
-        return y
-
-
-def looping(breaks: bool) -> Workload:
-    torch.manual_seed(0)
-    return workload_of(Looping(breaks=breaks))
+        return self.head(x)
 
 
 GRAPH_BREAKS = {
-    "lstm-in-loop": lambda: looping(False),
-    "break-in-loop": lambda: looping(True),
+    "lstm-in-loop": lambda: workload_of(Looping(breaks=False)),
+    "break-in-loop": lambda: workload_of(Looping(breaks=True)),
     "between-blocks": broken,
     "hooks": listening,
 }
@@ -554,8 +530,7 @@ class Axes(nn.Module):
         hidden = self.first(x).relu()
         axes: list[int] = torch.arange(1, hidden.dim()).tolist()
         hidden = hidden - hidden.mean(axes, keepdim=True)
-        y: torch.Tensor = self.head(hidden) * (torch.full((), 3).item() - torch.ones(2, dtype=torch.long).sum().item())
-        return y
+        return self.head(hidden) * (torch.full((), 3).item() - torch.ones(2, dtype=torch.long).sum().item())
 
 
 @pytest.mark.filterwarnings("ignore:.*Tensor.item")  # torch.compile suggests an option of its own
@@ -601,14 +576,9 @@ def with_table(make: Any, calls: int) -> Workload:
 
 
 @pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
-def test_a_sparse_gradient_is_compiled(make: Any) -> None:
-    """Of what `EmbeddingBag` returns, its gradient needs outputs without a byte."""
+def test_a_sparse_gradient_is_compiled_and_a_sum_of_them_refused(make: Any) -> None:
+    """Of what `EmbeddingBag` returns, its gradient needs outputs without a byte; code of a sum fails as it runs."""
     assert any(map(is_kernel, capture_levers(with_table(make, 1), WHOLE, CPU).signatures))
-
-
-@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
-def test_sums_of_sparse_gradients_are_refused(make: Any) -> None:
-    """PyTorch compiles them to code that fails as it runs."""
     with pytest.raises(PlanError, match=r"computes with sparse gradients \(aten.add.Tensor\)"):
         capture_levers(with_table(make, 2), WHOLE, CPU)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from msgspec.structs import replace
 from torch import nn
 
 import memfit
-from memfit.levers.lean import worthwhile
+from memfit.ir import Levers
+from memfit.levers import NotOffered
+from memfit.levers.checkpointing import Lean, worthwhile
 from memfit.workload import Workload
 from tests.models import plain_trace, recurrent, transformer, unet
 
@@ -60,3 +63,23 @@ def test_a_model_with_little_of_them_is_not_captured_with_them() -> None:
     trace = plain_trace("recurrent")
     assert not worthwhile(recurrent(), trace, sum(s.nbytes for s in trace.storages) * 20)
     assert worthwhile(transformer(), plain_trace("transformer"), 1)
+
+
+@pytest.mark.parametrize(
+    ("peak_bytes", "text"),
+    [
+        (2**20, "norms, activations and dropouts keep less than 51.2 KiB"),
+        (2**12, "it lowers the peak by less than 205 B"),
+    ],
+)
+def test_a_refusal_says_how_little_it_is_about(peak_bytes: int, text: str) -> None:
+    step: Any = SimpleNamespace(
+        workload=unet(),
+        plain=Levers(microbatch_size=2),
+        trace=lambda levers: plain_trace("unet"),
+        predicted=lambda levers: SimpleNamespace(peak_bytes=peak_bytes),
+        budget_bytes=None,
+        tries_all=False,
+    )
+    with pytest.raises(NotOffered, match=text):
+        Lean().propose(step, [step.plain])

@@ -16,18 +16,15 @@ from tests.measuring import peaks
 from tests.models import recurrent, transformer
 
 
-def test_sizes_divide_the_batch_where_some_size_about_half_does() -> None:
-    assert microbatch_sizes(8) == [8, 4, 2, 1]
-    assert microbatch_sizes(12) == [12, 6, 3, 1]
-    assert microbatch_sizes(15) == [15, 5, 3, 1]
-    assert microbatch_sizes(1) == [1]
-    assert microbatch_sizes(4096) == [4096, 2048, 1024, 512, 1]
-
-
-def test_a_prime_number_of_samples_is_halved_unevenly() -> None:
-    assert microbatch_sizes(7) == [7, 4, 2, 1]
-    assert microbatch_sizes(13) == [13, 7, 4, 2, 1]
-    assert microbatch_sizes(14) == [14, 7, 4, 2, 1]
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *([8, 4, 2, 1], [12, 6, 3, 1], [15, 5, 3, 1], [1], [4096, 2048, 1024, 512, 1]),
+        *([7, 4, 2, 1], [13, 7, 4, 2, 1], [14, 7, 4, 2, 1]),  # halved unevenly
+    ],
+)
+def test_sizes_divide_the_batch_where_some_size_about_half_does(sizes: list[int]) -> None:
+    assert microbatch_sizes(sizes[0]) == sizes
 
 
 @given(st.integers(1, 10_000))

@@ -23,7 +23,6 @@ from memfit.errors import PlanError, UsageError
 from memfit.foundations import format_bytes
 from memfit.ir import Levers, Plan
 from memfit.levers import applied
-from memfit.levers.casts import is_cast
 from memfit.pipeline.adaptive import Adaptive, ShapeInterpolation, shapes_of
 from memfit.training import Step, latest
 from memfit.training.guards import loop_memory as growth
@@ -152,8 +151,8 @@ def test_modules_in_fp32_stay_so_while_plans_change() -> None:
     lengths = [64, 20]
     with memfit.apply(made, planned, adaptive=True) as step:
         losses = [step(cut(planned, tokens, 1)).loss for tokens in lengths]
-        assert is_cast(planned.model)
-    assert not is_cast(planned.model)
+        assert casts_of(planned.model)
+    assert not casts_of(planned.model)
     with applied(Levers(precision="bf16-mixed", microbatch_size=1), plain) as single:
         assert losses == pytest.approx([single(cut(plain, tokens, 1)).loss for tokens in lengths], rel=1e-3)
 
@@ -164,7 +163,7 @@ def test_weights_in_bf16_are_refused_with_the_table_s_row(plan: Plan) -> None:
     other = msgspec.structs.replace(plan, levers=lower, fingerprint=fingerprint(work), allowed="reduced")
     with pytest.raises(PlanError, match="predictions for other shapes need the original model"):
         memfit.apply(other, work, adaptive=True)
-    assert not is_cast(work.model)
+    assert not casts_of(work.model)
 
 
 class Normalised(nn.Module):

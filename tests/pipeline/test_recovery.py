@@ -28,7 +28,7 @@ from memfit import ir
 from memfit.errors import MemoryLimitError, OutOfMemoryError
 from memfit.ir import Levers, Plan, Region, RunRecord
 from memfit.levers import applied
-from memfit.levers.switch import lower_candidates
+from memfit.levers.stack import lower_candidates
 from memfit.pipeline import _apply
 from memfit.recipes.byte_lm import SeededBatches
 from memfit.training import Recovery, RunOptions, StepRecord, Trainer, latest

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from memfit.cost.cpu_costs import measure as measure_operators
 from memfit.hardware import allocated
 from memfit.ir import Precision, Trace, simulate
-from memfit.levers.casts import autocast
+from memfit.levers.precision import autocast
 from memfit.ranks import Mode, Sharding, mesh_of, repeated_blocks, shard, shared
 from memfit.ranks.one_rank import buckets
 from memfit.recomputation import checkpointed

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +56,27 @@ class Chain(nn.Module):
 def blocks(*indices: int, keep: tuple[str, ...] = ()) -> Region:
     """Return a run of a chain's blocks."""
     return Region(tuple(f"blocks.{i}" for i in indices), keep)
+
+
+def chain(blocks: int = 5, dim: int = 16) -> Chain:
+    torch.manual_seed(0)
+    return Chain(dim, blocks)
+
+
+def loss(model: nn.Module, samples: int = 8, dim: int = 16) -> torch.Tensor:
+    x = torch.linspace(-1, 1, samples * dim).view(samples, dim)
+    return model(x).square().mean()
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """Collect no cycles, which would hold memory that autograd lets go of, until the context is left."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 Forward = Callable[[nn.Module], torch.Tensor]

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from memfit.ir import Region
-from memfit.recomputation import foreign_generators, generators, lean
-from memfit.recomputation.generators import DrawnStates
-from tests.recomputation.steps import Residual, differing, results
+from memfit.recomputation import foreign_generators, lean
+from memfit.recomputation.call_state import CallState
+from tests.recomputation.steps import Residual, differing, loss, results
 
 ALWAYS = np.random.default_rng(5)
 
@@ -76,16 +76,12 @@ def model(draw: Callable[[Any], float]) -> nn.Sequential:
     return nn.Sequential(Skipped(draw), nn.Linear(16, 16), Skipped(draw))
 
 
-def losses(model: nn.Module) -> torch.Tensor:
-    return model(torch.linspace(-1, 1, 128).view(8, 16)).square().mean()
-
-
 def run(draw: Callable[[Any], float], regions: list[Region]) -> dict[str, Any]:
     """Return what some steps leave, with the states of the generators after them."""
     made = model(draw)
     random.seed(0), np.random.seed(0), np.random.randn()
     ALWAYS.bit_generator.state = np.random.default_rng(6).bit_generator.state
-    found = results(made, losses, regions)
+    found = results(made, loss, regions)
     for name, state in (
         ("Python's", random.getstate()),
         ("NumPy's", np.random.get_state()),
@@ -107,8 +103,8 @@ def test_without_the_generators_set_back_the_gradients_are_others(monkeypatch: p
     for regions in ([], [Region(("1",))]):
         torch.manual_seed(0), np.random.seed(0)
         made = nn.Sequential(nn.Linear(16, 16), DrawingNorm(np.random.rand), nn.Linear(16, 16))
-        found.append(results(made, losses, regions))
-        monkeypatch.setattr(generators.DrawnStates, "restore", lambda self: None)
+        found.append(results(made, loss, regions))
+        monkeypatch.setattr(CallState, "restore", lambda self: None)
     assert "gradient 0 of 0.weight" in differing(*found)
 
 
@@ -127,9 +123,6 @@ class DrawingNorm(nn.Module):
     "draw", [random.random, np.random.rand, functools.partial(torch.rand, 16)], ids=["random", "numpy", "torch"]
 )
 def test_lean_modules_draw_again_what_they_drew(draw: Callable[[], Any]) -> None:
-    def loss(model: nn.Module) -> torch.Tensor:
-        return model(torch.linspace(-1, 1, 512).view(32, 16)).square().mean()
-
     found = []
     for patterns in ((), ("*",)):
         torch.manual_seed(0), random.seed(0), np.random.seed(0)
@@ -137,27 +130,27 @@ def test_lean_modules_draw_again_what_they_drew(draw: Callable[[], Any]) -> None
             nn.Linear(16, 16), DrawingNorm(draw), nn.Linear(16, 16), DrawingNorm(draw), nn.Linear(16, 4)
         )
         with lean(made, patterns):
-            found.append(results(made, loss))
+            found.append(results(made, functools.partial(loss, samples=32)))
     assert differing(*found) == []
 
 
 def test_only_the_states_of_generators_that_were_drawn_from_are_kept() -> None:
     own = torch.Generator()
     among = foreign_generators([own])
-    draws = DrawnStates(among)
+    draws = CallState((), (), among)
     draws.end()
     assert draws.drawn == []
-    draws = DrawnStates(among)
+    draws = CallState((), (), among)
     torch.rand(1), torch.rand(2, generator=own)
     draws.end()
     assert draws.drawn == among[2:]
-    draws = DrawnStates(among)
+    draws = CallState((), (), among)
     np.random.randn()
     draws.end()
     assert draws.drawn == [among[1]]
-    draws = DrawnStates(among)
+    draws = CallState((), (), among)
     np.random.randn()  # the other of the pair, for which no bits are drawn
     draws.end()
     assert draws.drawn == [among[1]]
     random.random()
-    assert [source for source in DrawnStates(among).drawn if source is among[0]]
+    assert [source for source in CallState((), (), among).drawn if source is among[0]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from memfit.hardware import allocated
 from memfit.ir import Region
 from memfit.recomputation import checkpointed
 from tests.covering import each
-from tests.recomputation.steps import Chain, Residual, blocks, differing, executed, results
+from tests.recomputation.steps import Chain, Residual, blocks, differing, executed, loss, results
 
 transformers = pytest.importorskip("transformers")
 
@@ -27,28 +27,17 @@ def regions(*runs: str | tuple[str, ...], keep: tuple[str, ...] = ()) -> list[Re
     return [Region((run,) if isinstance(run, str) else run, keep) for run in runs]
 
 
-def gpt2(**options: Any) -> nn.Module:
+def model_of(kind: str, **options: Any) -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.GPT2Config(n_layer=4, n_embd=32, n_head=4, n_positions=16, vocab_size=64, **options)
-    model = transformers.GPT2LMHeadModel(config).train()
-    assert isinstance(model, nn.Module)
-    return model
-
-
-def llama(**options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(num_hidden_layers=4, vocab_size=64, attention_dropout=0.1, **sizes, **options)
-    model = transformers.LlamaForCausalLM(config).train()
-    assert isinstance(model, nn.Module)
-    return model
-
-
-def bert(**options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
-    config = transformers.BertConfig(num_hidden_layers=4, vocab_size=64, max_position_embeddings=16, **sizes, **options)
-    model = transformers.BertForMaskedLM(config).train()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4}
+    own: dict[str, Any] = {
+        "GPT2": {"n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": 16},
+        "Llama": {**sizes, "num_key_value_heads": 2, "attention_dropout": 0.1},
+        "Bert": {**sizes, "max_position_embeddings": 16},
+    }
+    build = {"GPT2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM", "Bert": "BertForMaskedLM"}[kind]
+    config = getattr(transformers, f"{kind}Config")(vocab_size=64, **own[kind], **options)
+    model = getattr(transformers, build)(config).train()
     assert isinstance(model, nn.Module)
     return model
 
@@ -57,46 +46,40 @@ def lm_loss(model: nn.Module) -> torch.Tensor:
     ids = torch.arange(32).view(2, 16) % 60
     mask = torch.ones(2, 16, dtype=torch.long)
     mask[1, 12:] = 0
-    loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss
-    assert isinstance(loss, torch.Tensor)
-    return loss
+    return model(input_ids=ids, attention_mask=mask, labels=ids).loss
 
 
 def layers(prefix: str, *indices: int) -> tuple[str, ...]:
     return tuple(f"{prefix}.{i}" for i in indices)
 
 
-GPT2, LLAMA, BERT = "transformer.h", "model.layers", "bert.encoder.layer"
-MODELS: dict[str, tuple[Callable[..., nn.Module], str, str]] = {
-    "gpt2": (gpt2, GPT2, "mlp"),
-    "llama": (llama, LLAMA, "mlp"),
-    "bert": (bert, BERT, "attention"),
-}
+GPT2, LLAMA = "transformer.h", "model.layers"
+MODELS = {"GPT2": (GPT2, "mlp"), "Llama": (LLAMA, "mlp"), "Bert": ("bert.encoder.layer", "attention")}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_models_train_bitwise_the_same(name: str) -> None:
-    build, prefix, part = MODELS[name]
-    plain = results(build(use_cache=False), lm_loss)
+    prefix, part = MODELS[name]
+    plain = results(model_of(name, use_cache=False), lm_loss)
     for chosen in (
         regions(*layers(prefix, 0, 1, 2, 3)),
         regions(layers(prefix, 0, 1, 2)),
         regions(layers(prefix, 0, 1), layers(prefix, 2, 3), keep=("aten.addmm.default#1", "aten.mm.default#3")),
         regions(layers(prefix, 0, 1, 2, 3), f"{prefix}.1.{part}", f"{prefix}.3.{part}"),
     ):
-        assert not differing(results(build(use_cache=False), lm_loss, chosen), plain)
+        assert not differing(results(model_of(name, use_cache=False), lm_loss, chosen), plain)
 
 
 def test_no_boundary_between_transformers_layers_is_kept() -> None:
     """The layers' outputs are what the next ones get, as the same tensor objects."""
 
     def kept_bytes(chosen: list[Region]) -> int:
-        model = gpt2(use_cache=False)
+        model = model_of("GPT2", use_cache=False)
         with checkpointed(model, chosen):
             lm_loss(model)
             with allocated() as meter:
-                loss = lm_loss(model)
-            del loss
+                value = lm_loss(model)
+            del value
         return meter.net_bytes
 
     apart, together = kept_bytes(regions(*layers(GPT2, 0, 1, 2, 3))), kept_bytes(regions(layers(GPT2, 0, 1, 2, 3)))
@@ -106,17 +89,17 @@ def test_no_boundary_between_transformers_layers_is_kept() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_models_that_checkpoint_themselves(name: str) -> None:
     """Inside of regions, and around them: theirs is within the layer's `__call__`."""
-    build, prefix, part = MODELS[name]
+    prefix, part = MODELS[name]
 
     def built() -> nn.Module:
-        model = build(use_cache=False)
+        model = model_of(name, use_cache=False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # transformers 5 renames the switch
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
 
     plain = results(built(), lm_loss)
-    assert not differing(results(build(use_cache=False), lm_loss), plain)
+    assert not differing(results(model_of(name, use_cache=False), lm_loss), plain)
     for chosen in (
         regions(layers(prefix, 0, 1), f"{prefix}.3.{part}"),
         regions(layers(prefix, 1, 2, 3), f"{prefix}.1.{part}"),
@@ -126,7 +109,7 @@ def test_transformers_models_that_checkpoint_themselves(name: str) -> None:
 
 
 def test_a_cache_is_found_and_named() -> None:
-    model = llama(use_cache=True)
+    model = model_of("Llama", use_cache=True)
     with checkpointed(model, regions(layers(LLAMA, 0, 1))):
         with pytest.raises(RecomputationError, match=r"'model\.layers\.0'.*use_cache=False"):
             lm_loss(model).backward()
@@ -176,10 +159,6 @@ class Dataclassed(nn.Module):
         return Output(y, {"scale": 0.5, "y": y.sin()})
 
 
-def tied_loss(model: nn.Module) -> torch.Tensor:
-    return model(torch.linspace(-1, 1, 128).view(8, 16)).square().mean()
-
-
 def tied() -> nn.Module:
     torch.manual_seed(0)
     return Tied()
@@ -200,13 +179,13 @@ def tied() -> nn.Module:
     ids=str,
 )
 def test_models_with_everything_train_bitwise_the_same(chosen: list[Region]) -> None:
-    assert not differing(results(tied(), tied_loss, chosen), results(tied(), tied_loss))
+    assert not differing(results(tied(), loss, chosen), results(tied(), loss))
 
 
 def test_outputs_that_are_dataclasses_are_wired() -> None:
     """So that no tensor between two modules is kept."""
-    found = executed(tied(), tied_loss, regions(("data", "more")))
-    plain = executed(tied(), tied_loss)
+    found = executed(tied(), loss, regions(("data", "more")))
+    plain = executed(tied(), loss)
     assert found["aten.tanh.default"] - plain["aten.tanh.default"] == 2
 
 
@@ -225,18 +204,12 @@ def test_distributed_data_parallel(options: dict[str, Any]) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        plain = results(wrapped(), tied_loss)
+        plain = results(wrapped(), loss)
         for chosen in (
             regions("module.embed", ("module.data", "module.more")),
             regions("module", ("module.data", "module.more")),
         ):
-            assert not differing(results(wrapped(), tied_loss, chosen), plain)
-
-
-def chain_loss(model: nn.Module) -> torch.Tensor:
-    loss = model(torch.linspace(-1, 1, 128).view(8, 16)).square().mean()
-    assert isinstance(loss, torch.Tensor)
-    return loss
+            assert not differing(results(wrapped(), loss, chosen), plain)
 
 
 class Backend:
@@ -286,12 +259,12 @@ def compiled_chain(what: str, backend: Backend) -> nn.Module:
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own, of arguments
 def test_models_under_compile(what: str, chosen: list[Region]) -> None:
-    plain = results(compiled_chain(what, Backend()), chain_loss)
+    plain = results(compiled_chain(what, Backend()), loss)
     backend = Backend()
     model = compiled_chain(what, backend)
     names = {name.replace("_orig_mod.", ""): name for name, _ in reversed(list(model.named_modules()))}
     named = [Region(tuple(names[fqn] for fqn in region.modules)) for region in chosen]
-    assert not differing(results(model, chain_loss, named), plain)
+    assert not differing(results(model, loss, named), plain)
     assert not any("_Recomputed" in repr(vars(m)) for m in model.modules())
     if what in ("block", "block in place", "part in place"):
         assert backend.graphs >= 1 and backend.runs > 3  # compiled code runs in each step, and again
@@ -302,6 +275,6 @@ def test_parts_without_gradients() -> None:
     model = Chain()
     for parameter in model.blocks[:2].parameters():
         parameter.requires_grad_(False)
-    assert not differing(results(model, chain_loss, [blocks(0, 1, 2, 3)]), results(model, chain_loss))
-    found, plain = executed(model, chain_loss, [blocks(0, 1, 2, 3)]), executed(model, chain_loss)
+    assert not differing(results(model, loss, [blocks(0, 1, 2, 3)]), results(model, loss))
+    found, plain = executed(model, loss, [blocks(0, 1, 2, 3)]), executed(model, loss)
     assert found["aten.gelu.default"] - plain["aten.gelu.default"] == 4  # of which nothing is kept between them

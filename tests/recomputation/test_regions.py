@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,12 +12,12 @@ import torch
 from torch import nn
 
 from memfit.errors import PlanError, PlanMismatchError
-from memfit.ir import Keep, Precision, Regions
+from memfit.ir import Keep, Precision, Region, Regions
 from memfit.recomputation import checkpointed, is_checkpointed
 from memfit.solver import options
 from memfit.workload import Workload
 from tests.models import BUILDERS, COSTS, convnet, plain_trace, recurrent, regions_of, step_of, transformer, twice, unet
-from tests.recomputation.steps import Executed, differing
+from tests.recomputation.steps import Chain, Executed, blocks, differing
 
 ALL_REGIONS: dict[str, dict[str, Keep]] = {
     "transformer": {"blocks.0": (), "blocks.1.mlp": (), "drop": ()},
@@ -78,13 +77,6 @@ def test_keeping_operators_changes_no_bit(name: str, precision: Precision) -> No
     found = {f: k for f, k in found.items() if not any(f.startswith(f"{other}.") for other in found)}
     plain = trained(BUILDERS[name](), {}, precision=precision, steps=1)
     assert not differing(trained(BUILDERS[name](), found, precision=precision, steps=1), plain)
-
-
-def test_running_statistics_count_a_batch_once() -> None:
-    workload = convnet()
-    trained(workload, {"stem": (), "stages": ()}, steps=4)
-    assert workload.model.stem[1].num_batches_tracked.item() == 5
-    assert workload.model.stages[0].bn1.num_batches_tracked.item() == 5
 
 
 def executed(workload: Workload, regions: dict[str, Keep]) -> Counter[str]:
@@ -193,19 +185,6 @@ def test_the_recomputation_stops_after_the_last_saved_tensor() -> None:
     assert plain["aten.convolution.default"] == planned["aten.convolution.default"] > 0
 
 
-def test_an_exception_in_the_forward_pass_leaves_no_trace() -> None:
-    workload = twice()
-
-    def fail(*args: Any) -> None:
-        raise ValueError("broken")
-
-    handle = workload.model.between[1].register_forward_hook(fail)
-    with pytest.raises(ValueError, match="broken"), checkpointed(workload.model, regions_of({"between": ()})):
-        workload.model(workload.batch[0])
-    handle.remove()
-    assert not differing(trained(workload, {}), trained(twice(), {}))
-
-
 def test_a_copy_of_a_checkpointed_model_is_bound_to_itself() -> None:
     workload = twice()
     x = workload.batch[0]
@@ -224,26 +203,45 @@ def test_a_copy_of_a_checkpointed_model_is_bound_to_itself() -> None:
     assert all(p.grad is not None for p in copied.parameters())
 
 
-@contextmanager
-def entered(model: nn.Module, regions: dict[str, Keep]) -> Iterator[None]:
-    with checkpointed(model, regions_of(regions)):
-        yield
-
-
-def test_regions_that_cannot_be_are_refused() -> None:
-    model = transformer().model
-    with pytest.raises(PlanMismatchError, match=r"'blocks\.7'"), entered(model, {"blocks.7": ()}):
+def refused(model: nn.Module, regions: Sequence[Region], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text), checkpointed(model, regions):
         pass
-    with pytest.raises(PlanError, match=r"'blocks\.0\.mlp' within 'blocks\.0', and the outer region keeps"):
-        with entered(model, {"blocks.0.mlp": (), "blocks.0": ("aten.addmm.default#0",)}):
-            pass
-    with checkpointed(model, regions_of({"blocks.0": ()})):
-        with pytest.raises(PlanError, match="already"), entered(model, {"blocks.0": ()}):
-            pass
-        with pytest.raises(PlanError, match="already"), entered(model, {"blocks.0.mlp": ()}):
-            pass
-        with pytest.raises(PlanError, match="already"), entered(model, {"": ()}):
-            pass
+
+
+@pytest.mark.parametrize(
+    ("regions", "error", "text"),
+    [
+        ([blocks(7)], PlanMismatchError, r"'blocks\.7'"),
+        ([blocks(0, 1), blocks(1, 2)], PlanError, r"'blocks\.1' twice"),
+        ([blocks(0, 0)], PlanError, r"'blocks\.0' twice"),
+        ([Region(("blocks.0", "blocks.0.f"))], PlanError, "of one run"),
+        (
+            [Region(("blocks.0.f",)), blocks(0, keep=("aten.addmm.default#0",))],
+            PlanError,
+            r"'blocks\.0\.f' within 'blocks\.0', and the outer region keeps",
+        ),
+        (
+            [blocks(0, 1, keep=("aten.addmm.default#0",)), Region(("blocks.1.f",))],
+            PlanError,
+            r"'blocks\.1\.f' within 'blocks\.1'",
+        ),
+        ([Region(("blocks.1",), (), True, "nowhere")], PlanMismatchError, "prefetch"),
+        ([Region(("blocks.1",), (), False, "blocks.2")], PlanError, "offload=False"),
+        ([Region(("blocks.1",), offload=True), Region(("blocks.1.f",))], PlanError, "can't be nested"),
+        ([Region(("blocks.1",)), Region(("blocks.1.f",), offload=True)], PlanError, "can't be nested"),
+    ],
+)
+def test_regions_that_cannot_be_are_refused(regions: list[Region], error: type[Exception], text: str) -> None:
+    model = Chain()
+    refused(model, regions, error, text)
+    assert not is_checkpointed(model) and not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_regions_are_put_on_once() -> None:
+    model = Chain()
+    with checkpointed(model, [blocks(0)]):
+        for modules in (("blocks.0",), ("blocks.0.f",), ("",)):
+            refused(model, [Region(modules)], PlanError, "already")
         assert is_checkpointed(model)
     assert not is_checkpointed(model)
 
@@ -269,12 +267,3 @@ def test_passes_without_gradients_are_unaffected() -> None:
         assert mode.counts["aten.convolution.default"] == 5
         assert torch.equal(workload.model(x), plain)
     assert not differing(dict(workload.model.state_dict()), dict(before))
-
-
-def test_the_recomputation_runs_under_the_same_autocast() -> None:
-    seen: list[torch.dtype] = []
-    workload = twice()
-    workload.model.between[1].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-    with step_of(workload, precision="bf16-mixed", regions={"between": ()}) as step:
-        step.gradients(workload.batch)
-    assert seen == [torch.bfloat16, torch.bfloat16]

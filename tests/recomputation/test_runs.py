@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,23 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from memfit.errors import PlanError, PlanMismatchError
 from memfit.hardware import allocated
 from memfit.ir import Region
 from memfit.recomputation import checkpointed
-from tests.recomputation.steps import Chain, blocks, differing, executed, results
+from tests.recomputation.steps import Chain, blocks, chain, differing, executed, loss, results, without_collector
 
 ADDMM, GELU, DROPOUT = "aten.addmm.default", "aten.gelu.default", "aten.bernoulli_.float"
-
-
-def chain(blocks: int = 5) -> Chain:
-    torch.manual_seed(0)
-    return Chain(blocks=blocks)
-
-
-def loss(model: nn.Module, samples: int = 8) -> torch.Tensor:
-    x = torch.linspace(-1, 1, samples * 16).view(samples, 16)
-    return model(x).square().mean()
 
 
 def again(regions: list[Region], model: nn.Module | None = None) -> dict[str, int]:
@@ -74,13 +60,8 @@ def test_nothing_is_left_behind_without_the_collector(regions: list[Region]) -> 
 
     with checkpointed(model, regions):
         some_steps()
-        gc.collect()
-        gc.disable()
-        try:
-            with allocated() as meter:
-                some_steps()
-        finally:
-            gc.enable()
+        with without_collector(), allocated() as meter:
+            some_steps()
     assert meter.net_bytes == 0 < meter.peak_bytes
 
 
@@ -171,30 +152,6 @@ def test_no_tensor_between_the_modules_of_a_run_stays_alive() -> None:
 def test_regions_within_lower_the_peak_of_an_outer_one() -> None:
     outer = [blocks(*range(8))]
     assert peak_bytes([*outer, *(Region((f"blocks.{i}.f",)) for i in range(8))]) < 0.8 * peak_bytes(outer)
-
-
-@contextmanager
-def entered(model: nn.Module, regions: list[Region]) -> Iterator[None]:
-    with checkpointed(model, regions):
-        yield
-
-
-def test_regions_that_cannot_be_are_refused() -> None:
-    model = chain()
-    for regions, kind, message in (
-        ([blocks(4, 5)], PlanMismatchError, r"'blocks\.5'"),
-        ([blocks(0, 1), blocks(1, 2)], PlanError, r"'blocks\.1' twice"),
-        ([blocks(0, 0)], PlanError, r"'blocks\.0' twice"),
-        ([Region(("blocks.0", "blocks.0.f"))], PlanError, "of one run"),
-        (
-            [blocks(0, 1, keep=(f"{ADDMM}#0",)), Region(("blocks.1.f",))],
-            PlanError,
-            r"'blocks\.1\.f' within 'blocks\.1'",
-        ),
-    ):
-        with pytest.raises(kind, match=message), entered(model, regions):
-            pass
-    assert not any("forward" in m.__dict__ for m in model.modules())
 
 
 class Wild(Chain):
@@ -333,17 +290,12 @@ def test_an_exception_in_the_forward_pass_leaves_no_trace() -> None:
 
     with checkpointed(model, [blocks(0, 1, 2), Region(("blocks.1.f",))]):
         handle = model.blocks[1].f.register_forward_hook(fail)
-        gc.collect()
-        gc.disable()
-        try:
-            with allocated() as meter:
-                for _ in range(3):
-                    with pytest.raises(ValueError, match="broken"):
-                        loss(model)
-            assert meter.net_bytes == 0
-        finally:
-            gc.enable()
-            handle.remove()
+        with without_collector(), allocated() as meter:
+            for _ in range(3):
+                with pytest.raises(ValueError, match="broken"):
+                    loss(model)
+        assert meter.net_bytes == 0
+        handle.remove()
     assert not differing(results(model, loss, [blocks(0, 1, 2)]), plain)
 
 
@@ -372,20 +324,17 @@ def test_an_exception_in_the_recomputation_sets_everything_back() -> None:
 def test_a_copy_of_a_model_has_passes_of_its_own() -> None:
     model = chain()
     with checkpointed(model, [blocks(0, 1, 2)]):
-        value = model.blocks[0](torch.ones(2, 16))
+        value = model.blocks[0](torch.ones(2, 16))  # a pass is open
         copied = copy.deepcopy(model)
-        assert copied.blocks[0].forward.passes is copied.blocks[1].forward.passes
-        assert copied.blocks[0].forward.passes is not model.blocks[0].forward.passes
-        assert copied.blocks[0].forward.passes._open() is None is not model.blocks[0].forward.passes._open()
         del value
-        assert not differing(results_within(copied), results_within(model))
-        loss(copied).backward()
+        found = []
+        for each in (copied, model):
+            torch.manual_seed(1)
+            found.append(loss(each))
+        assert torch.equal(*found)
+        found[0].backward()
     assert all(p.grad is None for p in model.parameters())
-
-
-def results_within(model: nn.Module) -> dict[str, torch.Tensor]:
-    torch.manual_seed(1)
-    return {"loss": loss(model).detach()}
+    assert all(p.grad is not None for p in copied.parameters())
 
 
 def test_autocast_that_changes_between_calls_begins_another_pass() -> None:
@@ -478,12 +427,7 @@ def test_graphs_that_reach_a_frame_through_the_parents_tensors_are_let_go_of() -
     model = Wild([0, 1, 2, 3], "new")
     with checkpointed(model, [blocks(0, 1, 2, 3)]):
         loss(model)
-        gc.collect()
-        gc.disable()
-        try:
-            with allocated() as meter:
-                for _ in range(3):
-                    loss(model)
-        finally:
-            gc.enable()
+        with without_collector(), allocated() as meter:
+            for _ in range(3):
+                loss(model)
     assert meter.net_bytes == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import types
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from memfit._torch import (
     untold_calls,
 )
 from memfit.capture import KnownValues, Recorder, composites_lifted
-from memfit.compiled.joint_graph import CallNames, has_symbols, users_of_sparse
+from memfit.compiled.joint_graph import has_symbols, users_of_sparse
 from memfit.compiled.joint_rewriter import recompute_regions
 from memfit.compiled.kernel_recording import RecordedGraph
 from memfit.compiled.layouts import hold_masks_as_bytes, lay_out_channels_last, show_in_any_layout
@@ -40,7 +41,7 @@ class PlannedBackend:
     """Compiles graphs with Inductor, so that their backward passes recompute regions.
 
     Args:
-        regions: Modules' calls, as `CallNames` names them.
+        regions: Modules' calls: further ones of a module have "@1", "@2" after its FQN.
         channels_last: Whether convolutions run with their channels last, where a graph has few others.
         is_on_paper: Whether the graphs run under fake tensors, to be recorded, and no code is made.
 
@@ -56,7 +57,7 @@ class PlannedBackend:
 
     def begin(self) -> None:
         """Name calls from the first on: the next graphs are those of another run of the function."""
-        self._names = CallNames()
+        self._called = Counter[str]()
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph."""
@@ -73,7 +74,12 @@ class PlannedBackend:
                 error = error.__cause__ or error.__context__
             if error is None:
                 raise
-            return _raising(error)  # raised while it compiles, the compiler would wrap it
+            found = error
+
+            def fail(*_: Any) -> Any:  # raised while it compiles, the compiler would wrap it
+                raise found
+
+            return fail
 
     def _partition(self, module: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
         if has_symbols(module.graph):
@@ -91,11 +97,9 @@ class PlannedBackend:
         if self.channels_last:
             lay_out_channels_last(module.graph)
         joint, called = recompute_regions(
-            module.graph, forward_outputs, str(current_compile_id()), self.regions, self._names
+            module.graph, forward_outputs, str(current_compile_id()), self.regions, self._called
         )
         self.called.update(called)
-        for name in called:
-            self._names.next(name.partition("@")[0])
         self.graphs += 1
         if self.is_on_paper:
             self._recorded = RecordedGraph(joint)
@@ -107,13 +111,6 @@ class PlannedBackend:
         if self._recorded is None:  # no backward pass: its operators are recorded one by one
             return boxed(module.forward)
         return self._recorded.code(module, is_backward=bool(options.get("is_backward")))
-
-
-def _raising(error: MemfitError) -> Callable[..., Any]:
-    def fail(*_: Any) -> Any:
-        raise error
-
-    return fail
 
 
 class CompiledLoss:
@@ -140,7 +137,9 @@ class CompiledLoss:
         Raises:
             PlanError: It can't be compiled, or not as the plan says.
         """
-        shape = _shape_of(batch)
+        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in leaves_of(batch))
+        is_cast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+        shape = shapes, torch.is_grad_enabled(), is_cast  # what code is for
         is_new = shape not in self._shapes
         if is_new and len(self._shapes) == MOST_SHAPES:
             raise PlanError(
@@ -151,9 +150,19 @@ class CompiledLoss:
         self._backend.begin()
         # Not at every step: to change the filters has Python show each warning of the user's anew.
         quiet = is_new or recorder is not None
-        quieted = _without_notices() if quiet else contextlib.nullcontext()
-        with recompilations_limited(), self._seen_code.collecting(), _explained(), quieted:
-            loss = self._compiled(model, batch) if recorder is None else self._recorded(recorder, model, batch)
+        quieted = warnings.catch_warnings() if quiet else contextlib.nullcontext()
+        with recompilations_limited(), self._seen_code.collecting(), quieted:
+            if quiet:  # a warning that Dynamo causes itself: it looks at the gradients of outputs of earlier graphs
+                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+            try:
+                loss = self._compiled(model, batch) if recorder is None else self._recorded(recorder, model, batch)
+            except compiler_errors() as e:
+                inner = getattr(e, "inner_exception", e)  # of the back end
+                said = (str(inner).strip().splitlines() or [""])[0]
+                raise PlanError(
+                    f"the step can't be compiled ({type(inner).__name__}: {said}): set levers.compiler to 'none', or"
+                    " plan with compile=False"
+                ) from inner
         if self._backend.graphs > graphs or (is_new and torch.is_grad_enabled()):
             self._check_graphs()
         self._shapes.add(shape)
@@ -194,34 +203,6 @@ class CompiledLoss:
             )
 
 
-def _shape_of(batch: Any) -> Any:
-    """Return the key of a batch's code: shapes and dtypes, autocast, and whether gradients are recorded."""
-    shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in leaves_of(batch))
-    return shapes, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-
-
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """Raise a compiler's errors as errors of the plan."""
-    try:
-        yield
-    except compiler_errors() as e:
-        inner = getattr(e, "inner_exception", e)  # of the back end
-        said = (str(inner).strip().splitlines() or [""])[0]
-        raise PlanError(
-            f"the step can't be compiled ({type(inner).__name__}: {said}): set levers.compiler to 'none', or plan with"
-            " compile=False"
-        ) from inner
-
-
-@contextlib.contextmanager
-def _without_notices() -> Iterator[None]:
-    """Leave out warnings that Dynamo causes itself: it looks at the gradients of outputs of earlier graphs."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        yield
-
-
 @contextlib.contextmanager
 def unwatched(model: nn.Module) -> Iterator[None]:
     """Take a recorder's hooks off a model's modules, until the context is left.
@@ -236,7 +217,8 @@ def unwatched(model: nn.Module) -> Iterator[None]:
     for module in model.modules():
         mappings = all_forward_hooks(module)
         contents = [dict(mapping.items()) for mapping in mappings]  # a mapping may hide its length
-        watching = {key for content in contents for key, hook in content.items() if _is_of_recorder(hook)}
+        hooks = [item for content in contents for item in content.items()]
+        watching = {key for key, hook in hooks if isinstance(getattr(hook, "__self__", None), Recorder)}
         for mapping, content in zip(mappings, contents, strict=True):
             if not watching.isdisjoint(content):
                 changed.append((mapping, content, watching))
@@ -250,7 +232,3 @@ def unwatched(model: nn.Module) -> Iterator[None]:
             now = dict(mapping.items())
             mapping.clear()
             mapping.update({key: hook for key, hook in before.items() if key in now or key in watching} | now)
-
-
-def _is_of_recorder(hook: Any) -> bool:
-    return isinstance(getattr(hook, "__self__", None), Recorder)

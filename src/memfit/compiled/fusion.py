@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import fx
 
 from memfit._torch import OpOverload, default_op_list
 from memfit.ir import REDUCTIONS, operator_class
+
+T = TypeVar("T")
 
 INLINED = "memfit_inlined"
 """Metadata key of a copied node, which runs in the kernel that it was copied for."""
@@ -79,16 +82,21 @@ def is_slow(nodes: Iterable[fx.Node]) -> bool:
 
 def computed_of(node: fx.Node, kernel: Set[fx.Node]) -> set[fx.Node]:
     """Return a node and the nodes of its kernel that the same loop computes for it."""
-    computed, waiting = {node}, [node]
+    return reached([node], lambda other: [g for g in other.all_input_nodes if g in kernel and not reduces(g)])
+
+
+def reached(starts: Iterable[T], leads_to: Callable[[T], Iterable[T]]) -> set[T]:
+    """Return some items and what they lead to, directly or through others."""
+    found, waiting = set[T](), list(starts)
     while waiting:
-        near = {g for g in waiting.pop().all_input_nodes if g in kernel and not reduces(g)} - computed
-        computed |= near
-        waiting += near
-    return computed
+        item = waiting.pop()
+        if item not in found:
+            found.add(item)
+            waiting += leads_to(item)
+    return found
 
 
 def _read(node: fx.Node, kernel: Set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that the loop of a node reads."""
     computed = computed_of(node, kernel)
     return {given for reader in computed for given in reader.all_input_nodes} - computed
 
@@ -107,7 +115,8 @@ def kernels(
         place: Returns a node's place; nodes of different places are not fused, unless one is None.
         waits: Tells whether a node is fused with its first reader, where possible.
     """
-    return _Fusion(sources, place, waits).of(nodes)
+    fusion = _Fusion(nodes, sources, place, waits)
+    return [tuple(fusion.kernels[index].nodes) for index in fusion.order()]
 
 
 @dataclass
@@ -121,31 +130,30 @@ class _Kernel:
     barred: int = 0  # bits: the kernels that it can't join
 
 
-@dataclass
 class _Fusion:
-    sources: Mapping[fx.Node, fx.Node]
-    place: Callable[[fx.Node], Hashable]
-    waits: Callable[[fx.Node], bool]
-    of_node: dict[fx.Node, int] = field(default_factory=dict)
-    kernels: dict[int, _Kernel] = field(default_factory=dict)
-
-    def of(self, nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, ...]]:
-        position = {node: index for index, node in enumerate(nodes)}
-        self.inside = position.keys()
+    def __init__(
+        self,
+        nodes: Sequence[fx.Node],
+        sources: Mapping[fx.Node, fx.Node],
+        place: Callable[[fx.Node], Hashable],
+        waits: Callable[[fx.Node], bool],
+    ) -> None:
+        self.sources, self.position = sources, {node: index for index, node in enumerate(nodes)}
+        self.of_node: dict[fx.Node, int] = {}
+        self.kernels: dict[int, _Kernel] = {}
         for index, node in enumerate(nodes):
             kernel = self.of_node.get(self._source(node))
             if kernel is None:
-                self._add(index, node)
+                self._add(index, node, _Kernel([node], place(node), waits(node)))
             else:
                 self.of_node[node] = kernel
                 self.kernels[kernel].nodes.append(node)
         for fused in self.kernels.values():
-            fused.nodes.sort(key=position.__getitem__)
-        return [tuple(self.kernels[index].nodes) for index in self._order(position)]
+            fused.nodes.sort(key=self.position.__getitem__)
 
     def _source(self, node: fx.Node) -> fx.Node:
         """Return the node of this pass that makes a view's storage; the first view, where another pass makes it."""
-        while self.sources.get(node) in self.inside:
+        while self.sources.get(node) in self.position:
             node = self.sources[node]
         return node
 
@@ -154,8 +162,8 @@ class _Fusion:
         sources = map(self._source, node.all_input_nodes)
         return {source: self.of_node[source] for source in sources if source in self.of_node}
 
-    def _add(self, index: int, node: fx.Node) -> None:
-        kernel = self.kernels[index] = _Kernel([node], self.place(node), self.waits(node))
+    def _add(self, index: int, node: fx.Node, kernel: _Kernel) -> None:
+        self.kernels[index] = kernel
         self.of_node[node] = index
         taken = self._inputs_of(node)
         for source, other in taken.items():
@@ -194,7 +202,6 @@ class _Fusion:
         return not any(between >> k & 1 and other.before >> first & 1 for k, other in self.kernels.items())
 
     def _join(self, first: int, second: int) -> None:
-        """Move the nodes of a kernel into a later one."""
         gone, kernel = self.kernels.pop(first), self.kernels[second]
         kernel.nodes += gone.nodes
         kernel.place = gone.place if kernel.place is None else kernel.place
@@ -207,9 +214,9 @@ class _Fusion:
             if other.barred >> first & 1:
                 other.barred |= 1 << second
 
-    def _order(self, position: Mapping[fx.Node, int]) -> list[int]:
+    def order(self) -> list[int]:
         """Return the kernels in an order in which they can run, close to the order of their first nodes."""
-        first = {index: position[kernel.nodes[0]] for index, kernel in self.kernels.items()}
+        first = {index: self.position[kernel.nodes[0]] for index, kernel in self.kernels.items()}
         takes = {index: self._kernels_read(index) - {index} for index in self.kernels}
         after: dict[int, list[int]] = {index: [] for index in takes}
         for index, others in takes.items():

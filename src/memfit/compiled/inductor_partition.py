@@ -17,7 +17,7 @@ from memfit._torch import (
     get_hash_for_files,
     inductor_config,
 )
-from memfit.compiled.rematerialization import KERNEL
+from memfit.compiled.joint_rewriter import KERNEL
 from memfit.version import __version__
 
 _SETTINGS: dict[str, Any] = {

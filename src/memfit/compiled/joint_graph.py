@@ -10,8 +10,7 @@ import itertools
 import operator
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +19,15 @@ from torch import fx
 
 from memfit._torch import OpOverload, schema_of, storage_key_of, tree_leaves, tree_map_only
 from memfit.capture import draws_random_numbers, kernel_outputs, work_of
-from memfit.compiled.fusion import COMPUTED_FOR_EACH, INLINED, is_fusible, is_written_between, kernels, puts_into
+from memfit.compiled.fusion import (
+    COMPUTED_FOR_EACH,
+    INLINED,
+    is_fusible,
+    is_written_between,
+    kernels,
+    puts_into,
+    reached,
+)
 from memfit.ir import Call, Category, Module, Op, Phase, Save, Storage, Trace, Work
 from memfit.ir import kernel_text as kernel_text
 from memfit.workload import signature
@@ -28,71 +35,6 @@ from memfit.workload import signature
 _RECOMPUTED, _KEPT = "memfit_recomputed", "memfit_kept"
 _CPU = torch.device("cpu")
 _INDEX = re.compile(r"\[['\"]?([^'\"\]]*)['\"]?\]")
-
-
-class CallNames:
-    """Counts the calls of each module, in all graphs of a function: further ones have "@1", "@2" after their FQN."""
-
-    def __init__(self, counts: Mapping[str, int] | None = None) -> None:
-        self._counts = Counter(counts)
-
-    def copy(self) -> CallNames:
-        """Return the same counts, to go on with by themselves."""
-        return CallNames(self._counts)
-
-    def next(self, fqn: str) -> str:
-        """Return the name of one more call of a module."""
-        times = self._counts[fqn]
-        self._counts[fqn] += 1
-        return f"{fqn}@{times}" if times else fqn
-
-
-class ModuleCalls:
-    """The module calls of a forward pass.
-
-    Each call of a module, and each part that other operators interrupt, has its own name, and can be recomputed by
-    itself.
-
-    Args:
-        ops: The nodes of each operator, in order; a kernel's nodes are all of one module.
-        names: The names of the calls before, which is changed.
-
-    Attributes:
-        modules: A module for each call.
-        calls: The calls, without their input storages.
-        of_op: For each operator, the innermost call, or -1.
-    """
-
-    def __init__(self, ops: Iterable[Sequence[fx.Node]], names: CallNames) -> None:
-        self.modules: list[Module] = []
-        self.calls: list[Call] = []
-        self.of_op: list[int] = []
-        self._names = names
-        self._of_sequence: dict[int, int] = {}
-        open_calls: list[tuple[str, int]] = []
-        for index, nodes in enumerate(ops):
-            stack = module_stack(nodes[0])
-            same = sum(1 for _ in itertools.takewhile(lambda p: p[0][0] == p[1], zip(open_calls, stack, strict=False)))
-            del open_calls[same:]
-            for key in stack[same:]:
-                open_calls.append((key, self._enter(key, open_calls[-1][1] if open_calls else -1, index)))
-            for _, call in open_calls:
-                self.calls[call] = replace(self.calls[call], end=index + 1)
-            current = open_calls[-1][1] if open_calls else -1
-            self.of_op.append(current)
-            for node in nodes:
-                if (number := node.meta.get("seq_nr")) is not None:
-                    self._of_sequence.setdefault(number, current)
-
-    def _enter(self, key: str, parent: int, index: int) -> int:
-        fqn = key.split("\0")[0]
-        self.modules.append(Module(self._names.next(fqn), key.split("\0")[1], False, False))
-        self.calls.append(Call(len(self.modules) - 1, parent, 0, index, index, (), "forward"))
-        return len(self.calls) - 1
-
-    def of_gradient(self, node: fx.Node) -> int:
-        """Return the call whose forward operator a backward node differentiates, or -1."""
-        return self._of_sequence.get(node.meta.get("seq_nr", -1), -1)
 
 
 def module_stack(node: fx.Node) -> list[str]:
@@ -106,53 +48,6 @@ def module_stack(node: fx.Node) -> list[str]:
             name = kind if isinstance(kind, str) else kind.__name__
             entries.append("\0".join((fqn, name.rsplit(".", 1)[-1], key)))
     return entries
-
-
-@dataclass
-class JointGraph:
-    """A joint graph and its trace.
-
-    Attributes:
-        ops: For each operator of the trace, its nodes: those of a kernel.
-        storages: For each node, the storages of its outputs: indices into `Trace.storages`.
-        makers: For each storage, the node that makes it.
-        nbytes: For each storage, its size; a storage that is never written has size 0 in the trace.
-        returned: The storages of the graph's outputs.
-        fixed: The nodes whose outputs must be kept, since a recomputation would differ.
-        call_of: For each backward node, in order, the call whose forward operator it differentiates, or -1.
-        operators: The work of these operators, by signature.
-    """
-
-    ops: list[tuple[fx.Node, ...]]
-    storages: dict[fx.Node, tuple[int, ...]]
-    makers: list[fx.Node]
-    nbytes: list[int]
-    returned: frozenset[int]
-    fixed: frozenset[fx.Node]
-    call_of: dict[fx.Node, int]
-    operators: dict[str, Work]
-    trace: Trace
-
-    def span(self, modules: Sequence[str]) -> tuple[int, int]:
-        """Return the first operator of modules called one after the other, and one past the last."""
-        trace = self.trace
-        calls = [call for call in trace.calls if trace.modules[call.module].fqn in modules]
-        return min(call.start for call in calls), max(call.end for call in calls)
-
-    def recomputable(self, start: int, end: int, keep: Sequence[str]) -> Iterator[fx.Node]:
-        """Yield the forward nodes of a span that can be recomputed, without those in `keep` ("overload#occurrence")."""
-        seen: dict[str, int] = defaultdict(int)
-        for op in range(start, end):
-            name = self.trace.ops[op].name
-            if f"{name}#{seen[name]}" not in keep:
-                yield from (node for node in self.ops[op] if node not in self.fixed)
-            seen[name] += 1
-
-    def gradients(self, start: int, end: int) -> Iterator[fx.Node]:
-        """Yield the backward nodes that differentiate operators of calls within a span."""
-        for node, index in self.call_of.items():
-            if index >= 0 and start <= self.trace.calls[index].start and self.trace.calls[index].end <= end:
-                yield node
 
 
 def mark_recomputed(node: fx.Node, _: fx.Node, modules: tuple[str, ...]) -> None:
@@ -187,30 +82,13 @@ def users_of_sparse(graph: fx.Graph) -> list[str]:
     ]
 
 
-def read(graph: fx.Graph, forward_outputs: int, name: str, names: CallNames | None = None) -> JointGraph:
-    """Return a joint graph, which Inductor runs, as a trace: an operator of it is a kernel (`compiled.fusion`).
-
-    Args:
-        graph: The graph; its nodes hold their fake tensors in `meta["val"]`.
-        forward_outputs: The number of outputs that the forward pass returns; the others are gradients.
-        name: The trace's name.
-        names: The names of module calls in graphs before, which is changed; None where there are none.
-    """
-    return _Reader(graph, forward_outputs, name, names or CallNames()).read()
-
-
 def _phases(graph: fx.Graph, forward_outputs: int) -> tuple[list[fx.Node], list[fx.Node]]:
     """Return the operators of the forward and of the backward pass, in order.
 
     Forward operators are those that the forward outputs need, and those that AOTAutograd tagged so.
     """
     returned = tree_leaves(graph.output_node().args[0])[:forward_outputs]
-    needed, waiting = set[fx.Node](), [node for node in returned if isinstance(node, fx.Node)]
-    while waiting:
-        node = waiting.pop()
-        if node not in needed:
-            needed.add(node)
-            waiting += node.all_input_nodes
+    needed = reached((node for node in returned if isinstance(node, fx.Node)), lambda node: node.all_input_nodes)
     forward: list[fx.Node] = []
     backward: list[fx.Node] = []
     for node in graph.nodes:
@@ -221,9 +99,31 @@ def _phases(graph: fx.Graph, forward_outputs: int) -> tuple[list[fx.Node], list[
     return forward, backward
 
 
-class _Reader:
-    def __init__(self, graph: fx.Graph, forward_outputs: int, name: str, names: CallNames) -> None:
-        self.graph, self.name = graph, name
+class JointGraph:
+    """A joint graph, which Inductor runs, as a trace: an operator of it is a kernel (`compiled.fusion`).
+
+    Each call of a module, and each part that other operators interrupt, has its own name, and can be recomputed by
+    itself.
+
+    Args:
+        graph: The graph; its nodes hold their fake tensors in `meta["val"]`.
+        forward_outputs: The number of outputs that the forward pass returns; the others are gradients.
+        name: The trace's name.
+        called: How often each module was called in the graphs before of the same function, which is changed.
+
+    Attributes:
+        ops: For each operator of the trace, its nodes: those of a kernel.
+        storages: For each node, the storages of its outputs: indices into `Trace.storages`.
+        makers: For each storage, the node that makes it.
+        nbytes: For each storage, its size; a storage that is never written has size 0 in the trace.
+        returned: The storages of the graph's outputs.
+        fixed: The nodes whose outputs must be kept, since a recomputation would differ.
+        call_of: For each backward node, in order, the call whose forward operator it differentiates, or -1.
+        operators: The work of these operators, by signature.
+    """
+
+    def __init__(self, graph: fx.Graph, forward_outputs: int, name: str, called: Counter[str]) -> None:
+        self.graph = graph
         self.outputs = tree_leaves(graph.output_node().args[0])
         self.forward_outputs = self.outputs[:forward_outputs]
         self.inputs = list(graph.find_nodes(op="placeholder"))
@@ -239,24 +139,27 @@ class _Reader:
         forward = self._kernels(self.forward, lambda node: tuple(module_stack(node)))
         self.ops = [*forward, *self._kernels(self.backward, lambda node: node.meta.get(_RECOMPUTED))]
         self.turn = len(forward)
-        self.position = {node: index for index, nodes in enumerate(self.ops) for node in nodes}
-        self.birth = [self.position.get(node, -1) for node in self.makers]
-        self.calls = ModuleCalls(forward, names)
-        self.index: dict[str, int] = {}
-        self.works: list[Work] = []
+        position = {node: index for index, nodes in enumerate(self.ops) for node in nodes}
+        self.birth = [position.get(node, -1) for node in self.makers]
+        self.returned = frozenset(s for node in self.outputs for s in self.storages.get(node, ()))
+        self.fixed = frozenset(self._fixed())
+        modules, calls, of_op = self._read_calls(forward, called)
+        self.call_of = {node: self._of_sequence.get(node.meta.get("seq_nr", -1), -1) for node in self.backward}
+        self._index: dict[str, int] = {}
+        self._works: list[Work] = []
         self.operators: dict[str, Work] = {}
-
-    def read(self) -> JointGraph:
-        uses = self._uses()
-        reads = [
-            {s for node in nodes for given in (node, *node.all_input_nodes) for s in self.storages[given]}
-            for nodes in self.ops
-        ]
+        # For each storage, its readers, with the calls that backward readers differentiate.
+        uses: list[list[tuple[int, int]]] = [[(birth, -1)] if birth >= 0 else [] for birth in self.birth]
+        for index, nodes in enumerate(self.ops):
+            for node in nodes:
+                for given in (node, *node.all_input_nodes):
+                    for storage in self.storages[given]:
+                        uses[storage].append((index, self.call_of.get(node, -1)))
         storages = self._lifetimes(uses)
         saved = self._saved_bytes(storages)
-        ops = [self._op(nodes, index, saved[index]) for index, nodes in enumerate(self.ops)]
-        trace = Trace(
-            workload=self.name,
+        ops = [self._op(nodes, index, of_op, saved[index]) for index, nodes in enumerate(self.ops)]
+        self.trace = Trace(
+            workload=name,
             fingerprint="",
             torch_version=str(torch.__version__),
             device=str(self.device),
@@ -265,42 +168,93 @@ class _Reader:
             microbatch_size=1,
             microbatches=1,
             scale_microbatches=1,
-            modules=self.calls.modules,
-            calls=[replace(call, inputs=self._inputs_of(call, reads)) for call in self.calls.calls],
+            modules=modules,
+            calls=calls,
             ops=ops,
             storages=storages,
             saves=list(self._saves(uses)),
-            signatures=list(self.index),
-            works=self.works,
+            signatures=list(self._index),
+            works=self._works,
         )
-        fixed = frozenset(self._fixed())
-        call_of = {node: self.calls.of_gradient(node) for node in self.backward}
-        return JointGraph(
-            self.ops,
-            self.storages,
-            self.makers,
-            self.nbytes,
-            frozenset(s for node in self.outputs for s in self.storages.get(node, ())),
-            fixed,
-            call_of,
-            self.operators,
-            trace,
-        )
+
+    def span(self, modules: Sequence[str]) -> tuple[int, int]:
+        """Return the first operator of modules called one after the other, and one past the last."""
+        trace = self.trace
+        calls = [call for call in trace.calls if trace.modules[call.module].fqn in modules]
+        return min(call.start for call in calls), max(call.end for call in calls)
+
+    def recomputable(self, start: int, end: int, keep: Sequence[str]) -> Iterator[fx.Node]:
+        """Yield the forward nodes of a span that can be recomputed, without those in `keep` ("overload#occurrence")."""
+        seen: dict[str, int] = defaultdict(int)
+        for op in range(start, end):
+            name = self.trace.ops[op].name
+            if f"{name}#{seen[name]}" not in keep:
+                yield from (node for node in self.ops[op] if node not in self.fixed)
+            seen[name] += 1
+
+    def gradients(self, start: int, end: int) -> Iterator[fx.Node]:
+        """Yield the backward nodes that differentiate operators of calls within a span."""
+        for node, index in self.call_of.items():
+            if index >= 0 and start <= self.trace.calls[index].start and self.trace.calls[index].end <= end:
+                yield node
+
+    def _read_calls(
+        self, ops: Sequence[Sequence[fx.Node]], called: Counter[str]
+    ) -> tuple[list[Module], list[Call], list[int]]:
+        """Return a module for each call, the calls, and for each forward operator the innermost call, or -1."""
+        modules: list[Module] = []
+        calls: list[Call] = []
+        of_op: list[int] = []
+        self._of_sequence: dict[int, int] = {}
+        open_calls: list[tuple[str, int]] = []
+        for index, nodes in enumerate(ops):
+            stack = module_stack(nodes[0])  # a kernel's nodes are all of one module
+            same = sum(1 for _ in itertools.takewhile(lambda p: p[0][0] == p[1], zip(open_calls, stack, strict=False)))
+            del open_calls[same:]
+            for key in stack[same:]:
+                fqn, kind, _ = key.split("\0")
+                modules.append(Module(f"{fqn}@{called[fqn]}" if called[fqn] else fqn, kind, False, False))
+                called[fqn] += 1
+                parent = open_calls[-1][1] if open_calls else -1
+                calls.append(Call(len(modules) - 1, parent, 0, index, index, (), "forward"))
+                open_calls.append((key, len(calls) - 1))
+            for _, call in open_calls:
+                calls[call] = replace(calls[call], end=index + 1)
+            of_op.append(open_calls[-1][1] if open_calls else -1)
+            for node in nodes:
+                if (number := node.meta.get("seq_nr")) is not None:
+                    self._of_sequence.setdefault(number, of_op[-1])
+        reads = [
+            {s for node in nodes for g in (node, *node.all_input_nodes) for s in self.storages[g]} for nodes in ops
+        ]
+        for index, made in enumerate(calls):
+            taken = sorted(s for s in set[int]().union(*reads[made.start : made.end]) if self.birth[s] < made.start)
+            calls[index] = replace(made, inputs=tuple(taken))
+        return modules, calls, of_op
 
     def _observe(self, node: fx.Node) -> None:
         """Assign the storages of a node's outputs: its inputs', where it is a view, or new ones."""
         if node.target is operator.getitem:
-            self._observe_part(node)
+            parent, index = node.args
+            assert isinstance(parent, fx.Node) and isinstance(index, int)
+            whole = parent.meta.get("val")
+            start = sum(len(tensors_of(part)) for part in whole[:index]) if isinstance(whole, list | tuple) else 0
+            self.storages[node] = self.storages[parent][start : start + len(_tensors(node))]
+            self.sources[node] = parent
             return
         known: dict[int, int] = {}
         for given in node.all_input_nodes:
             known.update(zip(map(storage_key_of, _tensors(given)), self.storages[given], strict=True))
         storages = []
-        for tensor, nbytes in zip(_tensors(node), self._sizes(node), strict=True):
+        value = node.meta.get("val")
+        if isinstance(node.target, OpOverload):  # as the device's kernel allocates them
+            args, kwargs = _values(node)
+            value = kernel_outputs(value, node.target, args, kwargs, self.device.type)
+        for tensor, made in zip(_tensors(node), tensors_of(value), strict=True):
             key = storage_key_of(tensor)
             if key not in known:
                 known[key] = len(self.nbytes)
-                self.nbytes.append(nbytes)
+                self.nbytes.append(made.untyped_storage().nbytes())
                 self.makers.append(node)
                 self.keys.append(key)
             storages.append(known[key])
@@ -309,45 +263,14 @@ class _Reader:
         if viewed and set(storages) <= {s for given in viewed for s in self.storages[given]}:
             self.sources[node] = viewed[0]
 
-    def _observe_part(self, node: fx.Node) -> None:
-        parent, index = node.args
-        assert isinstance(parent, fx.Node) and isinstance(index, int)
-        whole = parent.meta.get("val")
-        start = sum(len(tensors_of(part)) for part in whole[:index]) if isinstance(whole, list | tuple) else 0
-        self.storages[node] = self.storages[parent][start : start + len(_tensors(node))]
-        self.sources[node] = parent
-
-    def _sizes(self, node: fx.Node) -> list[int]:
-        """Return the bytes of a node's output storages, as the device's kernel allocates them."""
-        value = node.meta.get("val")
-        if isinstance(node.target, OpOverload):
-            args, kwargs = _values(node)
-            value = kernel_outputs(value, node.target, args, kwargs, self.device.type)
-        return [tensor.untyped_storage().nbytes() for tensor in tensors_of(value)]
-
     def _kernels(self, nodes: list[fx.Node], place: Callable[[fx.Node], Any]) -> list[tuple[fx.Node, ...]]:
         return kernels(nodes, self.sources, place, lambda node: INLINED in node.meta)
-
-    def _uses(self) -> list[list[tuple[int, int]]]:
-        """Return, for each storage, its readers, with the calls that backward readers differentiate."""
-        uses: list[list[tuple[int, int]]] = [[(birth, -1)] if birth >= 0 else [] for birth in self.birth]
-        for index, nodes in enumerate(self.ops):
-            for node in nodes:
-                call = self.calls.of_gradient(node) if index >= self.turn else -1
-                for given in (node, *node.all_input_nodes):
-                    for storage in self.storages[given]:
-                        uses[storage].append((index, call))
-        return uses
-
-    def _inputs_of(self, call: Call, reads: Sequence[set[int]]) -> tuple[int, ...]:
-        """Return the storages born before a call that its operators read."""
-        return tuple(sorted(s for s in set[int]().union(*reads[call.start : call.end]) if self.birth[s] < call.start))
 
     def _lifetimes(self, uses: list[list[tuple[int, int]]]) -> list[Storage]:
         end = len(self.ops)
         kept = [node for node in self.forward if _KEPT in node.meta]
         held = {s for node in (*self.forward_outputs, *kept) for s in self.storages.get(node, ())}
-        returned = {s for node in self.outputs for s in self.storages.get(node, ())}
+        returned = self.returned
         categories = {s: _category(node) for node in self.inputs for s in self.storages[node]}
         storages = []
         for index, birth in enumerate(self.birth):
@@ -380,11 +303,11 @@ class _Reader:
         """Return the nodes of an operator without views; the first one where all are."""
         return [node for node in nodes if node not in self.sources] or nodes[:1]
 
-    def _op(self, nodes: tuple[fx.Node, ...], index: int, saved_bytes: int) -> Op:
+    def _op(self, nodes: tuple[fx.Node, ...], index: int, of_op: Sequence[int], saved_bytes: int) -> Op:
         working = self._working(nodes)
         is_recomputed = all(_RECOMPUTED in node.meta for node in working)
         phase: Phase = "recompute" if is_recomputed else "forward" if index < self.turn else "backward"
-        call = self.calls.of_op[index] if index < self.turn else self.calls.of_gradient(working[-1])
+        call = of_op[index] if index < self.turn else self.call_of[working[-1]]
         return Op(str(working[-1].target), call, phase, 0, self._signature(working, saved_bytes), (), False)
 
     def _saved_bytes(self, storages: Sequence[Storage]) -> list[int]:
@@ -456,11 +379,11 @@ class _Reader:
                     out = node.meta.get("val")
                     self.operators[member] = work_of(node.target, args, kwargs, out, self.device.type)
         text = kernel_text(tuple(members), reused_bytes)
-        if text not in self.index:
-            self.index[text] = len(self.index)
+        if text not in self._index:
+            self._index[text] = len(self._index)
             flops = sum(self.operators[member].flops for member in members)
-            self.works.append(Work(flops, 0, 0, self.operators[members[0]].dtype if members else "", bool(members)))
-        return self.index[text]
+            self._works.append(Work(flops, 0, 0, self.operators[members[0]].dtype if members else "", bool(members)))
+        return self._index[text]
 
     def _fixed(self) -> Iterator[fx.Node]:
         mutated = {node.args[0] for node in self.graph.nodes if node.target is torch.ops.aten.copy_.default}

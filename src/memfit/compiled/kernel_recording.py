@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -18,34 +19,6 @@ from memfit.ir import Op, Phase, Save
 _ALWAYS = 1 << 62
 
 
-class RecordedGraph:
-    """A joint graph, whose two passes run as the compiled code would hold memory.
-
-    A kernel's operators run as one: what only they read takes no memory. A storage dies after the last kernel that
-    reads it.
-
-    Args:
-        joint: The graph as it is partitioned.
-    """
-
-    def __init__(self, joint: JointGraph) -> None:
-        self.joint = joint
-        self.turn = next((i for i, op in enumerate(joint.trace.ops) if op.phase != "forward"), len(joint.trace.ops))
-        self.kernel_of = {node.name: index for index, nodes in enumerate(joint.ops) for node in nodes}
-        self.storages_of = {node.name: storages for node, storages in joint.storages.items()}
-        self.waiting: list[_Passed] = []
-
-    def code(self, module: fx.GraphModule, *, is_backward: bool) -> Callable[[list[Any]], Any]:
-        """Return code for the graph module of one pass, which takes a list of inputs and empties it."""
-
-        def run(inputs: list[Any]) -> Any:
-            recorder = Recorder.active()
-            passed = self.waiting.pop() if is_backward and self.waiting else _Passed()
-            return _Pass(self, module, is_backward, recorder, passed).run(inputs)
-
-        return mark_boxed(run)
-
-
 class _Passed:
     """The record of a forward pass for its backward pass: its storages, by number in the joint graph, and its saves."""
 
@@ -55,19 +28,29 @@ class _Passed:
         self.first_call = 0
 
 
-class _Pass:
-    """One run of one pass."""
+class RecordedGraph:
+    """A joint graph as it is partitioned, whose two passes run as the compiled code would hold memory.
 
-    def __init__(
-        self,
-        graph: RecordedGraph,
-        module: fx.GraphModule,
-        is_backward: bool,
-        recorder: Recorder | None,
-        passed: _Passed,
-    ) -> None:
+    A kernel's operators run as one: what only they read takes no memory. A storage dies after the last kernel that
+    reads it.
+    """
+
+    def __init__(self, joint: JointGraph) -> None:
+        self.joint = joint
+        self.kernel_of = {node.name: index for index, nodes in enumerate(joint.ops) for node in nodes}
+        self.storages_of = {node.name: storages for node, storages in joint.storages.items()}
+        self.waiting: list[_Passed] = []
+
+    def code(self, module: fx.GraphModule, *, is_backward: bool) -> Callable[[list[Any]], Any]:
+        """Return code for the graph module of one pass, which takes a list of inputs and empties it."""
+        return mark_boxed(lambda inputs: _Pass(self, module, is_backward).run(inputs))
+
+
+class _Pass:
+    def __init__(self, graph: RecordedGraph, module: fx.GraphModule, is_backward: bool) -> None:
         self.graph, self.trace, self.module, self.is_backward = graph, graph.joint.trace, module, is_backward
-        self.recorder, self.passed = recorder, passed
+        self.recorder = Recorder.active()
+        self.passed = graph.waiting.pop() if is_backward and graph.waiting else _Passed()
         self.values: dict[fx.Node, Any] = {}
         self.kernels: dict[int, list[fx.Node]] = defaultdict(list)
         self.frees: dict[int, list[fx.Node]] = defaultdict(list)
@@ -83,7 +66,9 @@ class _Pass:
     def run(self, inputs: list[Any]) -> Any:
         """Run the pass, and return its outputs."""
         recorder = self.recorder if self.recorder is not None and self.recorder.recording else None
-        self.offset = 0 if recorder is None else len(recorder.now.ops) - (self.graph.turn if self.is_backward else 0)
+        self.offset = (
+            0 if recorder is None else len(recorder.now.ops) - (self.graph.joint.turn if self.is_backward else 0)
+        )
         if recorder is not None:
             for member, work in self.graph.joint.operators.items():  # whose costs make up those of kernels
                 recorder.add_signature(member, work)
@@ -94,26 +79,38 @@ class _Pass:
             self._observe(node, -1)
         inputs.clear()
         for node in self.module.graph.find_nodes(op="get_attr"):
-            self.values[node] = _as_fake(getattr(self.module, str(node.target)), self.values.values())
+            constant = getattr(self.module, str(node.target))
+            mode = next(
+                (t.fake_mode for t in tree_leaves(list(self.values.values())) if isinstance(t, FakeTensor)), None
+            )
+            is_real = isinstance(constant, torch.Tensor) and not isinstance(constant, FakeTensor)
+            # a constant of a graph is a fake tensor where the others are
+            self.values[node] = mode.from_tensor(constant) if isinstance(mode, FakeTensorMode) and is_real else constant
         self._free(-1)
         for index in sorted(self.kernels):
             self._run_kernel(index, recorder)
             self._free(index)
         outputs = fx.map_arg(self.module.graph.output_node().args[0], self.values.__getitem__)
         if recorder is not None:
-            self._finish_backward(recorder) if self.is_backward else self._finish_forward(recorder)
+            if self.is_backward:  # record the first and the last read of each save
+                for number, save in self.passed.saves:
+                    recorder.now.saves[number] = replace(
+                        recorder.now.saves[number], unpacked=save.unpacked + self.offset, death=save.death + self.offset
+                    )
+            else:
+                self._finish_forward(recorder)
         return list(outputs) if isinstance(outputs, tuple | list) else outputs
 
     def _run_kernel(self, index: int, recorder: Recorder | None) -> None:
-        if self.recorder is None:
-            for node in self.kernels[index]:
-                self.values[node] = self._value(node)
-            return
-        with self.recorder.paused():
+        with contextlib.nullcontext() if self.recorder is None else self.recorder.paused():
             for node in self.kernels[index]:
                 self.values[node] = self._value(node)
         if recorder is not None:
-            recorder.now.ops.append(self._op(index, recorder))
+            op = self.trace.ops[index]
+            number = recorder.add_signature(self.trace.signatures[op.signature], self.trace.works[op.signature])
+            phase: Phase = op.phase if op.phase == "recompute" else recorder.phase
+            call = op.call + self.passed.first_call if op.call >= 0 else -1
+            recorder.now.ops.append(Op(op.name, call, phase, recorder.microbatch, number, (), op.random))
         position = -1 if recorder is None else len(recorder.now.ops) - 1
         for node in self.kernels[index]:
             self._observe(node, position, index)
@@ -137,13 +134,6 @@ class _Pass:
             observed = self.recorder.observe(tensor, position)
             if observed is not None:
                 self.passed.storages[storage] = observed
-
-    def _op(self, index: int, recorder: Recorder) -> Op:
-        op, trace = self.trace.ops[index], self.trace
-        number = recorder.add_signature(trace.signatures[op.signature], trace.works[op.signature])
-        phase: Phase = op.phase if op.phase == "recompute" else recorder.phase
-        call = op.call + self.passed.first_call if op.call >= 0 else -1
-        return Op(op.name, call, phase, recorder.microbatch, number, (), op.random)
 
     def _free(self, index: int) -> None:
         for node in self.frees.pop(index, ()):
@@ -175,18 +165,3 @@ class _Pass:
             if record.birth >= 0 and record.release != record.death:
                 recorder.now.releases[observed] = record.release + self.offset
         self.graph.waiting.append(self.passed)
-
-    def _finish_backward(self, recorder: Recorder) -> None:
-        """Record the first and the last read of each save."""
-        for index, save in self.passed.saves:
-            recorder.now.saves[index] = replace(
-                recorder.now.saves[index], unpacked=save.unpacked + self.offset, death=save.death + self.offset
-            )
-
-
-def _as_fake(value: Any, others: Any) -> Any:
-    """Return a constant of a graph as a fake tensor, where the others are."""
-    mode = next((t.fake_mode for t in tree_leaves(list(others)) if isinstance(t, FakeTensor)), None)
-    if isinstance(mode, FakeTensorMode) and isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
-        return mode.from_tensor(value)
-    return value

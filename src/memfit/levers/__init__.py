@@ -1,4 +1,4 @@
-"""Levers that save memory or time, one file a lever, with their registry and the context that puts them on a step.
+"""Levers that save memory or time, with their registry and the context that puts them on a step.
 
 A lever proposes settings, says what it does not go with, and applies itself to a workload. `applied` puts the levers of
 a plan on a step, and a `Switch` changes between the points of a frontier while it trains.

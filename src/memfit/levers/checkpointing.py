@@ -1,22 +1,29 @@
-"""Activation checkpointing: regions whose forward pass runs again in the backward pass; their offload to the host."""
+"""Levers that recompute: activation checkpointing of regions, their offload to the host, and lean modules.
+
+Lean modules are normalisations, activations and dropouts whose outputs alone are made again.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
 from msgspec.structs import replace
 from torch import nn
 
-from memfit.ir import Levers
-from memfit.levers.conflicts import JITTOR, NO_LINK, Conflict
-from memfit.levers.lever import Lever, LeversOn, NotOffered, Rung, Setting
-from memfit.recomputation import checkpointed, is_checkpointed
+from memfit.capture import is_compiled
+from memfit.foundations import format_bytes
+from memfit.ir import Levers, Trace
+from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, NotOffered, Rung, Setting, least_bytes
+from memfit.recomputation import checkpointed, is_checkpointed, is_lean, is_made_lean, lean
 from memfit.workload import Workload
 
 _SOLVE_SECONDS = 0.5  # for each rung: within a few percent of the best
 ACTIVATION_OFFLOAD = "activation offload"
+LEAN = "lean norms and activations"
+_ALL_LEAN = ("*",)
 
 
 class Checkpointing(Lever):
@@ -27,14 +34,10 @@ class Checkpointing(Lever):
     switchable = True
     recomputes = True
 
-    def setting(self, on: LeversOn) -> str:
-        return f"{_counted(on.levers, 'module')} recomputed"
-
-    def brief(self, on: LeversOn) -> str:
-        return _counted(on.levers, "region")
-
-    def switches(self, levers: Levers) -> bool:
-        return levers.compiler == "none"  # else they are part of the compiled code
+    def words(self, on: LeversOn) -> tuple[str, str]:
+        count = len(on.levers.regions)
+        plural = "s" * (count != 1)
+        return f"{count:,} module{plural} recomputed", f"{count:,} region{plural}"
 
     def on_model(self, levers: Levers, model: nn.Module) -> AbstractContextManager[None]:
         return checkpointed(model, levers.regions) if self.switches(levers) else contextlib.nullcontext()
@@ -43,36 +46,26 @@ class Checkpointing(Lever):
         return is_checkpointed(workload.model)
 
     def rungs(self) -> Mapping[str, Rung]:
-        return {"selective checkpointing": _selective, "full checkpointing": _full}
+        return {
+            "selective checkpointing": functools.partial(self._rung, is_full=False),
+            "full checkpointing": functools.partial(self._rung, is_full=True),
+        }
 
-
-def _counted(levers: Levers, noun: str) -> str:
-    return f"{len(levers.regions):,} {noun}{'s' * (len(levers.regions) != 1)}"
-
-
-def _selective(step: Setting, levers: Levers) -> tuple[Levers, str]:
-    """Checkpoint as is fastest within the budget, or halfway down to the lowest peak where that is no bound."""
-    combination = step.combination(replace(levers, regions=()))
-    plain, lowest = combination.plain().peak_bytes, combination.leanest(_SOLVE_SECONDS).peak_bytes
-    budget_bytes = step.budget_bytes
-    is_bound = budget_bytes is not None and lowest <= budget_bytes < plain
-    within = budget_bytes if budget_bytes is not None and is_bound else (plain + lowest) // 2
-    point = combination.fastest(within, 0.01, _SOLVE_SECONDS)
-    return _named(levers, combination.levers if point is None else point.levers)
-
-
-def _full(step: Setting, levers: Levers) -> tuple[Levers, str]:
-    """Checkpoint for the lowest peak."""
-    combination = step.combination(replace(levers, regions=()))
-    lowest = combination.leanest(_SOLVE_SECONDS)
-    return _named(levers, combination.candidate(lowest, lowest.peak_bytes).levers)
-
-
-def _named(before: Levers, chosen: Levers) -> tuple[Levers, str]:
-    if not chosen.regions or chosen == before:
-        raise NotOffered("no choice of modules lowers the peak further")
-    keeping = sum(bool(region.keep) for region in chosen.regions)
-    return chosen, f"{len(chosen.regions)} regions, {keeping} of them keep operators"
+    def _rung(self, step: Setting, levers: Levers, is_full: bool) -> tuple[Levers, str]:
+        """Checkpoint for the lowest peak; or as is fastest within the budget, halfway down where that is no bound."""
+        combination = step.combination(replace(levers, regions=()))
+        plain, leanest = combination.plain().peak_bytes, combination.leanest(_SOLVE_SECONDS)
+        lowest, within = leanest.peak_bytes, step.budget_bytes
+        if is_full:
+            chosen = combination.candidate(leanest, lowest).levers
+        else:
+            within = within if within is not None and lowest <= within < plain else (plain + lowest) // 2
+            point = combination.fastest(within, 0.01, _SOLVE_SECONDS)
+            chosen = combination.levers if point is None else point.levers
+        if not chosen.regions or chosen == levers:
+            raise NotOffered("no choice of modules lowers the peak further")
+        keeping = sum(bool(region.keep) for region in chosen.regions)
+        return chosen, f"{len(chosen.regions)} regions, {keeping} of them keep operators"
 
 
 class ActivationOffload(Lever):
@@ -84,18 +77,16 @@ class ActivationOffload(Lever):
     conflicts = (
         Conflict(
             ACTIVATION_OFFLOAD,
-            NO_LINK,
+            Circumstance.NO_LINK,
             "the speed of copies to the host is unknown, or the device has none",
             "leave out host_budget, or name a GPU with a known link_bytes_per_second",
         ),
-        Conflict(ACTIVATION_OFFLOAD, JITTOR, "Jittor moves memory itself", "leave out offload="),
+        Conflict(ACTIVATION_OFFLOAD, Circumstance.JITTOR, "Jittor moves memory itself", "leave out offload="),
     )
 
-    def setting(self, on: LeversOn) -> str:
-        return f"{_offloading(on.levers):,} of them offloaded to host memory"
-
-    def brief(self, on: LeversOn) -> str:
-        return f"{_offloading(on.levers):,} offloaded"
+    def words(self, on: LeversOn) -> tuple[str, str]:
+        count = sum(region.offload for region in on.levers.regions)
+        return f"{count:,} of them offloaded to host memory", f"{count:,} offloaded"
 
     def without(self, on: LeversOn) -> Levers:
         return replace(on.levers, regions=tuple(replace(region, offload=False) for region in on.levers.regions))
@@ -107,9 +98,60 @@ class ActivationOffload(Lever):
         return {"offload": _nowhere}
 
 
-def _offloading(levers: Levers) -> int:
-    return sum(region.offload for region in levers.regions)
-
-
 def _nowhere(step: Setting, levers: Levers) -> tuple[Levers, str]:
     raise NotOffered("for GPUs only, and not a rung: memfit.plan with host_budget= chooses the regions to offload")
+
+
+class Lean(Lever):
+    """Normalisations and activations that keep their inputs, not their outputs."""
+
+    name = LEAN
+    field = "lean"
+    switchable = True
+    recomputes = True
+
+    def words(self, on: LeversOn) -> tuple[str, str]:
+        named = "all" if "*" in on.levers.lean else ", ".join(on.levers.lean)
+        return f"outputs of {named} recomputed, inputs kept", "norms recomputed"
+
+    def on_model(self, levers: Levers, model: nn.Module) -> AbstractContextManager[None]:
+        return lean(model, levers.lean)
+
+    def is_applied(self, workload: Workload) -> bool:
+        return is_made_lean(workload.model)
+
+    def propose(self, step: Setting, wanted: list[Levers]) -> list[Levers]:
+        self._check(step)
+        whole = replace(step.plain, lean=_ALL_LEAN)
+        saved_bytes = step.predicted(step.plain).peak_bytes - step.predicted(whole).peak_bytes
+        if saved_bytes < least_bytes(step) and not step.tries_all:
+            raise NotOffered(f"it lowers the peak by less than {format_bytes(least_bytes(step))}")
+        lean = [replace(levers, lean=_ALL_LEAN) for levers in wanted if step.allows(levers)]
+        if not step.tries_all and any(levers.chunked_loss for levers in lean):  # whole losses are there to compare
+            lean = [levers for levers in lean if levers.chunked_loss]
+        return [*wanted, *lean]
+
+    def rungs(self) -> Mapping[str, Rung]:
+        return {self.name: self._rung}
+
+    def _rung(self, step: Setting, levers: Levers) -> tuple[Levers, str]:
+        self._check(step)
+        count = sum(is_lean(module) for module in step.workload.model.modules())
+        return replace(levers, lean=_ALL_LEAN), f"{count} modules recomputed"
+
+    def _check(self, step: Setting) -> None:
+        if not worthwhile(step.workload, step.trace(step.plain), least_bytes(step)):
+            raise NotOffered(f"norms, activations and dropouts keep less than {format_bytes(least_bytes(step))}")
+
+
+def worthwhile(workload: Workload, trace: Trace, least_bytes: float) -> bool:
+    """Tell whether a step's normalisations, activations and dropouts make so many bytes for its backward pass."""
+    names = {fqn for fqn, module in workload.model.named_modules() if is_lean(module)}
+    kept_bytes = sum(
+        storage.nbytes
+        for storage in trace.storages
+        if storage.category == "activations"
+        and trace.ops[storage.birth].phase == "forward"
+        and trace.fqn_of(trace.ops[storage.birth].call) in names
+    )
+    return kept_bytes > 0 and kept_bytes >= least_bytes and not is_compiled(workload)

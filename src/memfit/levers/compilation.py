@@ -15,11 +15,9 @@ from msgspec.structs import replace
 from memfit._torch import FakeTensor
 from memfit.compiled import CompiledLoss, PlannedBackend
 from memfit.ir import CONVOLUTIONS, CompilerLever, CostTable, Device, Levers, operator_class
-from memfit.levers.checkpointing import ACTIVATION_OFFLOAD
+from memfit.levers.checkpointing import ACTIVATION_OFFLOAD, LEAN
 from memfit.levers.chunked_loss import CHUNKED_LOSS
-from memfit.levers.conflicts import COMPILED, JITTOR, Conflict
-from memfit.levers.lean import LEAN
-from memfit.levers.lever import Lever, LeversOn, NotOffered, Running, Setting
+from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, NotOffered, Running, Setting
 from memfit.levers.optimizer_in_backward import IN_BACKWARD
 from memfit.levers.shared_by_ranks import SHARDING
 from memfit.workload import LoopWorkload, Workload
@@ -35,10 +33,10 @@ _REASONS = {
     ACTIVATION_OFFLOAD: "compiled code keeps its saved tensors on the device",
     IN_BACKWARD: "a compiled backward pass returns all gradients at its end: this lever would free nothing",
     SHARDING: "sharding gathers parameters as modules are called, and compiled code calls no modules",
-    COMPILED: "the workload compiles its model or loss itself",
+    Circumstance.COMPILED: "the workload compiles its model or loss itself",
     OWN_LOOP: "your loop calls the modules, not memfit",
     LIMIT: "the limit can't see the allocations of compiled code",
-    JITTOR: "Jittor compiles its own operators",
+    Circumstance.JITTOR: "Jittor compiles its own operators",
 }
 
 
@@ -52,11 +50,9 @@ class Compilation(Lever):
     draws_otherwise = True
     conflicts = tuple(Conflict(COMPILATION, other, why, _OFF) for other, why in _REASONS.items())
 
-    def setting(self, on: LeversOn) -> str:
-        return on.levers.compiler
-
-    def brief(self, on: LeversOn) -> str:
-        return "compiled, channels last" if on.levers.compiler == CHANNELS_LAST else "compiled"
+    def words(self, on: LeversOn) -> tuple[str, str]:
+        brief = "compiled, channels last" if on.levers.compiler == CHANNELS_LAST else "compiled"
+        return on.levers.compiler, brief
 
     def circumstances(self, workload: Workload, device: Device | None) -> set[str]:
         return {OWN_LOOP} if isinstance(workload, LoopWorkload) else set()
@@ -72,19 +68,16 @@ class Compilation(Lever):
         with contextlib.closing(CompiledLoss(workload.loss_fn, backend)) as loss:
             yield dataclasses.replace(running, workload=dataclasses.replace(workload, loss_fn=loss))
 
-    def costs(self, costs: CostTable) -> CostTable:
-        return replace(costs, checkpoint_seconds=0.0, selective_op_seconds=0.0)
+    def recomputing(self, levers: Levers, costs: CostTable) -> tuple[set[str], CostTable]:
+        return set(), replace(costs, checkpoint_seconds=0.0, selective_op_seconds=0.0)
 
     def propose(self, step: Setting, wanted: list[Levers]) -> list[Levers]:
         if not step.compilers:
             raise NotOffered("plan with compile='auto' or True")
         convolves = any(operator_class(op.name) == CONVOLUTIONS for op in step.trace(step.plain).ops)
         compilers = [c for c in step.compilers if convolves or c != CHANNELS_LAST]
-        cut = dict.fromkeys(_cut(levers) for levers in wanted)  # some are searched with other levers only
-        compiled = [replace(levers, compiler=c) for levers in cut for c in compilers]
+        cut = dict.fromkeys(
+            (levers.precision, levers.microbatch_size) for levers in wanted
+        )  # nothing else goes with it
+        compiled = [Levers(precision=p, microbatch_size=size, compiler=c) for p, size in cut for c in compilers]
         return compiled if step.must_compile else [*wanted, *compiled]
-
-
-def _cut(levers: Levers) -> Levers:
-    """Return levers with nothing but the precision and the size of microbatches."""
-    return Levers(precision=levers.precision, microbatch_size=levers.microbatch_size)

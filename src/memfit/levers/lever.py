@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import msgspec
 from torch import nn
@@ -23,7 +23,6 @@ from memfit.ir import (
     Sharding,
     Trace,
 )
-from memfit.levers.conflicts import Conflict
 from memfit.solver import Combination
 from memfit.training import StepOptions
 from memfit.workload import Workload
@@ -33,6 +32,50 @@ if TYPE_CHECKING:  # distributed packages take a second to import
 
 LEAST_SHARE = 0.05
 """Of what a step may hold: what a lever must be able to save before a step is captured with it, and then must save."""
+
+
+class Circumstance:
+    """The names of what levers may not go with, besides one another: of the workload, the device or the call."""
+
+    COUPLING_LOSS = "a loss that couples the samples of a batch"
+    BATCH_NORM = "BatchNorm in training mode"
+    CLIPPING = "Workload.max_grad_norm"
+    SEVERAL_OPTIMIZERS = "several optimizers"
+    FOREIGN_OPTIMIZER = "an optimizer from outside torch.optim"
+    OPTIMIZER_HOOKS = "hooks around the optimizer's step, or a replaced step method"
+    GRADIENT_HOOKS = "gradient hooks"
+    COMPILED = "torch.compile"
+    NO_LINK = "a device without a link to the host"
+    JITTOR = "memfit.jittor"
+    ADAPTING = "a plan for each batch's shapes (`adaptive=True`)"
+
+
+class Conflict(NamedTuple):
+    """Two things that don't go together.
+
+    Attributes:
+        one: A lever, or its setting.
+        other: A lever or its setting, or something about the workload, the device or the call.
+        why: What would go wrong.
+        instead: What to do.
+        unless: The numerics class under which they are allowed all the same; None for none.
+    """
+
+    one: str
+    other: str
+    why: str
+    instead: str
+    unless: Numerics | None = None
+
+    def row(self) -> str:
+        """Return the row of the table."""
+        exception = f" (allowed under `numerics='{self.unless}'`)" if self.unless else ""
+        return f"| {self.one} | {self.other} | {self.why}{exception} | {self.instead} |"
+
+
+def met(conflicts: Iterable[Conflict], used: Collection[str], allowed: Numerics = "exact") -> list[Conflict]:
+    """Return the conflicts of levers, settings and circumstances that are used, under the numerics class allowed."""
+    return [c for c in conflicts if c.one in used and c.other in used and c.unless != allowed]
 
 
 class NotOffered(Exception):
@@ -54,7 +97,6 @@ class Setting(Protocol):
         numerics: The numerics class that the user allows.
         coupling: What couples the samples of a batch; None for nothing.
         budget_bytes: What a step may hold; None where nobody said.
-        host_budget_bytes: Host memory that levers may take.
         precisions: Precisions that may be tried, the simplest first.
         shardings: Ways in which ranks may share the step; empty for one process.
         compilers: What may compile the step; empty where nothing may.
@@ -69,7 +111,6 @@ class Setting(Protocol):
     numerics: Numerics
     coupling: str | None
     budget_bytes: int | None
-    host_budget_bytes: int
     must_compile: bool
     tries_all: bool
 
@@ -150,6 +191,7 @@ class Lever(ABC):
         recomputes: Whether it has modules run again in the backward pass.
         compiles: Whether code is made for each step that it is put on, which takes longer than many steps.
         draws_otherwise: Whether a step under it draws as many random numbers, and as likely, but other ones.
+        waits: Whether a step is captured without it first: where that one is slow, the lever is left out.
         numerics_class: Its numerics class, where that does not depend on the step.
         conflicts: What it does not go with.
     """
@@ -160,6 +202,7 @@ class Lever(ABC):
     recomputes: ClassVar[bool] = False
     compiles: ClassVar[bool] = False
     draws_otherwise: ClassVar[bool] = False
+    waits: ClassVar[bool] = False
     numerics_class: ClassVar[Numerics] = "exact"
     conflicts: ClassVar[tuple[Conflict, ...]] = ()
 
@@ -169,52 +212,41 @@ class Lever(ABC):
         """Tell whether levers have it change the step."""
         return on.levers != self.without(on)
 
-    @abstractmethod
-    def setting(self, on: LeversOn) -> str:
-        """Return its setting, for the table of a plan's levers."""
-
-    def brief(self, on: LeversOn) -> str:
-        """Return its setting in a word or two, for a table of many plans."""
-        return self.setting(on)
-
-    def numerics(self, on: LeversOn) -> Numerics:
-        """Return its numerics class."""
-        return self.numerics_class
-
     def without(self, on: LeversOn) -> Levers:
         """Return levers that don't use it."""
         default = getattr(Levers(microbatch_size=on.batch_size), self.field)
         return msgspec.structs.replace(on.levers, **{self.field: default})
 
+    @abstractmethod
+    def words(self, on: LeversOn) -> tuple[str, str]:
+        """Return its setting, for the table of a plan's levers, and in a word or two, for a table of many plans."""
+
+    def numerics(self, on: LeversOn) -> Numerics:
+        """Return its numerics class."""
+        return self.numerics_class
+
+    def use(self, on: LeversOn) -> LeverUse:
+        """Return its use in words."""
+        setting, brief = self.words(on)
+        return LeverUse(
+            name=self.name, setting=setting, brief=brief, numerics=self.numerics(on), recomputes=self.recomputes
+        )
+
     def names(self, levers: Levers) -> set[str]:
         """Return the names by which conflicts know it and its setting."""
         return {self.name}
 
-    def changes_state(self, levers: Levers) -> bool:
-        """Tell whether the optimizer holds another state under it."""
-        return False
+    def circumstances(self, workload: Workload, device: Device | None) -> set[str]:
+        """Return the properties of a workload and a device, where it is known, that it alone conflicts with."""
+        return set()
+
+    def switches(self, levers: Levers) -> bool:
+        """Tell whether it may change between two steps: no recomputation may that is a part of compiled code."""
+        return self.switchable and not (self.recomputes and levers.compiler != "none")
 
     def may_switch(self, on: LeversOn, to: Levers) -> bool:
         """Tell whether a step under some levers may go on under others, as far as it is concerned."""
         return self.switches(on.levers) or getattr(on.levers, self.field) == getattr(to, self.field)
-
-    def switches(self, levers: Levers) -> bool:
-        """Tell whether it may change between two steps under some levers."""
-        return self.switchable
-
-    def use(self, on: LeversOn) -> LeverUse:
-        """Return its use in words."""
-        return LeverUse(
-            name=self.name,
-            setting=self.setting(on),
-            brief=self.brief(on),
-            numerics=self.numerics(on),
-            recomputes=self.recomputes,
-        )
-
-    def circumstances(self, workload: Workload, device: Device | None) -> set[str]:
-        """Return the properties of a workload and a device, where it is known, that it alone conflicts with."""
-        return set()
 
     # How it runs
 
@@ -237,19 +269,15 @@ class Lever(ABC):
         """Take what is not switchable of it off the model's modules and the optimizer, until the context is left."""
         yield
 
+    def changes_state(self, levers: Levers) -> bool:
+        """Tell whether the optimizer holds another state under it."""
+        return False
+
     def host_bytes(self, levers: Levers, state_bytes: int, host_budget_bytes: int) -> int:
         """Return the host memory that it takes, with an optimizer's state of some size, within what levers may take."""
         return 0
 
-    def costs(self, costs: CostTable) -> CostTable:
-        """Return the costs of a step's operators under it."""
-        return costs
-
     # How it is chosen
-
-    def waits_for(self, on: LeversOn) -> Levers | None:
-        """Return the combination to capture first: where that one is slow, the lever is left out."""
-        return None
 
     def propose(self, step: Setting, wanted: list[Levers]) -> list[Levers]:
         """Return the combinations to search: those given, and those that it adds.
@@ -259,22 +287,10 @@ class Lever(ABC):
         """
         return wanted
 
-    def not_recomputed(self, levers: Levers) -> set[str]:
-        """Return the modules that can't be recomputed where it is used."""
-        return set()
-
     def rungs(self) -> Mapping[str, Rung]:
         """Return the rungs of the ladder that it makes, by name."""
         return {}
 
-
-class Fallback(Lever):
-    """A lever that plans use only where no plan without it is cheap."""
-
-    @abstractmethod
-    def fallback(self, base: Levers) -> Levers:
-        """Return a combination with it."""
-
-    @abstractmethod
-    def most_saved_bytes(self, trace: Trace) -> int:
-        """Return a bound on the bytes that it saves of a step."""
+    def recomputing(self, levers: Levers, costs: CostTable) -> tuple[set[str], CostTable]:
+        """Return the modules that can't be recomputed where it is used, and the costs of a step's operators then."""
+        return set(), costs

@@ -7,21 +7,20 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from memfit.ir import Levers, Numerics
-from memfit.levers.conflicts import BATCH_NORM, COUPLING_LOSS, GRADIENT_HOOKS, Conflict
-from memfit.levers.lever import Lever, LeversOn, NotOffered, Rung, Setting
+from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, NotOffered, Rung, Setting
 from memfit.workload import Workload, samples_of
 
 MICROBATCHES = "microbatches"
 OF_BATCH_NORM = Conflict(
     MICROBATCHES,
-    BATCH_NORM,
+    Circumstance.BATCH_NORM,
     "the model normalises over the batch: microbatches would change the training",
     "allow numerics='changed', or use memfit.tools.freeze_batch_norm or memfit.tools.group_norm_for_batch_norm",
     unless="changed",
 )
 OF_COUPLING_LOSS = Conflict(
     MICROBATCHES,
-    COUPLING_LOSS,
+    Circumstance.COUPLING_LOSS,
     "the whole batch's loss differs from the mean over its parts, as with a contrastive loss, or with a mean over"
     " tokens that is returned as a mean over samples",
     "return (sum, count) for a mean over tokens or voxels, plan with numerics='exact', or allow numerics='changed'",
@@ -29,7 +28,7 @@ OF_COUPLING_LOSS = Conflict(
 )
 OF_GRADIENT_HOOKS = Conflict(
     MICROBATCHES,
-    GRADIENT_HOOKS,
+    Circumstance.GRADIENT_HOOKS,
     "each hook would run once per microbatch, on a part of the gradient",
     "set levers.microbatch_size to the whole batch, move the hooks to the optimizer's step, or allow"
     " numerics='changed'",
@@ -43,26 +42,21 @@ class Microbatches(Lever):
     name = MICROBATCHES
     field = "microbatch_size"
     switchable = True
+    waits = True
     conflicts = (OF_BATCH_NORM, OF_COUPLING_LOSS, OF_GRADIENT_HOOKS)
 
     def is_used(self, on: LeversOn) -> bool:
         return on.levers.microbatch_size < samples_of_rank(on)
 
-    def setting(self, on: LeversOn) -> str:
+    def words(self, on: LeversOn) -> tuple[str, str]:
         size, batch_size = on.levers.microbatch_size, samples_of_rank(on)
         count = -(-batch_size // size)
         last = batch_size - size * (count - 1)
         uneven = f", the last of {last:,}" if last != size else ""
-        return f"{size:,} of {batch_size:,} samples, {count:,} microbatches{uneven}"
-
-    def brief(self, on: LeversOn) -> str:
-        return f"microbatch {on.levers.microbatch_size:,}"
+        return f"{size:,} of {batch_size:,} samples, {count:,} microbatches{uneven}", f"microbatch {size:,}"
 
     def numerics(self, on: LeversOn) -> Numerics:
         return "changed" if on.couples_batch else "reordered"
-
-    def waits_for(self, on: LeversOn) -> Levers | None:
-        return replace(on.levers, microbatch_size=on.batch_size)
 
     def propose(self, step: Setting, wanted: list[Levers]) -> list[Levers]:
         if step.coupling is not None and step.numerics != "changed":

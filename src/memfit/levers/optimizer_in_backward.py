@@ -21,8 +21,7 @@ import torch
 from memfit._torch import replaced
 from memfit.errors import PlanError
 from memfit.ir import Trace
-from memfit.levers.conflicts import CLIPPING, FOREIGN_OPTIMIZER, GRADIENT_HOOKS, OPTIMIZER_HOOKS, SEVERAL_OPTIMIZERS
-from memfit.levers.lever import Running
+from memfit.levers.lever import Circumstance, Running
 from memfit.levers.microbatches import MICROBATCHES
 from memfit.levers.parameter_updates import UpdateLever, restricted, temporary_bytes, update_conflicts
 
@@ -40,15 +39,17 @@ class OptimizerInBackward(UpdateLever):
         IN_BACKWARD,
         {
             MICROBATCHES: "each gradient is used and freed before later microbatches add to it",
-            CLIPPING: f"the norm of all gradients is known {_TOO_LATE}",
+            Circumstance.CLIPPING: f"the norm of all gradients is known {_TOO_LATE}",
             "16-mixed": f"an overflow of gradients is known {_TOO_LATE}",
             "bf16-true": "bf16 weights have their own update, after the backward pass",
-            SEVERAL_OPTIMIZERS: (
+            Circumstance.SEVERAL_OPTIMIZERS: (
                 "if one optimizer skips a step, all must skip it, and that is known only after the backward pass"
             ),
-            OPTIMIZER_HOOKS: "they would run once per parameter, not once per step",
-            GRADIENT_HOOKS: "they may read gradients that are freed, or parameters that are updated already",
-            FOREIGN_OPTIMIZER: "its step may use gradients of other parameters",
+            Circumstance.OPTIMIZER_HOOKS: "they would run once per parameter, not once per step",
+            Circumstance.GRADIENT_HOOKS: (
+                "they may read gradients that are freed, or parameters that are updated already"
+            ),
+            Circumstance.FOREIGN_OPTIMIZER: "its step may use gradients of other parameters",
         },
     )
 
@@ -126,7 +127,10 @@ class InBackward:
         """Update the parameters whose gradients wait, and free these."""
         waiting: dict[int, list[torch.Tensor]] = {}
         for parameter in self._waiting:
-            self._norms[parameter] = _norm_of(parameter)
+            assert parameter.grad is not None
+            gradient = parameter.grad.coalesce().values() if parameter.grad.is_sparse else parameter.grad
+            dtype = torch.promote_types(gradient.dtype, torch.float32)
+            self._norms[parameter] = torch.linalg.vector_norm(gradient, dtype=dtype)
             waiting.setdefault(id(self._groups[parameter]), []).append(parameter)
         for parameters in waiting.values():
             with restricted(self._optimizer, self._groups[parameters[0]], parameters):
@@ -134,12 +138,3 @@ class InBackward:
             for parameter in parameters:
                 parameter.grad = None
         self._waiting, self._waiting_bytes = [], 0
-
-
-def _norm_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the norm of a parameter's gradient, in fp32 at least."""
-    gradient = parameter.grad
-    assert gradient is not None
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
-    return norm

@@ -1,9 +1,19 @@
-"""Ways of updating the parameters: the base of the levers that `Levers.optimizer` sets."""
+"""Ways of updating the parameters: the base of the levers that `Levers.optimizer` sets, and two of them.
+
+- The fused step is one kernel that updates all, and makes no temporary tensors of the parameters' size.
+  `torch.optim.Adam`, `AdamW`, `Adagrad` and `SGD` have one (`fused=True`), which rounds otherwise than the operators
+  that it stands for.
+- Optimizer states in host memory, for GPUs, each come to the device for their parameter's update only. The optimizer
+  takes its step for one parameter at a time, with the same operators as in its whole step, so that the weights are
+  bitwise the same. States are copied to the device before, and back after, in the order of the computation; host memory
+  is pinned. On the CPU the host's memory is the device's, and nothing is saved.
+"""
 
 from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 import itertools
 import weakref
 from collections import Counter
@@ -14,40 +24,39 @@ from typing import Any, ClassVar
 import msgspec
 import torch
 
+from memfit import workload
 from memfit.errors import PlanError
-from memfit.ir import Levers, OptimizerLever, Trace
-from memfit.levers.conflicts import (
-    CLIPPING,
-    FOREIGN_OPTIMIZER,
-    GRADIENT_HOOKS,
-    JITTOR,
-    NO_LINK,
-    OPTIMIZER_HOOKS,
-    SEVERAL_OPTIMIZERS,
-    Conflict,
-)
-from memfit.levers.lever import Fallback, LeversOn, Rung, Running, Setting
+from memfit.ir import Device, Levers, OptimizerLever, Trace
+from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, Rung, Running
 from memfit.levers.microbatches import MICROBATCHES
+from memfit.recomputation import is_worth_moving
 from memfit.workload import Workload
 
+FUSED = "fused optimizer"
+NO_FUSED = "an optimizer without a fused step, or fused already"
+OFFLOADED = "optimizer states in host memory"
+_FUSED_KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD)
+_FUSED_ON = {"fused": True, "foreach": False}
+_BEFORE_FUSED = weakref.WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, Any]]]()
+"""What the groups of optimizers had before memfit switched their fused steps on."""
 _UPDATING: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerLever] = weakref.WeakKeyDictionary()
 """The lever that is applied to an optimizer at present."""
 _INSTEAD = {
     "bf16-true": "use 'bf16-mixed', or set levers.optimizer to 'as-is'",
     "16-mixed": "use 'bf16-mixed', or set levers.optimizer to 'as-is'",
-    CLIPPING: "set Workload.max_grad_norm=None, or levers.optimizer to 'as-is'",
-    FOREIGN_OPTIMIZER: "use an optimizer of torch.optim, or set levers.optimizer to 'as-is'",
-    GRADIENT_HOOKS: "set levers.optimizer to 'as-is'",
-    OPTIMIZER_HOOKS: "set levers.optimizer to 'as-is', or call the hooks' code after the step",
-    JITTOR: "set levers.optimizer to 'as-is'",
+    Circumstance.CLIPPING: "set Workload.max_grad_norm=None, or levers.optimizer to 'as-is'",
+    Circumstance.FOREIGN_OPTIMIZER: "use an optimizer of torch.optim, or set levers.optimizer to 'as-is'",
+    Circumstance.GRADIENT_HOOKS: "set levers.optimizer to 'as-is'",
+    Circumstance.OPTIMIZER_HOOKS: "set levers.optimizer to 'as-is', or call the hooks' code after the step",
+    Circumstance.JITTOR: "set levers.optimizer to 'as-is'",
     MICROBATCHES: "set levers.microbatch_size to the whole batch, or levers.optimizer to 'as-is'",
-    NO_LINK: "name a GPU with a known link_bytes_per_second, or set levers.optimizer to 'as-is'",
-    SEVERAL_OPTIMIZERS: "use one optimizer with several groups, or set levers.optimizer to 'as-is'",
+    Circumstance.NO_LINK: "name a GPU with a known link_bytes_per_second, or set levers.optimizer to 'as-is'",
+    Circumstance.SEVERAL_OPTIMIZERS: "use one optimizer with several groups, or set levers.optimizer to 'as-is'",
 }
 """What to do about a conflict with a way of updating parameters."""
 
 
-class UpdateLever(Fallback):
+class UpdateLever(Lever):
     """A way of updating the parameters, tried where no plan with the user's own optimizer as it is is cheap.
 
     Attributes:
@@ -60,11 +69,8 @@ class UpdateLever(Fallback):
     def is_used(self, on: LeversOn) -> bool:
         return on.levers.optimizer == self.value
 
-    def setting(self, on: LeversOn) -> str:
-        return self.value
-
-    def brief(self, on: LeversOn) -> str:
-        return f"optimizer {self.value}"
+    def words(self, on: LeversOn) -> tuple[str, str]:
+        return self.value, f"optimizer {self.value}"
 
     def is_applied(self, workload: Workload) -> bool:
         return _UPDATING.get(workload.optimizer) == self.value
@@ -92,21 +98,20 @@ class UpdateLever(Fallback):
         return True
 
     def fallback(self, base: Levers) -> Levers:
+        """Return a combination with it."""
         return msgspec.structs.replace(base, optimizer=self.value)
 
     def most_saved_bytes(self, trace: Trace) -> int:
+        """Return a bound on the bytes that it saves of a step."""
         return state_bytes(trace) + temporary_bytes(trace)
 
     def rungs(self) -> Mapping[str, Rung]:
-        return {self.name: self._rung}
-
-    def _rung(self, step: Setting, levers: Levers) -> tuple[Levers, str]:
-        return self.fallback(levers), self.value
+        return {self.name: lambda step, levers: (self.fallback(levers), self.value)}
 
 
 def update_conflicts(name: str, reasons: Mapping[str, str], *own: Conflict) -> tuple[Conflict, ...]:
     """Return the conflicts of a way of updating parameters: its own, those of some reasons, and Jittor's."""
-    reasons = {**reasons, JITTOR: "this lever needs PyTorch"}
+    reasons = {**reasons, Circumstance.JITTOR: "this lever needs PyTorch"}
     return *own, *(Conflict(name, other, why, _INSTEAD[other]) for other, why in reasons.items())
 
 
@@ -136,3 +141,164 @@ def restricted(
         yield
     finally:
         optimizer.param_groups, group["params"] = groups, before
+
+
+class FusedOptimizer(UpdateLever):
+    """The user's own optimizer, with its fused step."""
+
+    name = FUSED
+    value = "fused"
+    numerics_class = "reordered"
+    conflicts = update_conflicts(
+        FUSED,
+        {},
+        Conflict(
+            FUSED,
+            NO_FUSED,
+            "memfit has nothing to switch on",
+            "use torch.optim's Adam, AdamW, Adagrad or SGD, or set levers.optimizer to 'as-is'",
+        ),
+        Conflict(
+            FUSED,
+            "bf16-true",
+            "bf16 weights have their own update",
+            "use 'bf16-mixed', or give the optimizer fused=True",
+        ),
+    )
+
+    def circumstances(self, workload: Workload, device: Device | None) -> set[str]:
+        optimizer = workload.optimizer
+        is_on = any(group.get("fused") or group.get("differentiable") for group in optimizer.param_groups)
+        return set() if type(optimizer) in _FUSED_KINDS and not is_on else {NO_FUSED}
+
+    @contextlib.contextmanager
+    def updating(self, running: Running) -> Iterator[Running]:
+        optimizer = running.workload.optimizer
+        with _grouped(optimizer, [_FUSED_ON] * len(optimizer.param_groups), on_device=True) as before:
+            _BEFORE_FUSED[optimizer] = before
+            try:
+                yield running
+            finally:
+                del _BEFORE_FUSED[optimizer]
+
+    @contextlib.contextmanager
+    def lifted(self, workload: Workload) -> Iterator[None]:
+        before = _BEFORE_FUSED.get(workload.optimizer)
+        with contextlib.nullcontext() if before is None else _grouped(workload.optimizer, before, on_device=False):
+            yield
+
+    def most_saved_bytes(self, trace: Trace) -> int:
+        return temporary_bytes(trace)
+
+
+@contextlib.contextmanager
+def _grouped(
+    optimizer: torch.optim.Optimizer, settings: Sequence[dict[str, Any]], *, on_device: bool
+) -> Iterator[list[dict[str, Any]]]:
+    """Give each group its settings until the context is left; its counts of steps are where they are read then.
+
+    A fused step reads them on the device, others on the CPU.
+    """
+
+    def give(settings: Sequence[dict[str, Any]], on_device: bool) -> None:
+        for group, own in zip(optimizer.param_groups, settings, strict=True):
+            group.update(own)
+        for parameter, values in optimizer.state.items():
+            count: Any = values.get("step")
+            if isinstance(count, torch.Tensor):
+                values["step"] = count.to(parameter.device if on_device else "cpu", torch.float32)
+
+    before = [{name: group[name] for name in _FUSED_ON} for group in optimizer.param_groups]
+    give(settings, on_device)
+    try:
+        yield before
+    finally:
+        give(before, not on_device)
+
+
+class OffloadedOptimizer(UpdateLever):
+    """Optimizer states in pinned host memory between updates."""
+
+    name = OFFLOADED
+    value = "offloaded"
+    conflicts = update_conflicts(
+        OFFLOADED,
+        {
+            Circumstance.NO_LINK: "the speed of copies to the host is unknown, or host and device share their memory",
+            "bf16-true": "bf16 weights have their own update",
+            Circumstance.SEVERAL_OPTIMIZERS: "memfit moves the states of one optimizer only",
+            Circumstance.OPTIMIZER_HOOKS: "they would run once per parameter, not once per step",
+            Circumstance.FOREIGN_OPTIMIZER: "its step may use states of other parameters",
+        },
+    )
+
+    @contextlib.contextmanager
+    def updating(self, running: Running) -> Iterator[Running]:
+        with contextlib.closing(OffloadedState(running.workload.optimizer)) as state:
+            yield dataclasses.replace(running, options=dataclasses.replace(running.options, update=state.step))
+
+    def host_bytes(self, levers: Levers, state_bytes: int, host_budget_bytes: int) -> int:
+        return state_bytes
+
+
+class OffloadedState:
+    """Keeps the states of an optimizer of `torch.optim`, those that it has too, in host memory between its steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._hosts: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
+        for parameter in list(optimizer.state):
+            self._send(parameter)
+        self._settle()
+
+    def step(self) -> None:
+        """Update every parameter that has a gradient."""
+        for group in self._optimizer.param_groups:
+            for parameter in list(group["params"]):
+                if parameter.grad is None:
+                    continue
+                self._fetch(parameter)
+                with restricted(self._optimizer, group, [parameter]):
+                    self._optimizer.step()
+                self._send(parameter)
+        self._settle()
+
+    def close(self) -> None:
+        """Bring the states back to their parameters' devices."""
+        for parameter in list(self._optimizer.state):
+            self._fetch(parameter)
+        self._hosts.clear()
+
+    def _states(self, parameter: torch.Tensor) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+        """Yield the states of a parameter that are large enough to be moved, with where they are kept."""
+        values = self._optimizer.state.get(parameter, {})
+        for name, value in list(values.items()):
+            if isinstance(value, torch.Tensor) and is_worth_moving(value):
+                yield values, name, value
+
+    def _fetch(self, parameter: torch.Tensor) -> None:
+        with torch.no_grad():
+            for values, name, host in self._states(parameter):
+                if (parameter, name) in self._hosts:
+                    values[name] = torch.empty_like(host, device=parameter.device)
+                    workload.transfers.copy_in(values[name], host)
+                    workload.transfers.wait(values[name])
+
+    def _send(self, parameter: torch.Tensor) -> None:
+        """Copy a parameter's states to the host, and let go of them."""
+        with torch.no_grad():
+            for values, name, tensor in self._states(parameter):
+                host = self._hosts.get((parameter, name))
+                if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
+                    pinned = tensor.device.type != "cpu"
+                    host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+                    self._hosts[parameter, name] = host
+                workload.transfers.copy_out(host, tensor)
+                workload.transfers.wait(host)
+                values[name] = host
+
+    def _settle(self) -> None:
+        """Wait until what was sent is there: others read it without asking the device."""
+        device = next((p.device for group in self._optimizer.param_groups for p in group["params"]), None)
+        if device is not None and device.type != "cpu":
+            torch.get_device_module(device).current_stream(device).synchronize()

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
+from msgspec.structs import replace
 
 from memfit._torch import BatchNormBase, step_hooks, tensor_hooks
 from memfit.capture import is_compiled
 from memfit.errors import PlanError
 from memfit.hardware import pins_memory
 from memfit.ir import Device, Levers, LeverUse, Numerics
-from memfit.levers import conflicts
-from memfit.levers.checkpointing import ActivationOffload, Checkpointing
+from memfit.levers.checkpointing import ActivationOffload, Checkpointing, Lean
 from memfit.levers.chunked_loss import ChunkedLossLever
 from memfit.levers.compilation import Compilation
-from memfit.levers.conflicts import Conflict, met
-from memfit.levers.fused_optimizer import FusedOptimizer
-from memfit.levers.lean import Lean
-from memfit.levers.lever import Lever, LeversOn, Rung
+from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, Rung, met
 from memfit.levers.microbatches import Microbatches
-from memfit.levers.offloaded_optimizer import OffloadedOptimizer
 from memfit.levers.optimizer_in_backward import OptimizerInBackward
-from memfit.levers.parameter_updates import UpdateLever
+from memfit.levers.parameter_updates import FusedOptimizer, OffloadedOptimizer, UpdateLever
 from memfit.levers.precision import Precision
 from memfit.levers.replaced_optimizer import Adafactor, AdamW8bit
 from memfit.levers.shared_by_ranks import SharedByRanks
@@ -83,17 +79,26 @@ def compiles(levers: Levers) -> bool:
     return any(lever.compiles for lever in used_whole(levers))
 
 
-def uncompiled(levers: Levers) -> Levers:
-    """Return levers with compilers left out."""
-    for lever in LEVERS:
-        if lever.compiles:
-            levers = lever.without(LeversOn(levers, levers.microbatch_size))
-    return levers
-
-
 def draws_otherwise(levers: Levers) -> bool:
     """Tell whether a step under some levers draws other random numbers than the plain one."""
     return any(lever.draws_otherwise for lever in used_whole(levers))
+
+
+def uncompiled(levers: Levers) -> Levers:
+    """Return levers with compilers left out."""
+    return _without(levers, levers.microbatch_size, lambda lever: lever.compiles)
+
+
+def without_switched(levers: Levers, batch_size: int) -> Levers:
+    """Return levers without those that `switched` puts on a model; the batch is cut as before."""
+    bare = _without(levers, batch_size, lambda lever: lever.switches(levers))
+    return replace(bare, microbatch_size=levers.microbatch_size)
+
+
+def _without(levers: Levers, batch_size: int, leaves_out: Callable[[Lever], bool]) -> Levers:
+    for lever in filter(leaves_out, LEVERS):
+        levers = lever.without(LeversOn(levers, batch_size))
+    return levers
 
 
 def check_lever_names(used: Collection[str], allowed: Numerics = "exact", where: str = "") -> None:
@@ -138,14 +143,14 @@ def circumstances(workload: Workload, device: Device | None = None) -> set[str]:
     optimizers = [optimizer, *getattr(optimizer, "optimizers", [])]
     is_several = isinstance(optimizer, Optimizers)
     holds = {
-        conflicts.BATCH_NORM: any(isinstance(m, BatchNormBase) and m.training for m in workload.model.modules()),
-        conflicts.CLIPPING: workload.max_grad_norm is not None,
-        conflicts.COMPILED: is_compiled(workload),
-        conflicts.SEVERAL_OPTIMIZERS: is_several,
-        conflicts.FOREIGN_OPTIMIZER: not is_several and not type(optimizer).__module__.startswith("torch.optim"),
-        conflicts.OPTIMIZER_HOOKS: any(_is_users(hook) for each in optimizers for hook in step_hooks(each)),
-        conflicts.GRADIENT_HOOKS: any(map(has_gradient_hooks, workload.model.parameters())),
-        conflicts.NO_LINK: device is not None and not _has_link(device),
+        Circumstance.BATCH_NORM: any(isinstance(m, BatchNormBase) and m.training for m in workload.model.modules()),
+        Circumstance.CLIPPING: workload.max_grad_norm is not None,
+        Circumstance.COMPILED: is_compiled(workload),
+        Circumstance.SEVERAL_OPTIMIZERS: is_several,
+        Circumstance.FOREIGN_OPTIMIZER: not is_several and not type(optimizer).__module__.startswith("torch.optim"),
+        Circumstance.OPTIMIZER_HOOKS: any(_is_users(hook) for each in optimizers for hook in step_hooks(each)),
+        Circumstance.GRADIENT_HOOKS: any(map(has_gradient_hooks, workload.model.parameters())),
+        Circumstance.NO_LINK: device is not None and not _has_link(device),
     }
     common = {name for name, does in holds.items() if does}
     return common.union(*(lever.circumstances(workload, device) for lever in LEVERS))
@@ -159,7 +164,6 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 
 
 def _is_users(hook: object) -> bool:
-    """Tell whether a hook is a user's own."""
     return not str(getattr(hook, "__module__", "")).startswith("memfit.")
 
 
@@ -176,6 +180,6 @@ def check_combination(
     """Refuse levers that don't go together, or not with a workload or a device.
 
     Raises:
-        PlanError: They are in the table of conflicts.
+        PlanError: They are in the table of
     """
     check_lever_names(lever_names(LeversOn(levers, samples_of(workload))) | circumstances(workload, device), allowed)

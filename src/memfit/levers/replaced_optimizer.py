@@ -22,8 +22,7 @@ import torch
 from memfit._torch import mark_as_stepped
 from memfit.errors import brought_by
 from memfit.ir import Device, OptimizerLever
-from memfit.levers.conflicts import OPTIMIZER_HOOKS, SEVERAL_OPTIMIZERS, Conflict
-from memfit.levers.lever import Running
+from memfit.levers.lever import Circumstance, Conflict, Running
 from memfit.levers.parameter_updates import UpdateLever, update_conflicts
 from memfit.workload import Workload
 
@@ -57,7 +56,7 @@ class AdamW8bit(_ReplacedOptimizer):
     numerics_class = "reduced"
     conflicts = update_conflicts(
         ADAMW_8BIT,
-        {"bf16-true": _BF16_UPDATES, OPTIMIZER_HOOKS: _HOOKS},
+        {"bf16-true": _BF16_UPDATES, Circumstance.OPTIMIZER_HOOKS: _HOOKS},
         Conflict(
             ADAMW_8BIT,
             NOT_ADAMW,
@@ -84,11 +83,11 @@ class Adafactor(_ReplacedOptimizer):
         Conflict(ADAFACTOR, "bf16-true", _BF16_UPDATES, "use 'bf16-mixed', or set levers.optimizer to 'as-is'"),
         Conflict(
             ADAFACTOR,
-            SEVERAL_OPTIMIZERS,
+            Circumstance.SEVERAL_OPTIMIZERS,
             "one optimizer can't keep the different update rules of several",
             "use one optimizer, or set levers.optimizer to 'as-is'",
         ),
-        *update_conflicts(ADAFACTOR, {OPTIMIZER_HOOKS: _HOOKS}),
+        *update_conflicts(ADAFACTOR, {Circumstance.OPTIMIZER_HOOKS: _HOOKS}),
     )
 
 
@@ -154,26 +153,24 @@ def _bitsandbytes() -> Any:
 
 def _take_over(made: Any, optimizer: Optimizer) -> None:
     """Have an AdamW of 8 bits go on from the state of one of fp32, which keeps none of it."""
+    quantise = _bitsandbytes().functional.quantize_blockwise
     for index, group in enumerate(made.param_groups):
         for position, parameter in enumerate(group["params"]):
             values = optimizer.state.get(parameter)
-            if values:
-                made.init_state(group, parameter, index, position)
-                _quantise(made.state[parameter], values)
-                del optimizer.state[parameter]
-
-
-def _quantise(state: dict[str, Any], values: dict[str, Any]) -> None:
-    quantise = _bitsandbytes().functional.quantize_blockwise
-    for name, number in _PAIRS:
-        held = state[f"state{number}"]
-        if held.dtype is not torch.uint8:
-            held.copy_(values[name])
-            continue
-        codes, found = quantise(values[name].contiguous(), code=state[f"qmap{number}"], blocksize=_BLOCK)
-        held.copy_(codes)
-        state[f"absmax{number}"].copy_(found.absmax)
-    state["step"] = int(values["step"])
+            if not values:
+                continue
+            made.init_state(group, parameter, index, position)
+            state = made.state[parameter]
+            for name, number in _PAIRS:
+                held = state[f"state{number}"]
+                if held.dtype is torch.uint8:
+                    codes, found = quantise(values[name].contiguous(), code=state[f"qmap{number}"], blocksize=_BLOCK)
+                    held.copy_(codes)
+                    state[f"absmax{number}"].copy_(found.absmax)
+                else:
+                    held.copy_(values[name])
+            state["step"] = int(values["step"])
+            del optimizer.state[parameter]
 
 
 def _give_back(made: Any, optimizer: Optimizer) -> None:

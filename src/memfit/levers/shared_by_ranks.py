@@ -10,10 +10,9 @@ from msgspec.structs import replace
 
 from memfit.errors import PlanError
 from memfit.ir import Levers, Numerics, Sharding
-from memfit.levers.conflicts import ADAPTING, BATCH_NORM, COUPLING_LOSS, NO_LINK, SEVERAL_OPTIMIZERS, Conflict
-from memfit.levers.lever import Lever, LeversOn, Running, Setting
-from memfit.levers.offloaded_optimizer import OFFLOADED
+from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, Running, Setting
 from memfit.levers.optimizer_in_backward import IN_BACKWARD
+from memfit.levers.parameter_updates import OFFLOADED
 from memfit.levers.replaced_optimizer import ADAFACTOR, ADAMW_8BIT
 
 SHARDING = "sharding"
@@ -29,14 +28,14 @@ class SharedByRanks(Lever):
     conflicts = (
         Conflict(
             SHARDING,
-            BATCH_NORM,
+            Circumstance.BATCH_NORM,
             "the model normalises over the samples of each rank: the number of ranks would change the training",
             "allow numerics='changed', or use memfit.tools.freeze_batch_norm or memfit.tools.group_norm_for_batch_norm",
             unless="changed",
         ),
         Conflict(
             SHARDING,
-            COUPLING_LOSS,
+            Circumstance.COUPLING_LOSS,
             "the whole batch's loss differs from the mean over its parts",
             "return (sum, count) for a mean over tokens or voxels, or allow numerics='changed'",
             unless="changed",
@@ -54,17 +53,17 @@ class SharedByRanks(Lever):
                 "it updates whole weights, and each rank has only a share",
                 "use levers.optimizer 'as-is', precision 'bf16-mixed', or levers.sharding.mode 'ddp'",
             )
-            for other in (OFFLOADED, ADAMW_8BIT, ADAFACTOR, "bf16-true", SEVERAL_OPTIMIZERS)
+            for other in (OFFLOADED, ADAMW_8BIT, ADAFACTOR, "bf16-true", Circumstance.SEVERAL_OPTIMIZERS)
         ),
         Conflict(
             ON_HOST,
-            NO_LINK,
+            Circumstance.NO_LINK,
             "host and device share their memory",
             "set levers.sharding.offload to false",
         ),
         Conflict(
             SHARDING,
-            ADAPTING,
+            Circumstance.ADAPTING,
             "predictions for other shapes need captures, and a process in a process group can't capture the step of"
             " several ranks",
             "use memfit.apply with recover=True: one plan for all shapes, and one with a lower peak if memory runs out",
@@ -78,11 +77,9 @@ class SharedByRanks(Lever):
         of_weights = {OF_WEIGHTS} if sharding.is_fully_sharded else set[str]()
         return {self.name} | of_weights | ({ON_HOST} if sharding.offload else set())
 
-    def setting(self, on: LeversOn) -> str:
-        return sharding_text(on.levers.sharding) if on.levers.sharding else ""
-
-    def brief(self, on: LeversOn) -> str:
-        return f"{on.levers.sharding.mode} of {on.levers.sharding.world_size}" if on.levers.sharding else ""
+    def words(self, on: LeversOn) -> tuple[str, str]:
+        assert on.levers.sharding is not None
+        return sharding_text(on.levers.sharding), f"{on.levers.sharding.mode} of {on.levers.sharding.world_size}"
 
     def numerics(self, on: LeversOn) -> Numerics:
         if on.couples_batch:

@@ -19,7 +19,7 @@ from memfit.errors import MemfitError, UsageError
 from memfit.foundations import format_bytes
 from memfit.hardware import find_device
 from memfit.ir import Plan, Prediction, simulate, unfused
-from memfit.levers import ADAPTING, LeversOn, Switch, candidates_of, check_lever_names, lever_names, lowered
+from memfit.levers import Circumstance, LeversOn, Switch, candidates_of, check_lever_names, lever_names, lowered
 from memfit.planner import Captures, costs_of, first_line, predicted_under
 from memfit.solver import Controller, ExpectedStep
 from memfit.training import CpuLimit, Recovery, Snapshots, StepResult, device_of
@@ -187,7 +187,7 @@ class Adaptive(Recovery):
     """
 
     def __init__(self, switch: Switch, plan: Plan, workload: Workload, snapshots: Snapshots | None = None) -> None:
-        check_lever_names({ADAPTING} | lever_names(LeversOn(plan.levers, plan.batch_size)))
+        check_lever_names({Circumstance.ADAPTING} | lever_names(LeversOn(plan.levers, plan.batch_size)))
         super().__init__(switch.step, plan, self._next, snapshots=snapshots)
         self.candidates = candidates_of(plan)
         self.taken: Counter[tuple[int, int]] = Counter()

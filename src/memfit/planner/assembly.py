@@ -32,9 +32,9 @@ from memfit.ir import (
 from memfit.levers import (
     CONFLICTS,
     LEVERS,
-    Fallback,
     LeversOn,
     NotOffered,
+    UpdateLever,
     circumstances,
     compiles,
     draws_otherwise,
@@ -121,7 +121,7 @@ class _Assembly:
         waiting: dict[Levers, Levers] = {}  # the combination that is captured before another
         for levers in wanted:
             on = LeversOn(levers, steps.batch_size)
-            found = (lever.waits_for(on) for lever in used_levers(steps.on(levers)))
+            found = (lever.without(on) for lever in used_levers(steps.on(levers)) if lever.waits)
             if (before := next((each for each in found if each is not None), None)) is not None:
                 waiting[levers] = before
         early = steps.captured([levers for levers in wanted if levers not in waiting])
@@ -284,14 +284,14 @@ class _Assembly:
         self.wanted += captured
         return [self._add(levers) for levers in captured]
 
-    def _with_fallback(self, lever: Fallback, best: Confirmed | None) -> list[Levers]:
+    def _with_fallback(self, lever: UpdateLever, best: Confirmed | None) -> list[Levers]:
         """Return a fallback's combinations: of the whole batch, of the smallest microbatches, and of the best's."""
         steps = self.steps
         if lever.most_saved_bytes(steps.traces[steps.plain]) < least_bytes(steps):
             return []
 
         def kept(levers: Levers) -> tuple[object, ...]:  # what neither a switch nor a fallback changes
-            fields = [each.field for each in LEVERS if not (each.switchable or isinstance(each, Fallback))]
+            fields = [each.field for each in LEVERS if not (each.switchable or isinstance(each, UpdateLever))]
             return tuple(getattr(levers, field) for field in fields)
 
         bases = self._bases(best)
@@ -309,7 +309,7 @@ class _Assembly:
         bases = [
             c
             for c in self.limits.allow(self.combinations)
-            if not any(isinstance(used, Fallback) for used in used_whole(c.levers))
+            if not any(isinstance(used, UpdateLever) for used in used_whole(c.levers))
         ]
         sizes = {self.steps.batch_size, min(c.levers.microbatch_size for c in bases)}
         sizes |= set() if best is None else {best.point.levers.microbatch_size}

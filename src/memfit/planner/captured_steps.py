@@ -43,9 +43,9 @@ from memfit.ir import (
 from memfit.levers import (
     ACTIVATION_OFFLOAD,
     CONFLICTS,
-    Fallback,
     LeversOn,
     NotOffered,
+    UpdateLever,
     compiles,
     lever_host_bytes,
     lever_names,
@@ -89,7 +89,7 @@ class Request:
     host_budget_bytes: int
     device: Device
     precisions: Sequence[Precision]
-    fallbacks: Sequence[Fallback]
+    fallbacks: Sequence[UpdateLever]
     progress: Progress
     world_size: int
     modes: Sequence[Mode]
@@ -232,8 +232,8 @@ class CapturedSteps:
         trace = self.traces[levers]
         regions, costs = Regions(trace), self._costs(trace)
         for lever in used_levers(self.on(levers)):
-            excluded |= lever.not_recomputed(levers)
-            costs = lever.costs(costs)
+            out, costs = lever.recomputing(levers, costs)
+            excluded |= out
         engine = self.request.options.engine
         excluded |= around(engine.units or ()) if engine is not None else frozenset()
         # Copies whose rate is not known have no price, and are not proposed.

@@ -64,7 +64,7 @@ class CaptureFailures:
 
     def _names(self, levers: Levers) -> frozenset[str]:
         on = LeversOn(levers, self.plain.microbatch_size)
-        return frozenset(lever.brief(on) for lever in used_levers(on))
+        return frozenset(lever.use(on).brief for lever in used_levers(on))
 
 
 def fails(attempt: Attempt, levers: Levers) -> bool:

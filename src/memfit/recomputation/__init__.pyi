@@ -1,7 +1,7 @@
-from .containers import mapped as mapped
-from .generators import foreign_generators as foreign_generators
-from .generators import preserved as preserved
-from .host_copies import is_worth_moving as is_worth_moving
+from .call_state import foreign_generators as foreign_generators
+from .call_state import mapped as mapped
+from .call_state import preserved as preserved
+from .kept_outputs import is_worth_moving as is_worth_moving
 from .lean_modules import is_lean as is_lean
 from .lean_modules import is_made_lean as is_made_lean
 from .lean_modules import lean as lean

@@ -5,6 +5,9 @@ as for one. The code of the modules' parent between the calls is not touched. Re
 a backward pass within the recomputation works: its graph holds its own tensors.
 
 A frame is alive as long as autograd's hooks are, and nothing in it refers to the graph that it belongs to.
+
+Lean modules are recomputed by hooks of their own (`recomputation.lean_modules`): a region drops all that autograd saves
+while it runs, told by its order; of a lean module's output it is later operators that save views, told by its storage.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,27 +31,33 @@ from memfit._torch import (
     current_graph_task_id,
     disable_dynamo,
     get_current_function_mode_stack,
-    own_buffers,
     skip,
     storage_key_of,
     version_of,
 )
 from memfit.errors import MemfitError, RecomputationError
 from memfit.recomputation import probe
-from memfit.recomputation.containers import Placeholder, mapped, tensors_in
-from memfit.recomputation.generators import DrawnStates, ForeignGenerator, Generators, foreign_generators, preserved
-from memfit.recomputation.host_copies import ChangedError, HostCopy, is_worth_moving
+from memfit.recomputation.call_state import (
+    CallState,
+    ForeignGenerator,
+    Placeholder,
+    autocast_state,
+    mapped,
+    running_again,
+    tensors_in,
+)
 from memfit.recomputation.kept_outputs import (
-    DroppingHooks,
+    ChangedError,
+    HostCopy,
     KeepingMode,
     KeptOutputs,
     ReusingMode,
     as_it_is,
     hooks_around,
+    is_worth_moving,
 )
 from memfit.workload import has_history
 
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _outside_of_backward = itertools.count(-2, -1)
 
 
@@ -58,27 +67,14 @@ def graph_task() -> int:
     return next(_outside_of_backward) if task == -1 else task
 
 
-class Mismatch(NamedTuple):
-    """The difference of a recomputed tensor from the saved one.
-
-    Attributes:
-        module: The FQN of the module that made it.
-        how: A description of the difference.
-        checksum: The recomputed tensor's checksum when autograd saved it: its operator may not have run yet.
-    """
-
-    module: str
-    how: str
-    checksum: int | None
-
-
 class Holder:
     """The object that autograd holds in place of a saved tensor of a region.
 
     Attributes:
         recomputed: The recomputed tensor, by the backward pass that needs it; removed when it is unpacked.
         expected: The record of the saved tensor, where recomputations are probed or checked; otherwise None.
-        mismatch: The difference of the recomputed tensor; None where there is none.
+        mismatch: The difference of the recomputed tensor, None where there is none: the FQN of the module that made it,
+            a description, and its checksum when autograd saved it: its operator may not have run yet.
     """
 
     __slots__ = ("__weakref__", "device", "dtype", "expected", "mismatch", "recomputed", "shape")
@@ -87,7 +83,7 @@ class Holder:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.recomputed: dict[int, torch.Tensor] = {}
         self.expected = probe.expected(tensor)
-        self.mismatch: Mismatch | None = None
+        self.mismatch: tuple[str, str, int | None] | None = None
 
 
 class _Save(torch.autograd.Function):
@@ -108,27 +104,21 @@ class _Stop(BaseException):
 
 @dataclasses.dataclass
 class _Call:
-    """One call of a module."""
-
     module: str
     forward: Callable[..., Any]
     given: Any
-    generators: Generators
-    draws: DrawnStates
-    trains: Sequence[bool]  # of each module within the region, its mode as the call begins
+    state: CallState
     outputs: Sequence[int] = ()
 
 
 @dataclasses.dataclass
 class _ParentTensor:
-    """An argument or output of a call, with its version then."""
-
     tensor: weakref.ref[torch.Tensor]
     version: int
     number: int
 
 
-class Frame(DroppingHooks):
+class Frame:
     """One pass through a region.
 
     Args:
@@ -137,7 +127,7 @@ class Frame(DroppingHooks):
         normalisations: The modules among them that track statistics.
         kept: The outputs of operators that are kept; None for none.
         offload: Whether arguments with a gradient wait in host memory.
-        foreign: Generators besides PyTorch's own that the calls may draw from; None for Python's and NumPy's.
+        foreign: Generators besides PyTorch's own that the calls may draw from.
 
     Attributes:
         last: The position in the region of the module called last.
@@ -145,25 +135,26 @@ class Frame(DroppingHooks):
         running: The FQN of the module being recomputed.
     """
 
+    drops_saved_tensors = True
+
     def __init__(
         self,
         modules: tuple[str, ...],
         inside: Sequence[nn.Module],
         normalisations: Sequence[nn.Module],
         kept: KeptOutputs | None,
-        offload: bool = False,
-        foreign: Sequence[ForeignGenerator] | None = None,
+        offload: bool,
+        foreign: Sequence[ForeignGenerator],
     ) -> None:
         _hide_from_the_compiler()
         self.modules, self._inside, self.normalisations = modules, inside, normalisations
         self._kept, self._offload = kept, offload
-        self._foreign = foreign_generators() if foreign is None else foreign
+        self._foreign = foreign
         self._offloaded: dict[int, HostCopy] = {}
         self.last = -1
         self.closed = False
         self.holders: list[weakref.ref[Holder]] = []
         self._thread = threading.get_ident()
-        self._autocast = autocast_state()
         self._hooks = hooks_around()
         self._device = next(
             (mode for mode in reversed(get_current_function_mode_stack()) if isinstance(mode, DeviceContext)), None
@@ -181,7 +172,7 @@ class Frame(DroppingHooks):
             not self.closed
             and position > self.last
             and self._thread == threading.get_ident()
-            and self._autocast == autocast_state()
+            and self._calls[0].state.autocast == autocast_state()
             and self._hooks == hooks_around()
         )
 
@@ -193,7 +184,7 @@ class Frame(DroppingHooks):
         keeping = KeepingMode(self._kept) if self._kept is not None else contextlib.nullcontext()
         with saved_tensors_hooks(self._pack, self._unpack), keeping:
             out = forward(*args, **kwargs)
-        self._calls[-1].draws.end()
+        self._calls[-1].state.end()
         for copy in self._host_copies():
             copy.land()
         if not self.closed:
@@ -235,8 +226,7 @@ class Frame(DroppingHooks):
             history = [(n, t.requires_grad and not t.is_leaf) for n, t in fresh.items()]
             anchor = torch.empty(0, requires_grad=True)
             self._saved.append((_Save.apply(anchor, held), history))  # type: ignore[no-untyped-call]
-        trains = [module.training for module in self._inside]
-        return _Call(self.modules[position], forward, given, Generators.of(tensors), DrawnStates(self._foreign), trains)
+        return _Call(self.modules[position], forward, given, CallState(self._inside, tensors, self._foreign))
 
     def _know(self, tensor: torch.Tensor) -> int:
         number = len(self._last_use)
@@ -264,7 +254,12 @@ class Frame(DroppingHooks):
     def _unpack(self, holder: Holder) -> torch.Tensor:
         task = graph_task()
         if self._differences is not None and holder.expected is not None and holder.expected.original is not None:
-            self._probe(self._differences, task)
+            if not self._is_probed:
+                self._is_probed = True
+                try:
+                    self._recompute(task)
+                except RecomputationError as e:
+                    self._differences.setdefault(e.modules, e)
             return holder.expected.original
         if task not in holder.recomputed:
             self._recompute(task)
@@ -272,35 +267,44 @@ class Frame(DroppingHooks):
             raise self._differs("a tensor of the forward pass was not saved again")
         recomputed = holder.recomputed.pop(task)
         if holder.mismatch is not None:
-            self._check(recomputed, holder.mismatch)
+            module, how, checksum = holder.mismatch
+            if probe.checksum(recomputed) == checksum:  # else its operator wrote to it after autograd saved it
+                self._report(RecomputationError(self.modules, module, how), recomputed.device)
         return recomputed
-
-    def _probe(self, differences: probe.Differences, task: int) -> None:
-        """Recompute once, and note the first difference."""
-        if self._is_probed:
-            return
-        self._is_probed = True
-        try:
-            self._recompute(task)
-        except RecomputationError as e:
-            differences.setdefault(e.modules, e)
 
     @disable_dynamo
     def _recompute(self, task: int) -> None:
         """Run the calls again, up to the last tensor that a holder waits for; raise where they differ from before."""
         self.closed = True
         filling = _Filling(self, task)
+        states = [call.state for call in self._calls]
+        reusing = (
+            contextlib.nullcontext()
+            if self._kept is None
+            else ReusingMode(
+                self._kept, self._is_statistic, lambda how, device: self._report(self._differs(how), device)
+            )
+        )
         try:
             values = self._inputs()
-            with saved_tensors_hooks(filling.pack, as_it_is), torch.enable_grad(), self._restored_state():
-                self._run_again(values)
+            with (
+                saved_tensors_hooks(filling.pack, as_it_is),
+                torch.enable_grad(),
+                running_again(states, self._inside, self.normalisations),
+                reusing,
+                self._device or contextlib.nullcontext(),
+            ):
+                try:
+                    self._run_again(values)
+                except _Stop as stop:
+                    if stop.filling is not filling:
+                        raise
             if filling.count <= filling.end:
                 raise self._differs(f"it saved {filling.count} tensors; the forward pass saved {len(self.holders)}")
-            self.compare(filling.probed)
-        except _Stop as stop:
-            if stop.filling is not filling:
-                raise
-            self.compare(filling.probed)
+            for tensor, expected, module in filling.probed:  # after the operators that may still write to them
+                how = expected.difference(tensor)
+                if how is not None:
+                    raise RecomputationError(self.modules, module, how)
         except (MemfitError, torch.OutOfMemoryError):
             raise
         except ChangedError as e:
@@ -312,9 +316,7 @@ class Frame(DroppingHooks):
         """Run the calls; each value is dropped after the last call that takes it."""
         for index, call in enumerate(self._calls):
             self.running = call.module
-            call.generators.restore()
-            call.draws.restore()
-            _set_modes(self._inside, call.trains)
+            call.state.restore()
             args, kwargs = mapped(call.given, Placeholder, lambda value: values[value.number])
             for number in [n for n in values if self._last_use[n] <= index]:
                 del values[number]
@@ -335,50 +337,19 @@ class Frame(DroppingHooks):
             values[number] = copy.take().requires_grad_()
         return values
 
-    @contextlib.contextmanager
-    def _restored_state(self) -> Iterator[None]:
-        """Restore generators, autocast, device and modes of the forward pass, until the context is left."""
-        generators = [call.generators for call in self._calls]
-        kind = generators[0].kind
-        devices = {d for g in generators if g.kind == kind for d in g.devices}
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(sorted(devices), device_type=kind if devices else "cuda"))
-            stack.enter_context(preserved({id(s): s for call in self._calls for s in call.draws.drawn}.values()))
-            for device, (enabled, dtype, cache) in self._autocast.items():
-                stack.enter_context(torch.autocast(device, dtype, enabled, cache))
-            stack.enter_context(statistics_untouched(self.normalisations))
-            stack.callback(_set_modes, self._inside, [module.training for module in self._inside])
-            if self._kept is not None:
-                stack.enter_context(ReusingMode(self._kept, self._is_statistic, self._report_values))
-            if self._device is not None:
-                stack.enter_context(self._device)
-            yield
-
-    def compare(self, recomputed: Sequence[tuple[torch.Tensor, probe.Expected, str]]) -> None:
-        """Compare recomputed tensors with the saved ones, after the operators that may still write to them."""
-        for tensor, expected, module in recomputed:
-            how = expected.difference(tensor)
-            if how is not None:
-                raise RecomputationError(self.modules, module, how)
-
-    def _check(self, recomputed: torch.Tensor, mismatch: Mismatch) -> None:
-        """Report a recomputed tensor that differs, unless its operator wrote to it after autograd saved it."""
-        if probe.checksum(recomputed) == mismatch.checksum and not self._is_reported:
+    def _report(self, error: RecomputationError, device: torch.device) -> None:
+        if not self._is_reported:  # once
             self._is_reported = True
-            probe.report(RecomputationError(self.modules, mismatch.module, mismatch.how), recomputed.device)
-
-    def _report_values(self, how: str, device: torch.device) -> None:
-        """Report an operator of the recomputation that takes other values, once."""
-        if not self._is_reported:
-            self._is_reported = True
-            probe.report(self._differs(how), device)
+            probe.report(error, device)
 
     def _differs(self, how: str) -> RecomputationError:
         return RecomputationError(self.modules, self.running, how)
 
 
-class _Filling(DroppingHooks):
+class _Filling:
     """Hooks of a recomputation, which give a frame's holders the tensors that autograd saves again."""
+
+    drops_saved_tensors = True
 
     def __init__(self, frame: Frame, task: int) -> None:
         self.frame, self.task = frame, task
@@ -400,7 +371,7 @@ class _Filling(DroppingHooks):
                 self.probed.append((plain, holder.expected, self.frame.running))
             else:
                 how = None if holder.expected is None else holder.expected.difference(plain)
-                holder.mismatch = Mismatch(self.frame.running, how, probe.checksum(plain)) if how else None
+                holder.mismatch = (self.frame.running, how, probe.checksum(plain)) if how else None
                 holder.recomputed[self.task] = plain
         if index >= self.end:
             raise _Stop(self)
@@ -416,31 +387,3 @@ def _hide_from_the_compiler() -> None:
 
 def _described(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> str:
     return f"a tensor of shape {list(shape)} and {str(dtype)[6:]} on {device}"
-
-
-def autocast_state() -> dict[str, tuple[bool, torch.dtype, bool]]:
-    """Return autocast's switch, dtype and cache, for the CPU and the accelerator."""
-    accelerator = torch.accelerator.current_accelerator()
-    kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
-    cache = torch.is_autocast_cache_enabled()
-    return {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache) for kind in kinds}
-
-
-def _set_modes(modules: Sequence[nn.Module], trains: Sequence[bool]) -> None:
-    """Set modules to training or evaluation mode, each by itself."""
-    for module, is_training in zip(modules, trains, strict=True):
-        if module.training != is_training:
-            module.training = is_training
-
-
-@contextlib.contextmanager
-def statistics_untouched(normalisations: Sequence[nn.Module]) -> Iterator[None]:
-    """Replace running statistics by copies, until the context is left: a batch counts once in them."""
-    originals = [(m, name, own_buffers(m)[name]) for m in normalisations for name in _STATISTICS]
-    for module, name, buffer in originals:
-        own_buffers(module)[name] = None if buffer is None else buffer.clone()
-    try:
-        yield
-    finally:
-        for module, name, buffer in originals:
-            own_buffers(module)[name] = buffer

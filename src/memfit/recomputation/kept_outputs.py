@@ -1,19 +1,24 @@
-"""Outputs of operators that a pass through a region keeps, and that its recomputation reuses.
+"""Tensors that a pass through a region keeps: outputs of operators that its recomputation reuses, copies on the host.
 
 `torch.utils.checkpoint.create_selective_checkpoint_contexts` does the same by a policy function. These modes use one
 table, pass kept outputs to a region around this one, which drops and recomputes them, and run an operator again where
 its output was taken already or changed, rather than refuse.
+
+Under activation offload, what a region keeps for its recomputation waits in host memory. On a GPU, copies run on two
+streams beside the computation, one to pinned host memory and one back. On the CPU they are plain copies.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from memfit import workload
 from memfit._torch import (
     DispatchKey,
     EagerMode,
@@ -25,12 +30,108 @@ from memfit._torch import (
     tree_map_only,
     version_of,
 )
-from memfit.ir import Keep
+from memfit.ir import LEAST_BYTES, Keep
 from memfit.recomputation import probe
-from memfit.recomputation.host_copies import ChangedError, HostCopy, is_worth_moving
 
 _CPU = torch.device("cpu")
 _NEVER = {"aten.detach.default", "prim.device.default"}  # a recomputation runs these a different number of times
+
+
+class ChangedError(Exception):
+    """A tensor was changed in place while it was copied to the host."""
+
+
+def is_worth_moving(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is large enough to offload, and covers its storage."""
+    return workload.transfers.covers_storage(tensor) and tensor.numel() * tensor.itemsize >= LEAST_BYTES
+
+
+class _Link:
+    """The streams between a device and the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        if self.module is not None:
+            self.out, self.back = self.module.Stream(device), self.module.Stream(device)
+
+    def copy(self, operator: Any, stream: Any, target: torch.Tensor, source: torch.Tensor) -> Any:
+        """Copy on a stream, after the computation so far; return the event of the copy's end."""
+        stream.wait_stream(self.module.current_stream(self.device))
+        with self.module.stream(stream):
+            operator(target, source)
+            return stream.record_event()
+
+    def wait(self, event: Any, tensor: torch.Tensor) -> None:
+        """Make the computation's stream wait for an event."""
+        if self.module is not None:
+            self.module.current_stream(self.device).wait_event(event)
+        workload.transfers.wait(tensor)
+
+
+_link = functools.cache(_Link)
+
+
+class HostCopy:
+    """A tensor's copy in host memory, which begins at once."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._source: torch.Tensor | None = tensor
+        self._version = version_of(tensor)
+        self._link = _link(tensor.device)
+        self._back: tuple[torch.Tensor, Any] | None = None
+        self._event: Any = None
+        self._is_changed = False
+        with torch.no_grad():
+            if self._link.module is None:
+                self._host = torch.empty_like(tensor)
+                workload.transfers.copy_out(self._host, tensor)
+            else:
+                self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+                self._event = self._link.copy(workload.transfers.copy_out, self._link.out, self._host, tensor)
+
+    def land(self) -> None:
+        """Make the computation wait for the copy to the host, and release the tensor.
+
+        Its memory is then free for later operators, at the same place in every step.
+        """
+        if self._source is not None:
+            self._link.wait(self._event, self._host)
+            self._is_changed = version_of(self._source) != self._version
+            self._source = None
+
+    def prefetch(self) -> None:
+        """Begin to copy the tensor back, unless that has begun; it is allocated on the computation's stream."""
+        if self._back is None:
+            with torch.no_grad():
+                tensor = torch.empty_like(self._host, device=self._link.device)
+                event = None
+                if self._link.module is None:
+                    workload.transfers.copy_in(tensor, self._host)
+                else:
+                    event = self._link.copy(workload.transfers.copy_in, self._link.back, tensor, self._host)
+            self._back = tensor, event
+
+    def take(self) -> torch.Tensor:
+        """Return the tensor on its device, held by the caller only, after the copy back.
+
+        Raises:
+            ChangedError: The tensor was changed in place while it was copied to the host.
+        """
+        self.land()
+        if self._is_changed:
+            raise ChangedError
+        self.prefetch()
+        tensor, event = self._back  # type: ignore[misc]
+        self._back = None
+        with torch.no_grad():
+            self._link.wait(event, tensor)
+        return tensor
+
+    def __del__(self) -> None:
+        if self._back is not None and self._link.module is not None:
+            # Never taken: its memory must not be given away while it is written to.
+            self._link.module.current_stream(self._link.device).wait_event(self._back[1])
 
 
 def hooks_around() -> Any:
@@ -44,8 +145,9 @@ def owner_of_hooks() -> Any:
     return None if hooks is None else getattr(hooks[0], "__self__", None)
 
 
-class DroppingHooks:
-    """Base of classes whose methods are hooks of saved tensors that drop and recompute them."""
+def are_dropped() -> bool:
+    """Tell whether tensors that autograd saves now are dropped, to be recomputed: by the innermost hooks' object."""
+    return getattr(owner_of_hooks(), "drops_saved_tensors", False) is True
 
 
 class KeptOccurrences:
@@ -76,7 +178,7 @@ class KeptOutputs:
         offloaded: The outputs in host memory; None where they stay on the device.
     """
 
-    def __init__(self, occurrences: KeptOccurrences, offload: bool = False) -> None:
+    def __init__(self, occurrences: KeptOccurrences, offload: bool) -> None:
         self.occurrences = occurrences
         self.offloaded: list[HostCopy] | None = [] if offload else None
         self.outputs: dict[tuple[Any, int], tuple[_Arguments, Any]] = {}
@@ -84,8 +186,6 @@ class KeptOutputs:
 
 
 class _KeptTensor:
-    """A kept tensor and its version then."""
-
     def __init__(
         self,
         tensor: torch.Tensor,
@@ -144,29 +244,38 @@ def as_it_is(value: Any) -> Any:
 
 
 class _Mode(EagerMode):
+    def __init__(self, kept: KeptOutputs, counts: Counter[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kept, self.counts = kept, counts
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+    def key_of(self, func: Any) -> tuple[Any, int] | None:
+        """Return the key of the output of an operator that runs now; None where it is not kept."""
+        occurrences = self.kept.occurrences.of(func)
+        if not occurrences:
+            return None
+        occurrence = self.counts[func]
+        self.counts[func] += 1
+        return (func, occurrence) if occurrence in occurrences else None
 
 
 class KeepingMode(_Mode):
     """A dispatch mode that keeps outputs while a pass's call runs, through the hooks of a region around it."""
 
     def __init__(self, kept: KeptOutputs) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.kept = kept
-        self.hooks = hooks_around() if isinstance(owner_of_hooks(), DroppingHooks) else (as_it_is, as_it_is)
+        super().__init__(kept, kept.counts)
+        self.hooks = hooks_around() if are_dropped() else (as_it_is, as_it_is)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        occurrences = self.kept.occurrences.of(func)
-        if occurrences:
-            occurrence = self.kept.counts[func]
-            self.kept.counts[func] += 1
-            if occurrence in occurrences:
-                pack, unpack = self.hooks
-                items = tree_map_only(torch.Tensor, lambda t: _KeptTensor(t, pack, unpack, self.kept.offloaded), out)
-                self.kept.outputs[func, occurrence] = (_Arguments(args, kwargs), items)
+        key = self.key_of(func)
+        if key is not None:
+            pack, unpack = self.hooks
+            items = tree_map_only(torch.Tensor, lambda t: _KeptTensor(t, pack, unpack, self.kept.offloaded), out)
+            self.kept.outputs[key] = (_Arguments(args, kwargs), items)
         return out
 
 
@@ -184,29 +293,22 @@ class ReusingMode(_Mode):
         is_statistic: Callable[[torch.Tensor], bool],
         report: Callable[[str, torch.device], None],
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.kept, self.counts = kept, Counter[Any]()
+        super().__init__(kept, Counter())
         self._is_statistic, self._report = is_statistic, report
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        occurrences = self.kept.occurrences.of(func)
-        if occurrences:
-            occurrence = self.counts[func]
-            self.counts[func] += 1
-            if (func, occurrence) in self.kept.outputs:
-                before, items = self.kept.outputs.pop((func, occurrence))
-                arguments = _Arguments(args, kwargs, self._is_statistic)
-                if arguments.shapes != before.shapes:
-                    raise RuntimeError(
-                        f"{func} has inputs of other shapes than in the forward pass, and its output is kept"
-                    )
-                with contextlib.suppress(ChangedError):
-                    out = tree_map_only(_KeptTensor, _KeptTensor.tensor, items)
-                    if arguments.differ_from(before):
-                        device = next((t.device for t in tree_leaves(out) if isinstance(t, torch.Tensor)), _CPU)
-                        self._report(
-                            f"{func} has inputs of other values than in the forward pass, and its output is kept",
-                            device,
-                        )
-                    return out
+        before, items = self.kept.outputs.pop(self.key_of(func), (None, None))  # type: ignore[arg-type]
+        if before is not None:
+            arguments = _Arguments(args, kwargs, self._is_statistic)
+            if arguments.shapes != before.shapes:
+                raise RuntimeError(
+                    f"{func} has inputs of other shapes than in the forward pass, and its output is kept"
+                )
+            with contextlib.suppress(ChangedError):
+                out = tree_map_only(_KeptTensor, _KeptTensor.tensor, items)
+                if arguments.differ_from(before):
+                    device = next((t.device for t in tree_leaves(out) if isinstance(t, torch.Tensor)), _CPU)
+                    how = f"{func} has inputs of other values than in the forward pass, and its output is kept"
+                    self._report(how, device)
+                return out
         return func(*args, **(kwargs or {}))

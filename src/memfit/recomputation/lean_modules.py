@@ -9,24 +9,48 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from memfit._torch import DropoutBase, NormBase, forward_pre_hooks, own_modules, version_of
-from memfit.errors import PlanError, PlanMismatchError
-from memfit.recomputation.containers import tensors_in
-from memfit.recomputation.kept_outputs import DroppingHooks, hooks_around, owner_of_hooks
-from memfit.recomputation.module_calls import Hooks, LeanCall, SavedTensor, storage_of
+from memfit._torch import (
+    DropoutBase,
+    NormBase,
+    forward_pre_hooks,
+    own_buffers,
+    own_modules,
+    own_parameters,
+    storage_key_of,
+    version_of,
+)
+from memfit.errors import PlanError, PlanMismatchError, RecomputationError
+from memfit.recomputation import probe
+from memfit.recomputation.call_state import (
+    CallState,
+    Placeholder,
+    foreign_generators,
+    mapped,
+    running_again,
+    tensors_in,
+)
+from memfit.recomputation.frame import graph_task
+from memfit.recomputation.kept_outputs import are_dropped, hooks_around, owner_of_hooks
+from memfit.workload import attribute_generators
 
 _NORMS = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 _ACTIVATIONS: tuple[type[nn.Module], ...] = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.GLU),
     *(nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Softsign, nn.Tanhshrink),
 )
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+"""Hooks of saved tensors: pack and unpack."""
+
+_SMALL = 4  # a tensor that a call saves inside is kept where the output is this many times larger
 _NAMES = ("Norm", "Activation")  # suffixes of other libraries' classes: LlamaRMSNorm, NewGELUActivation
 
 
@@ -37,12 +61,18 @@ def is_lean(module: nn.Module) -> bool:
     return type(module).__name__.endswith(_NAMES) and not own_modules(module)
 
 
-def lean_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the modules that patterns name, in which * stands for anything, by FQN.
+@contextlib.contextmanager
+def lean(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
+    """Recompute the outputs of modules that patterns name in the backward pass, by hooks, until the context is left.
+
+    In a pattern, * stands for anything.
 
     Raises:
         PlanMismatchError: A pattern names no module.
+        PlanError: The model is lean already.
     """
+    if patterns and is_made_lean(model):
+        raise PlanError("Workload.model is made lean by a plan already: call close() on the earlier step first")
     candidates = {fqn: module for fqn, module in model.named_modules() if is_lean(module)}
     modules: dict[str, nn.Module] = {}
     for pattern in patterns:
@@ -53,20 +83,6 @@ def lean_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modu
                 f" model: the model has {len(candidates)} ({', '.join(list(candidates)[:3])}, …); '*' names all of them"
             )
         modules |= named
-    return modules
-
-
-@contextlib.contextmanager
-def lean(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
-    """Recompute the outputs of modules that patterns name in the backward pass, by hooks, until the context is left.
-
-    Raises:
-        PlanMismatchError: A pattern names no module.
-        PlanError: The model is lean already.
-    """
-    if patterns and is_made_lean(model):
-        raise PlanError("Workload.model is made lean by a plan already: call close() on the earlier step first")
-    modules = lean_modules(model, patterns)
     root = _Root()
     with contextlib.ExitStack() as stack:
         stack.callback(root.leave)
@@ -103,7 +119,7 @@ def within_region(module: nn.Module, forward: Callable[..., Any], args: Any, kwa
 
 
 def _in_layer(around: _Layer, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _layer() as layer:
+    with _Layer() as layer:
         out = forward(*args, **kwargs)
         if around.is_open:  # not in a recomputation, after the end of the layer around
             around.outputs |= layer.outputs
@@ -130,7 +146,7 @@ class _Root:
     def enter(self, module: nn.Module, args: Any) -> None:
         self.leave()  # a forward pass that was interrupted from the keyboard did not close its layer
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and _current() is None:
-            self.layer = _layer().__enter__()
+            self.layer = _Layer().__enter__()
 
     def leave(self, *_: Any) -> None:
         layer, self.layer = self.layer, None
@@ -159,10 +175,12 @@ class _Layer:
         outputs: The calls that made storages, by storage key.
         running: The running calls of lean modules.
         is_open: Whether the layer's forward pass is running.
+        drops_saved_tensors: Whether it is the layer of a region, whose hooks drop all tensors.
     """
 
     def __init__(self) -> None:
-        self.below: Hooks = hooks_around() or (_pack_with_version, _unpack_unchanged)
+        self.drops_saved_tensors = are_dropped()
+        self.below: Hooks = hooks_around() or (lambda tensor: (tensor, version_of(tensor)), _unpack_unchanged)
         self.outputs: dict[int, LeanCall] = {}
         self.running: list[LeanCall] = []
         self.is_open = True
@@ -198,18 +216,6 @@ class _Layer:
         return saved
 
 
-class _LayerWithin(_Layer, DroppingHooks):
-    """The layer of a region, whose hooks drop all tensors."""
-
-
-def _layer() -> _Layer:
-    return _LayerWithin() if isinstance(owner_of_hooks(), DroppingHooks) else _Layer()
-
-
-def _pack_with_version(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return tensor, version_of(tensor)
-
-
 def _unpack_unchanged(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
     """Return a saved tensor, or raise autograd's error where it changed."""
     tensor, version = packed
@@ -219,3 +225,232 @@ def _unpack_unchanged(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
             f" of shape {list(tensor.shape)} is at version {version_of(tensor)}; expected version {version}"
         )
     return tensor
+
+
+class SavedTensor:
+    """The object that autograd holds in place of a tensor.
+
+    Attributes:
+        tensor: The tensor, until it is kept or dropped; later, the recomputed one.
+        task: The backward pass that it was recomputed for.
+        call: The call that recomputes it; None where it is kept.
+        place: Its place in that call's output (shape, strides, offset), or its number among the tensors saved inside.
+        expected: The record of the tensor, where recomputations are probed or checked; otherwise None.
+    """
+
+    __slots__ = ("__weakref__", "call", "expected", "packed", "place", "task", "tensor", "unpack")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        self.task: int | None = None
+        self.packed: Any = None
+        self.unpack: Callable[[Any], torch.Tensor] = _not_unpacked
+        self.call: LeanCall | None = None
+        self.place: Any = None
+        self.expected: probe.Expected | None = None
+
+    def keep(self, hooks: Hooks) -> SavedTensor:
+        """Keep the tensor, by hooks of saved tensors."""
+        assert self.tensor is not None
+        pack, self.unpack = hooks
+        self.packed, self.tensor = pack(self.tensor), None
+        return self
+
+    def drop(self, call: LeanCall, number: int | None = None) -> None:
+        """Drop the tensor, to be recomputed by a call: as its output, or as the numbered tensor saved inside."""
+        assert self.tensor is not None
+        strides = self.tensor.shape, self.tensor.stride(), self.tensor.storage_offset()
+        self.call, self.place = call, strides if number is None else number
+        self.expected, self.tensor = probe.expected(self.tensor), None
+        call.waiting.append(weakref.ref(self))
+
+    def take(self) -> torch.Tensor:
+        """Return the tensor."""
+        if self.call is None:
+            return self.unpack(self.packed)
+        task = graph_task()
+        if self.task != task or self.tensor is None:
+            self.task = None
+            self.call.run(task, self)
+        recomputed, self.tensor = self.tensor, None
+        assert recomputed is not None
+        return recomputed
+
+
+class LeanCall:
+    """One call of a lean module.
+
+    Attributes:
+        saves: The tensors that autograd saves in it, in order.
+        waiting: The dropped tensors that it recomputes.
+        version: The version of its output when it returned.
+        dtype: The dtype of its output.
+    """
+
+    def __init__(
+        self, fqn: str, module: nn.Module, given: Any, call_of: Callable[[torch.Tensor], LeanCall | None]
+    ) -> None:
+        self.fqn, self.module = fqn, module
+        self.saves: list[SavedTensor] = []
+        self.waiting: list[weakref.ref[SavedTensor]] = []
+        self._tensors: list[torch.Tensor] = []
+        self._given = mapped(given, torch.Tensor, self._number)
+        self._versions = [version_of(tensor) for tensor in self._tensors]
+        self._arguments: list[LeanCall | SavedTensor | None] = [call_of(tensor) for tensor in self._tensors]
+        self._needs_gradient = [tensor.requires_grad for tensor in self._tensors]
+        self._drops = isinstance(module, DropoutBase) and module.training
+        is_foreign = not type(module).__module__.startswith("torch.")  # it may draw from anything
+        foreign = foreign_generators(attribute_generators(module)) if is_foreign else ()
+        self._state = CallState((module,), self._tensors, foreign, self._drops or is_foreign)
+
+    def _number(self, tensor: torch.Tensor) -> Placeholder:
+        self._tensors.append(tensor)
+        return Placeholder(len(self._tensors) - 1)
+
+    def finish(self, output: Any, hooks: Hooks) -> bool:
+        """Keep or drop the tensors saved in the call; tell whether its output is dropped where it is saved."""
+        self._state.end()
+        if not self._drops:
+            self._state.forget_undrawn()
+        dropped = self._droppable(output) if self._can_run_again(output) else None
+        for number, saved in enumerate(self.saves):
+            if saved.tensor is not None and dropped is not None and number in dropped:
+                saved.drop(self, None if storage_of(saved.tensor) == storage_of(output) else number)
+            elif saved.tensor is not None:
+                saved.keep(hooks)
+        if dropped is not None:
+            self._arguments = [
+                origin or SavedTensor(tensor.detach()).keep(hooks)
+                for origin, tensor in zip(self._arguments, self._tensors, strict=True)
+            ]
+            self.version, self.dtype = version_of(output), output.dtype
+            self._made = _geometry(output), len(self.saves)
+            self._address = StorageWeakRef(output.untyped_storage())  # no other storage gets this address meanwhile
+        self.saves, self._tensors = [], []
+        return dropped is not None
+
+    def _can_run_again(self, output: Any) -> bool:
+        """Tell whether the call made a new tensor, from arguments that are unchanged or can be recomputed."""
+        if not isinstance(output, torch.Tensor) or not output.requires_grad or not storage_of(output):
+            return False
+        for tensor, version, origin in zip(self._tensors, self._versions, self._arguments, strict=True):
+            is_changed = version_of(tensor) != version
+            if not storage_of(tensor) or (is_changed and origin is None):
+                return False
+            if storage_of(tensor) == storage_of(output) and not is_changed:
+                return False
+        return True
+
+    def _droppable(self, output: torch.Tensor) -> set[int] | None:
+        """Return the numbers of the saved tensors to drop; None where keeping the arguments costs more."""
+        given = list(zip(self._tensors, self._versions, self._arguments, strict=True))
+        arguments = {(storage_of(tensor), version) for tensor, version, _ in given}
+        # Arguments are there anyway where they are lean outputs themselves, which chains a normalisation, a dropout and
+        # an activation, or where the call's own backward pass saves them.
+        there = {storage_of(tensor) for tensor, _, origin in given if origin is not None or tensor.is_leaf}
+        held = (*own_parameters(self.module).values(), *own_buffers(self.module).values())
+        own = {storage_of(tensor) for tensor in held if tensor is not None}
+        large = _bytes(output) / _SMALL  # a dropout's mask, the steps of a composite activation; not statistics
+        gains: dict[int, int] = {}
+        dropped = set()
+        for number, saved in enumerate(self.saves):
+            if saved.tensor is None:
+                continue
+            key = storage_of(saved.tensor)
+            if (key, version_of(saved.tensor)) in arguments:
+                there.add(key)
+            elif key and key not in own and _bytes(saved.tensor) >= large:
+                dropped.add(number)
+                gains[key] = _bytes(saved.tensor)
+        cost = sum({storage_of(t): _bytes(t) for t in self._tensors if storage_of(t) not in there}.values())
+        return dropped if cost == 0 or cost < sum(gains.values()) else None
+
+    def run(self, task: int, asked: SavedTensor | None = None) -> torch.Tensor:
+        """Recompute the call for a backward pass, fill the dropped tensors, and return the output.
+
+        Raises:
+            RecomputationError: The recomputation differs from the call.
+        """
+        output, inside, count = self._run_again(task)
+        if (_geometry(output), count) != self._made:
+            (made, n_saved), now = self._made, _geometry(output)
+            how = f"it returned {now} and saved {count} tensors; the forward pass returned {made} and saved {n_saved}"
+            raise RecomputationError((self.fqn,), self.fqn, how)
+        for saved in self._waiting():
+            if task >= 0 or saved is asked:  # outside of a backward pass, no other is taken
+                if saved.task != task:  # it waits until the backward pass takes it, once
+                    is_inside = isinstance(saved.place, int)
+                    saved.task, saved.tensor = (
+                        task,
+                        inside[saved.place] if is_inside else output.as_strided(*saved.place),
+                    )
+                if saved.expected is None or saved.tensor is None:
+                    continue
+                differs = saved.expected.difference(saved.tensor)
+                if saved.expected.original is not None:  # a probe goes on with it
+                    saved.tensor = saved.expected.original
+                if differs is not None:
+                    probe.report(RecomputationError((self.fqn,), self.fqn, differs), output.device)
+        return output
+
+    def output(self, task: int) -> torch.Tensor:
+        """Return the output, from a dropped tensor that is filled already or by recomputation."""
+        for saved in self._waiting():
+            if saved.task == task and saved.tensor is not None and not isinstance(saved.place, int):
+                return saved.tensor.as_strided(*self._made[0][1:])
+        return self.run(task)
+
+    def _waiting(self) -> list[SavedTensor]:
+        return [saved for saved in (reference() for reference in self.waiting) if saved is not None]
+
+    def _values(self, task: int) -> Any:
+        values = [
+            (origin.output(task) if isinstance(origin, LeanCall) else origin.take()).detach().requires_grad_(needs)
+            for origin, needs in zip(self._arguments, self._needs_gradient, strict=True)
+            if origin is not None
+        ]
+        return mapped(self._given, Placeholder, lambda value: values[value.number])
+
+    def _run_again(self, task: int) -> tuple[torch.Tensor, dict[int, torch.Tensor], int]:
+        """Run the call; return its output, the dropped tensors saved inside by number, and the count of saved ones."""
+        places = {saved.place for saved in self._waiting()}
+        inside: dict[int, torch.Tensor] = {}
+        count = 0
+
+        def pack(tensor: torch.Tensor) -> None:
+            nonlocal count
+            if count in places:
+                inside[count] = tensor.detach()
+            count += 1
+
+        args, kwargs = self._values(task)
+        normalisations = (self.module,) if isinstance(self.module, NormBase) else ()
+        with (
+            saved_tensors_hooks(pack, _not_unpacked),
+            torch.enable_grad(),
+            running_again((self._state,), (self.module,), normalisations),
+            contextlib.ExitStack() as stack,
+        ):
+            self._state.restore()
+            if getattr(self.module, "inplace", False):  # the argument may be a dropped tensor
+                self.module.__dict__["inplace"] = False
+                stack.callback(self.module.__dict__.update, inplace=True)
+            output = self.module(*args, **kwargs)
+        return output.detach(), inside, count
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return the key of a tensor's storage; 0 where it has none."""
+    return storage_key_of(tensor) if tensor.layout is torch.strided else 0
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def _not_unpacked(packed: object) -> torch.Tensor:
+    raise AssertionError("a recomputed graph is not differentiated")

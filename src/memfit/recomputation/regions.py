@@ -20,9 +20,8 @@ from torch import nn
 from memfit._torch import NormBase, compiled_call, disable_dynamo
 from memfit.errors import PlanError, PlanMismatchError
 from memfit.ir import Region, enclosing
-from memfit.recomputation.containers import tensors_in
+from memfit.recomputation.call_state import ForeignGenerator, foreign_generators, tensors_in
 from memfit.recomputation.frame import Frame
-from memfit.recomputation.generators import ForeignGenerator, foreign_generators
 from memfit.recomputation.kept_outputs import KeptOccurrences, KeptOutputs
 from memfit.recomputation.lean_modules import within_region
 from memfit.workload import Reader, generators_of, has_history
@@ -91,40 +90,35 @@ def _check(modules: Mapping[str, nn.Module], regions: Sequence[Region]) -> None:
         if earlier is not None:
             raise PlanError(f"{earlier!r} is checkpointed by a plan already: call close() on the earlier step first")
     for region in regions:
-        _check_offload(modules, region)
+        if region.prefetch and region.prefetch not in modules:
+            raise PlanMismatchError(
+                f"the region {region.modules} has prefetch={region.prefetch!r}, and the model has no such module: the"
+                " plan is for another model"
+            )
+        if region.prefetch and not region.offload:
+            raise PlanError(
+                f"the region {region.modules} has prefetch={region.prefetch!r} with offload=False: set both"
+            )
     for (inner, region), (outer, around) in itertools.permutations(named, 2):
-        if outer in enclosing(inner):
-            _check_nested(inner, region, outer, around)
-
-
-def _check_offload(modules: Mapping[str, nn.Module], region: Region) -> None:
-    if region.prefetch and region.prefetch not in modules:
-        raise PlanMismatchError(
-            f"the region {region.modules} has prefetch={region.prefetch!r}, and the model has no such module: the plan"
-            " is for another model"
-        )
-    if region.prefetch and not region.offload:
-        raise PlanError(f"the region {region.modules} has prefetch={region.prefetch!r} with offload=False: set both")
-
-
-def _check_nested(inner: str, region: Region, outer: str, around: Region) -> None:
-    if region is not around and (region.offload or around.offload):
-        raise PlanError(
-            f"the plan checkpoints {inner!r} within {outer!r}, and offloads one of them: an offloaded region can't be"
-            " nested. Set its offload to False, or remove one of the two from levers.regions"
-        )
-    if inner == outer and len(region.modules) == len(around.modules):
-        raise PlanError(f"the plan checkpoints {inner!r} twice: remove it from one region of levers.regions")
-    if region is around:
-        raise PlanError(
-            f"the plan checkpoints {inner!r} and {outer!r} around it as modules of one run, but a run's modules are"
-            " called one after the other: remove one of the two"
-        )
-    if around.keep and not (inner == outer and len(region.modules) > len(around.modules)):
-        raise PlanError(
-            f"the plan checkpoints {inner!r} within {outer!r}, and the outer region keeps outputs (keep): set its keep"
-            " to (), or remove one of the two from levers.regions"
-        )
+        if outer not in enclosing(inner):
+            continue
+        if region is not around and (region.offload or around.offload):
+            raise PlanError(
+                f"the plan checkpoints {inner!r} within {outer!r}, and offloads one of them: an offloaded region can't"
+                " be nested. Set its offload to False, or remove one of the two from levers.regions"
+            )
+        if inner == outer and len(region.modules) == len(around.modules):
+            raise PlanError(f"the plan checkpoints {inner!r} twice: remove it from one region of levers.regions")
+        if region is around:
+            raise PlanError(
+                f"the plan checkpoints {inner!r} and {outer!r} around it as modules of one run, but a run's modules"
+                " are called one after the other: remove one of the two"
+            )
+        if around.keep and not (inner == outer and len(region.modules) > len(around.modules)):
+            raise PlanError(
+                f"the plan checkpoints {inner!r} within {outer!r}, and the outer region keeps outputs (keep): set its"
+                " keep to (), or remove one of the two from levers.regions"
+            )
 
 
 class _Passes:
@@ -149,7 +143,9 @@ class _Passes:
         frame = self._open()
         if frame is None or not frame.continues_with(position):
             kept = KeptOutputs(self.occurrences, self.offload) if self.occurrences else None
-            frame = Frame(self.modules, self._inside, self.normalisations, kept, self.offload, self._generators())
+            if self._sources is None:  # the generators besides PyTorch's own that the region may draw from
+                self._sources = foreign_generators(generators_of(self._inside, self._reader))
+            frame = Frame(self.modules, self._inside, self.normalisations, kept, self.offload, self._sources)
         self._open = _no_frame
         out = frame.call(position, forward, args, kwargs)
         self.latest = weakref.ref(frame)
@@ -157,12 +153,6 @@ class _Passes:
             # Autograd's hooks hold the frame; where nothing was saved yet, there are none.
             self._open = weakref.ref(frame) if frame.holders else lambda: frame
         return out
-
-    def _generators(self) -> list[ForeignGenerator]:
-        """Return the generators besides PyTorch's own that the region may draw from."""
-        if self._sources is None:
-            self._sources = foreign_generators(generators_of(self._inside, self._reader))
-        return self._sources
 
 
 class _Prefetch:

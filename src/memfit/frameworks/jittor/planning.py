@@ -20,7 +20,7 @@ from memfit.frameworks.jittor.variables import modules_of
 from memfit.frameworks.jittor.workload import Workload, batch_size_of, fingerprint, first
 from memfit.frameworks.measured_layers import MEASURED, Planner, infeasible, prediction
 from memfit.ir import NUMERICS, Candidate, Levers, Numerics, Plan, Precision, Prediction, Region
-from memfit.levers import JITTOR, LeversOn, check_lever_names, lever_names, microbatch_sizes
+from memfit.levers import Circumstance, LeversOn, check_lever_names, lever_names, microbatch_sizes
 from memfit.solver import Combination, Option, Problem, Row, fastest, frontier
 
 _ATTEMPTS = 8
@@ -87,7 +87,7 @@ def apply(plan: Plan, workload: Workload) -> Step:
             f"the plan was made for the workload {plan.workload!r} with the fingerprint {plan.fingerprint}, not for"
             f" this one with {fingerprint(workload)}: plan again with memfit.jittor.plan"
         )
-    check_lever_names(lever_names(LeversOn(plan.levers, batch_size_of(workload.batch))) | {JITTOR})
+    check_lever_names(lever_names(LeversOn(plan.levers, batch_size_of(workload.batch))) | {Circumstance.JITTOR})
     return _step(workload, plan.levers, plan.predicted.peak_bytes)
 
 
