@@ -13,8 +13,7 @@ import pytest
 
 import memfit
 from memfit.errors import InfeasibleError, PlanMismatchError, UsageError, WorkloadError
-from memfit.frameworks.jittor.planning import _Cost, _problem
-from memfit.frameworks.jittor.profile import Profile, ProfiledBlock
+from memfit.frameworks.jittor.planning import Profile, ProfiledBlock, _Cost, _problem
 from memfit.frameworks.jittor.variables import named_variables
 from memfit.jittor import Step, Workload, apply, load_workload, memory, plan, seed
 from memfit.solver import Solver

@@ -1,3 +1,4 @@
+from . import doctor as doctor
 from . import memory as memory
 from . import structure as structure
 from .checkpointing import checkpoint as checkpoint

@@ -31,14 +31,18 @@ from memfit.frameworks.jittor.draws import Draws, draws, substituted
 from memfit.frameworks.jittor.internals import jt
 from memfit.frameworks.jittor.variables import (
     Node,
+    buffers_of,
     emptied,
+    executing,
     filled,
+    is_chain,
     is_trainable,
+    layers_of,
     modules_of,
     nodes,
     patched,
+    put_back,
     reached,
-    slots_of,
     variables_of,
 )
 from memfit.ir import Region
@@ -82,11 +86,13 @@ class _Region(jt.Function):
         self.inputs = [v.detach() if is_trainable(v) else v for v in inputs]
         self.identities = [v.id for v in inputs]
         self.modules = modules
-        self.name = _name_of(function)
+        fqns = getattr(function, "fqns", None)
+        own_name = getattr(function, "__qualname__", type(function).__name__)
+        self.name = own_name if fqns is None else " to ".join(dict.fromkeys((fqns[0], fqns[-1])))
 
     def run(self, inputs: Sequence[Any]) -> Any:
         """Run the function once, with the given variables in its arguments."""
-        with substituted(), _no_reads(self.name), _no_other_draws(self.name):
+        with substituted(), _no_reads_and_draws(self.name):
             args, kwargs = filled(self.arguments, inputs)
             return self.function(*args, **kwargs)
 
@@ -95,8 +101,8 @@ class _Region(jt.Function):
         return super().__call__(*taped)
 
     def execute(self, *taped: Any) -> list[Any]:
-        buffers = ((place, name) for module in self.modules for _, place, name in slots_of(module))
-        self.buffers = [(p, n, p[n], p[n].detach().stop_grad()) for p, n in buffers if not is_trainable(p[n])]
+        slots = (slot for module in self.modules for slot in buffers_of(module))
+        self.buffers = [(place, name, place[name], place[name].detach().stop_grad()) for place, name in slots]
         self.start = Draws(draws.seed, draws.count)
         self.level = jt.flags.auto_mixed_precision_level
         with jt.no_grad():
@@ -108,7 +114,10 @@ class _Region(jt.Function):
 
     def grad(self, *gradients: Any) -> list[Any]:
         inputs = [v.detach() if is_trainable(v) else v for v in self.inputs]
-        with jt.flag_scope(no_grad=0, auto_mixed_precision_level=self.level), self._as_it_was():
+        flags = jt.flag_scope(no_grad=0, auto_mixed_precision_level=self.level)
+        with flags, put_back((place, name) for place, name, *_ in self.buffers), substituted(self.start):
+            for place, name, _, before in self.buffers:
+                place[name] = before.detach().stop_grad()
             result = self.run(inputs)
         pairs = [(v, g.stop_grad()) for v, g in zip(variables_of(result), gradients, strict=True) if g is not None]
         recomputed = dict(zip(self.identities, inputs, strict=True))
@@ -122,19 +131,6 @@ class _Region(jt.Function):
         total = sum((v.sum() for v in ends[1:]), ends[0].sum())  # never computed: `_Incoming` ignores its gradient
         del pairs, ends
         return list(jt.grad(total, targets, retain_graph=False))
-
-    @contextlib.contextmanager
-    def _as_it_was(self) -> Iterator[None]:
-        """Give the function the random numbers and buffers of its first run, and drop its writes to the buffers."""
-        now = [(place, name, place[name]) for place, name, *_ in self.buffers]
-        for place, name, _, before in self.buffers:
-            place[name] = before.detach().stop_grad()
-        try:
-            with substituted(self.start):
-                yield
-        finally:
-            for place, name, value in now:
-                place[name] = value
 
     def _search(self, outputs: list[Any], targets: list[Any]) -> None:
         """Search the graph of the function's first recomputation for parameters that are not among the targets."""
@@ -197,15 +193,9 @@ def _holders(function: Any, seen: set[int]) -> Iterator[Any]:
         yield from _holders(part, seen)
 
 
-def _name_of(function: Any) -> str:
-    fqns = getattr(function, "fqns", None)
-    if fqns is not None:
-        return " to ".join(dict.fromkeys((fqns[0], fqns[-1])))
-    return getattr(function, "__qualname__", type(function).__name__)
-
-
-def _no_reads(name: str) -> contextlib.AbstractContextManager[None]:
-    """Refuse to read values of variables."""
+@contextlib.contextmanager
+def _no_reads_and_draws(name: str) -> Iterator[None]:
+    """Refuse to read values, and to draw from Python's and NumPy's generators, which is not repeated."""
 
     def refusal(read: str, _: Any) -> Any:
         def refuse(*_: Any, **__: Any) -> Any:
@@ -213,14 +203,9 @@ def _no_reads(name: str) -> contextlib.AbstractContextManager[None]:
 
         return property(refuse) if read == "data" else refuse
 
-    return patched(_READS, refusal)
-
-
-@contextlib.contextmanager
-def _no_other_draws(name: str) -> Iterator[None]:
-    """Refuse draws from Python's and NumPy's generators, which are not repeated."""
     before = _generators()
-    yield
+    with patched(_READS, refusal):
+        yield
     if _generators() != before:
         raise RecomputationError((name,), name, "it draws from Python's or NumPy's generator: use jt.random")
 
@@ -251,52 +236,25 @@ def checkpointed(model: Any, regions: Sequence[Region]) -> Iterator[None]:
                     f"the plan's levers.regions keep operators or offload in {region.modules[0]!r}, which"
                     " memfit.jittor can't do: leave out keep= and offload="
                 )
-            for fqn in region.modules:
+            fqns = region.modules
+            for fqn in fqns:
                 if fqn not in modules:
                     raise PlanMismatchError(
                         f"the plan's levers.regions name the module {fqn!r}, which Workload.model does not have"
                     )
-            members = [modules[fqn] for fqn in region.modules]
-            if len(members) > 1:
-                _check_run(modules, region.modules)
-            together = functools.partial(checkpoint, Chain(region.modules, members))
-            stack.enter_context(executing(members[0], together))
+            parent = fqns[0].rpartition(".")[0]
+            container = modules.get(parent)
+            layers = layers_of(parent, container) if container is not None and is_chain(container) else []
+            start = layers.index(fqns[0]) if fqns[0] in layers else 0
+            if len(fqns) > 1 and layers[start : start + len(fqns)] != list(fqns):  # else others may use what is between
+                raise PlanMismatchError(
+                    f"the plan's levers.regions join {', '.join(fqns)}, which no nn.Sequential calls in turn"
+                )
+            members = [modules[fqn] for fqn in fqns]
+            stack.enter_context(executing(members[0], functools.partial(checkpoint, Chain(fqns, members))))
             for member in members[1:]:
                 stack.enter_context(executing(member, lambda x: x))
         yield
-
-
-@contextlib.contextmanager
-def executing(module: Any, function: Callable[..., Any]) -> Iterator[None]:
-    """Let calls of a module run another function, inside this context."""
-    own = "execute" in vars(module)
-    before = module.execute
-    module.execute = function
-    try:
-        yield
-    finally:
-        if own:
-            module.execute = before
-        else:
-            del module.execute
-
-
-def _check_run(modules: dict[str, Any], fqns: Sequence[str]) -> None:
-    """Check that modules follow one another in one container, so that no other code uses their intermediate results."""
-    parent = fqns[0].rpartition(".")[0]
-    container = modules.get(parent)
-    names = container.layers if container is not None and is_chain(container) else ()
-    layers = [f"{parent}.{name}" if parent else name for name in names]
-    start = layers.index(fqns[0]) if fqns[0] in layers else 0
-    if layers[start : start + len(fqns)] != list(fqns):
-        raise PlanMismatchError(
-            f"the plan's levers.regions join {', '.join(fqns)}, which no nn.Sequential calls in turn"
-        )
-
-
-def is_chain(module: Any) -> bool:
-    """Return whether a module calls its layers one after the other, and does nothing else."""
-    return isinstance(module, jt.nn.Sequential) and type(module).execute is jt.nn.Sequential.execute
 
 
 class Chain(jt.Module):
