@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -96,6 +96,16 @@ def prediction(peak_bytes: int, upper_bytes: int, seconds: float, where: str) ->
     return Prediction(
         peak_bytes=peak_bytes, peak_upper_bytes=upper_bytes, step_seconds=seconds, by_category={}, where=where
     )
+
+
+def conflicts(spans: Sequence[tuple[int, int]], count: int) -> list[frozenset[int]]:
+    """Return the regions around each of some layers, of which at most one can be chosen.
+
+    Args:
+        spans: The first layer of each region, and one past its last.
+    """
+    around = (frozenset(j for j, (a, b) in enumerate(spans) if a <= layer < b) for layer in range(count))
+    return list(dict.fromkeys(members for members in around if len(members) > 1))
 
 
 def infeasible(budget_bytes: int, lowest_bytes: int, advice: str) -> InfeasibleError:

@@ -30,7 +30,7 @@ from memfit.frameworks.jittor.variables import (
     variables_of,
 )
 from memfit.frameworks.jittor.workload import Workload, batch_size_of, fingerprint, first
-from memfit.frameworks.measured_layers import MEASURED, Planner, infeasible, prediction
+from memfit.frameworks.measured_layers import MEASURED, Planner, conflicts, infeasible, prediction
 from memfit.ir import NUMERICS, Candidate, Levers, Numerics, Plan, Precision, Prediction, Region
 from memfit.levers import JITTOR, LeversOn, check_lever_names, lever_names, microbatch_sizes
 from memfit.solver import Combination, Option, Problem, Row, fastest, frontier
@@ -416,19 +416,16 @@ def _problem(profiled: Profile, size: int, batch_size: int, cost: _Cost, runs: l
     base += cost.peak_bytes(size) - int(base.max(initial=0))
     columns = np.zeros((len(runs), 2 * count), np.int64)
     options = []
-    around: dict[int, set[int]] = {}  # the regions around each block, of which at most one can be chosen
-    for j, run in enumerate(runs):
-        start, end = profiled.blocks[run[0]].start, run[-1]
-        for block in range(start, end + 1):
-            around.setdefault(block, set()).add(j)
-        columns[j, end : 2 * count - 1 - end] = -int(profiled.dropped_bytes(run) * scale)
+    spans = [(profiled.blocks[run[0]].start, run[-1] + 1) for run in runs]
+    for j, (run, (start, stop)) in enumerate(zip(runs, spans, strict=True)):
+        columns[j, stop - 1 : 2 * count - stop] = -int(profiled.dropped_bytes(run) * scale)
         seconds = sum(profiled.blocks[i].seconds for i in run) * scale * microbatches
         options.append(Option((Region(tuple(profiled.blocks[i].fqn for i in run)),), {}, (), seconds))
         columns[j, : start + 1] = 0
     return Problem(
         options=options,
         reasons=[],
-        conflicts=list({frozenset(members) for members in around.values() if len(members) > 1}),
+        conflicts=conflicts(spans, count),
         base=base,
         columns=columns,
         rows=[Row(axis) for axis in range(2 * count)],
