@@ -13,7 +13,6 @@ from torch.nn import functional as F
 import memfit
 from memfit.errors import OutputError, WorkloadError
 from memfit.structure import distill, precompute, softened_loss, student
-from memfit.structure.targets import Targets
 from memfit.training import Step, StepOptions
 from memfit.workload import Workload, batch_size_of
 from tests.models import LARGE, convnet, cross_entropy, transformer, unet
@@ -193,7 +192,7 @@ def test_samples_that_are_not_in_the_file_are_named(tmp_path: Path) -> None:
     batch = {"x": workload.batch["x"].clone(), "y": workload.batch["y"]}
     batch["x"][1] += 1
     with pytest.raises(WorkloadError, match="1 of 4 samples"):
-        Targets(path, workload).with_batch(batch)
+        distill(dataclasses.replace(workload, batch=batch), path)
     with pytest.raises(WorkloadError, match=r"float32\[3, 12, 12\]"):
         distill(convnet(size=16), path)
     (tmp_path / "other").write_bytes(b"not it")
