@@ -9,7 +9,7 @@ multiply-adds about double with each φ. It is not the best rule for every famil
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,13 +17,13 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from memfit import ir, report
+from memfit import ir
 from memfit.errors import InfeasibleError, WorkloadError
 from memfit.foundations import format_bytes, format_seconds, parse_budget
 from memfit.hardware import find_device
 from memfit.ir import Numerics
 from memfit.pipeline import estimate, plan
-from memfit.report import FAR_BUDGET, GRID, Axis, byte_axis, chart_page, text_of
+from memfit.report import FAR_BUDGET, GRID, Axis, byte_axis, chart_page, charts, text_of
 from memfit.structure.proposal import forward_pass
 from memfit.workload import Workload, fingerprint
 
@@ -115,9 +115,13 @@ class Scaling:
         table.add_column("")
         for name in names:
             table.add_column(name, justify="left" if name == "rule" else "right", no_wrap=True)
-        for member in self.members:
-            mark = "▶" if member is self.chosen else "" if member.fits else "▲"
-            table.add_row(mark, *(Text(cell) for cell in _cells(member)))
+        for m in self.members:
+            mark = "▶" if m is self.chosen else "" if m.fits else "▲"
+            multipliers = (f"{multiplier:.2f}" for multiplier in (m.phi, m.width, m.depth, m.resolution))
+            figures = (format_bytes(m.peak_bytes), format_seconds(m.step_seconds))
+            proxy = "" if m.proxy is None else f"{m.proxy:.4g}"
+            cells = (m.rule, *multipliers, f"{m.parameters:,}", f"{m.multiply_adds:,}", *figures, proxy)
+            table.add_row(mark, *(Text(cell) for cell in cells))
         marks = f"▶ chosen   ▲ over the budget of {format_bytes(self.budget_bytes)}"
         return text_of(table, *(Text(line) for line in (marks, *self.notes)), width=120)
 
@@ -183,7 +187,17 @@ def scale(
         )
     chosen = max(best, key=lambda m: -math.inf if m.proxy is None else m.proxy)
     workload = family(chosen.width, chosen.depth, chosen.resolution)
-    return Scaling(workload, chosen, tuple(members), budget_bytes, tuple(_notes(members, best, phi_range)))
+    notes = []
+    for member in best:
+        if member.phi == phi_range[1]:
+            notes.append(f"{member.rule}: the largest φ of phi_range fits too: raise phi_range for larger members")
+        larger = [m.phi for m in members if m.rule == member.rule and m.phi < member.phi and not m.fits]
+        if larger:
+            notes.append(
+                f"{member.rule}: φ={max(larger):g} does not fit, and a larger φ does: the peak does not always grow"
+                " with φ"
+            )
+    return Scaling(workload, chosen, tuple(members), budget_bytes, tuple(notes))
 
 
 @dataclass
@@ -253,34 +267,11 @@ class _Search:
         return planned.predicted.peak_bytes, planned.predicted.step_seconds, True
 
 
-def _notes(members: Sequence[Member], best: Sequence[Member], phi_range: tuple[float, float]) -> Iterator[str]:
-    for member in best:
-        if member.phi == phi_range[1]:
-            yield f"{member.rule}: the largest φ of phi_range fits too: raise phi_range for larger members"
-        larger = [m.phi for m in members if m.rule == member.rule and m.phi < member.phi and not m.fits]
-        if larger:
-            yield (
-                f"{member.rule}: φ={max(larger):g} does not fit, and a larger φ does: the peak does not always grow"
-                " with φ"
-            )
-
-
-def _cells(member: Member) -> Iterator[str]:
-    yield member.rule
-    for multiplier in (member.phi, member.width, member.depth, member.resolution):
-        yield f"{multiplier:.2f}"
-    yield f"{member.parameters:,}"
-    yield f"{member.multiply_adds:,}"
-    yield format_bytes(member.peak_bytes)
-    yield format_seconds(member.step_seconds)
-    yield "" if member.proxy is None else f"{member.proxy:.4g}"
-
-
 _COLOURS = ("var(--accent)", "var(--good)", "var(--denied)", "var(--c-activations)", "var(--c-workspaces)")
 _SYMBOLS = ("circle", "square", "diamond", "hexagon", "triangle")
 
 
-def _chart(scaling: Scaling) -> report.charts.Chart:
+def _chart(scaling: Scaling) -> charts.Chart:
     """Return a chart of the members by predicted peak and multiply-adds, joined by rule, with the chosen one marked.
 
     Members far over the budget are left out, since they would flatten the rest.
@@ -293,21 +284,19 @@ def _chart(scaling: Scaling) -> report.charts.Chart:
         colour, symbol = _COLOURS[index % len(_COLOURS)], _SYMBOLS[index % len(_SYMBOLS)]
         own = sorted((m for m in shown if m.rule == rule), key=lambda m: m.phi)
         places = [(x.at(m.peak_bytes), y.at(m.multiply_adds)) for m in own]
-        lines.append(report.charts.Shape(places, colour, name=rule))
+        lines.append(charts.Shape(places, colour, name=rule))
         marks += [
-            report.charts.Mark(*place, symbol, colour, tip=f"{rule}, φ={m.phi:.2f}\n{_told(m)}", series=rule)
+            charts.Mark(*place, symbol, colour, tip=f"{rule}, φ={m.phi:.2f}\n{_told(m)}", series=rule)
             for place, m in zip(places, own, strict=True)
         ]
     at = scaling.chosen
     star = x.at(at.peak_bytes), y.at(at.multiply_adds)
     told = f"chosen, φ={at.phi:.2f}\n{_told(at)}"
-    marks.append(report.charts.Mark(*star, "star", "var(--chosen)", tip=told, text="chosen", series="chosen"))
+    marks.append(charts.Mark(*star, "star", "var(--chosen)", tip=told, text="chosen", series="chosen"))
     budget = x.at(scaling.budget_bytes)
-    note = report.charts.Note(
-        budget, GRID, f"budget {format_bytes(scaling.budget_bytes)}", "budget", above=False, side="left"
-    )
-    rule_at = report.charts.ChartRule("budget", budget, upright=True)
-    return report.charts.Chart(x=x, y=y, shapes=lines, rules=[rule_at], marks=marks, notes=[note])
+    note = charts.Note(budget, GRID, f"budget {format_bytes(scaling.budget_bytes)}", "budget", above=False, side="left")
+    rule_at = charts.ChartRule("budget", budget, upright=True)
+    return charts.Chart(x=x, y=y, shapes=lines, rules=[rule_at], marks=marks, notes=[note])
 
 
 def _told(member: Member) -> str:
