@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,52 +92,29 @@ def graph_of(model: Any) -> Graph:
         )
     units: list[Unit] = []
     tensors = {id(t): t for t in model.inputs}
-    names = _Names()
+    made: dict[int, str] = {}
+    counts: Counter[str] = Counter()
+
+    def counted(name: str, mark: str, first: int) -> str:
+        counts[name] += 1
+        count = counts[name] - 1 + first
+        return name if count == first else f"{name}{mark}{count}"
+
     for node in internals.nodes(model):
-        units.append(
-            Unit(
-                name=names.of(node.operation),
-                operation=node.operation,
-                arguments=node.arguments,
-                inputs=tuple(dict.fromkeys(id(t) for t in node.input_tensors)),
-                outputs=tuple(id(t) for t in node.outputs),
-                refused=_refused(node),
-            )
-        )
+        layer = node.operation
+        if id(layer) not in made:
+            stem = re.sub(r"_\d+$", "", layer.name)
+            is_made = stem.replace("_", "") == type(layer).__name__.lower()
+            name = counted(f"{stem} of Keras", "_", 0).replace(" of Keras", "") if is_made else str(layer.name)
+            made[id(layer)] = name
+        refused = ""
+        if getattr(layer, "activity_regularizer", None) is not None:
+            refused = "adds a loss in its call (activity_regularizer=)"
+        elif any(internals.mask_of(t) is not None for t in (*node.input_tensors, *node.outputs)):
+            refused = "uses or returns a mask"
+        elif not all("float" in t.dtype for t in node.outputs):
+            refused = "returns values that are not floats"
+        inputs, outputs = tuple(dict.fromkeys(map(id, node.input_tensors))), tuple(map(id, node.outputs))
+        units.append(Unit(counted(made[id(layer)], "#", 1), layer, node.arguments, inputs, outputs, refused))
         tensors |= {id(t): t for t in node.outputs}
     return Graph(model.name, units, tensors, [id(t) for t in model.inputs], [id(t) for t in model.outputs])
-
-
-class _Names:
-    """Names of calls, in the order in which they are asked for."""
-
-    def __init__(self) -> None:
-        self.made: dict[int, str] = {}
-        self.counts: dict[str, int] = {}
-
-    def of(self, operation: Any) -> str:
-        """Return the name of the next call of a layer."""
-        key = id(operation)
-        if key not in self.made:
-            self.made[key] = self._of_layer(operation)
-        return self._counted(self.made[key], "#", 1)
-
-    def _of_layer(self, operation: Any) -> str:
-        stem = re.sub(r"_\d+$", "", operation.name)
-        is_made = stem.replace("_", "") == type(operation).__name__.lower()
-        return self._counted(f"{stem} of Keras", "_", 0).replace(" of Keras", "") if is_made else str(operation.name)
-
-    def _counted(self, name: str, mark: str, first: int) -> str:
-        self.counts[name] = self.counts.get(name, first - 1) + 1
-        return name if self.counts[name] == first else f"{name}{mark}{self.counts[name]}"
-
-
-def _refused(node: Any) -> str:
-    """Return why a call must not be repeated, as far as its layer tells; "" where it may be."""
-    if getattr(node.operation, "activity_regularizer", None) is not None:
-        return "adds a loss in its call (activity_regularizer=)"
-    if any(internals.mask_of(t) is not None for t in (*node.input_tensors, *node.outputs)):
-        return "uses or returns a mask"
-    if not all("float" in t.dtype for t in node.outputs):
-        return "returns values that are not floats"
-    return ""

@@ -34,20 +34,15 @@ def checkpoint_every(model: Any, k: int) -> Any:
     if k < 1:
         raise UsageError(f"k={k} is not above 0: give a number of layers")
     graph = graph_of(model)
-    return recomputed(model, graph, _every(graph.units, k), f"{model.name}_every_{k}")
-
-
-def _every(units: Sequence[Unit], k: int) -> list[Run]:
-    """Return runs of up to k units that may be recomputed."""
     runs: list[Run] = []
-    for index, unit in enumerate(units):
+    for index, unit in enumerate(graph.units):
         if unit.refused:
             continue
         if runs and runs[-1][1] == index and index - runs[-1][0] < k:
             runs[-1] = (runs[-1][0], index + 1)
         else:
             runs.append((index, index + 1))
-    return runs
+    return recomputed(model, graph, runs, f"{model.name}_every_{k}")
 
 
 def recomputed(model: Any, graph: Graph, runs: Sequence[Run], name: str) -> Any:
