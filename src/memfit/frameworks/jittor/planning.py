@@ -75,18 +75,13 @@ def plan(
         InfeasibleError: No plan that `numerics` allows fits.
         UsageError: `numerics` or `precisions` are unknown.
     """
-    asked = read_budget(budget)
+    read_budget(budget)
     if numerics not in NUMERICS:
         raise UsageError(f"numerics={numerics!r} is unknown: use one of {', '.join(NUMERICS)}")
     wrong = [p for p in precisions if p not in ("32-true", "16-mixed")]
     if wrong or not precisions:
         raise UsageError(f"precisions={list(precisions)} are not for Jittor: use '32-true' and '16-mixed'")
-    planner = JittorPlanner(workload, numerics, precisions, points, time_limit_seconds, progress)
-    device_bytes, plain_bytes = memory.device_bytes(), planner.plain.peak_bytes
-    return planner.fitting(
-        asked.nbytes(device_bytes=device_bytes, plain_bytes=plain_bytes),
-        asked.share_text("the machine", device_bytes, plain_bytes),
-    )
+    return JittorPlanner(workload, points, time_limit_seconds, progress, numerics, precisions).plan(budget)
 
 
 def apply(plan: Plan, workload: Workload) -> Step:
@@ -264,11 +259,7 @@ class JittorPlanner(Planner):
     """A workload with its modules measured in each precision."""
 
     workload: Workload
-    allowed: Numerics
-    precisions: Sequence[Precision]
-    points: int
-    time_limit_seconds: float
-    progress: Progress
+    precisions: Sequence[Precision] = ("32-true",)
     left_out: list[str] = field(default_factory=list)
     excluded: set[tuple[str, ...]] = field(default_factory=set)
 
@@ -285,6 +276,10 @@ class JittorPlanner(Planner):
         cost = self.costs.get("32-true") or next(iter(self.costs.values()))
         peak_bytes, seconds = cost.peak_bytes(self.batch_size), cost.seconds(self.batch_size, self.batch_size)
         self.plain = prediction(peak_bytes, peak_bytes, seconds, "predicted from fewer samples")
+        self.device_bytes = memory.device_bytes()
+
+    def plain_bytes(self) -> int:
+        return self.plain.peak_bytes
 
     def tried(self, budget_bytes: int) -> Iterator[tuple[Candidate, Prediction, list[str]]]:
         """Yield the fastest plan that is predicted to fit; where it doesn't, measured, the next is to need less."""

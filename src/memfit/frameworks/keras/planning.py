@@ -22,7 +22,7 @@ from memfit.frameworks.keras.profile import Cost, default_device, measured_peak,
 from memfit.frameworks.keras.recompute import Run, recomputed
 from memfit.frameworks.keras.workload import Workload, fingerprint
 from memfit.frameworks.measured_layers import MEASURED, Planner, conflicts, infeasible, prediction
-from memfit.ir import Candidate, Levers, Numerics, Plan, Prediction, Region
+from memfit.ir import Candidate, Levers, Plan, Prediction, Region
 from memfit.solver import ALWAYS, Activity, Combination, Option, Problem, Row, Tightening, frontier
 
 _OVERESTIMATE = 0.1  # share by which a predicted peak may be over the budget for its plan to be measured all the same
@@ -95,11 +95,7 @@ class KerasPlanner(Planner):
     """
 
     workload: Workload
-    points: int = 10
-    time_limit_seconds: float = 6.0
-    progress: Progress = silent
     measured: dict[int, int | None] = field(default_factory=dict)
-    allowed: Numerics = "reordered"
 
     def __post_init__(self) -> None:
         self.framework = f"keras {keras.__version__}, tensorflow {tf.__version__}"
@@ -132,13 +128,8 @@ class KerasPlanner(Planner):
         """
         return _ALLOWANCE if self.workload.run_eagerly else _ALLOWANCE_OF_TRACES
 
-    def plan(self, budget: int | float | str) -> Plan:
-        """Return the fastest plan of the frontier whose measured peak fits a budget."""
-        read = read_budget(budget, of_device=False)
-        plain_bytes = self.upper_bytes(0) if read.of else None
-        budget_bytes = read.nbytes(plain_bytes=plain_bytes)
-        share = read.share_text("", None, plain_bytes) if plain_bytes is not None else ""
-        return self.fitting(budget_bytes, share)
+    def plain_bytes(self) -> int | None:
+        return self.upper_bytes(0)
 
     def tried(self, budget_bytes: int) -> Iterator[tuple[Candidate, Prediction, list[str]]]:
         """Yield the plans of the frontier that may fit, the fastest first."""
@@ -186,18 +177,17 @@ class KerasPlanner(Planner):
             before = [(v, tf.convert_to_tensor(v.value)) for v in self.workload.model.non_trainable_variables]
             gc.collect()  # what is left of other models would be between free blocks
             try:
-                peaks = [self._peak_bytes(model) for _ in range(1 if self.workload.run_eagerly else _TRACES)]
+                peaks = []
+                for _ in range(1 if self.workload.run_eagerly else _TRACES):
+                    step = self.workload.step(model)  # a function is traced anew
+                    peaks.append(measured_peak(step, self.place))
+                    peaks += [peak_of(step, self.place) for _ in range(_MEASURED_STEPS)]
                 self.measured[index] = int(max(peaks) * (1 + self.allowance))
             except tf.errors.ResourceExhaustedError:
                 self.measured[index] = None
             for variable, value in before:
                 variable.assign(value)
         return self.measured[index]
-
-    def _peak_bytes(self, model: Any) -> int:
-        """Return the largest peak of some steps, in a function that is traced anew."""
-        step = self.workload.step(model)
-        return max([measured_peak(step, self.place), *(peak_of(step, self.place) for _ in range(_MEASURED_STEPS))])
 
 
 @dataclass
