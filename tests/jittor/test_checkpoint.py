@@ -12,8 +12,7 @@ import pytest
 from benchmarks.frameworks.jittor_models import transformer
 from benchmarks.frameworks.subject import TransformerSizes
 from memfit.errors import PlanError, PlanMismatchError, RecomputationError
-from memfit.frameworks.jittor.checkpointing import checkpointed
-from memfit.frameworks.jittor.draws import substituted
+from memfit.frameworks.jittor.checkpointing import checkpointed, substituted
 from memfit.frameworks.jittor.variables import is_trainable, named_variables
 from memfit.ir import Region
 from memfit.jittor import checkpoint, memory, seed

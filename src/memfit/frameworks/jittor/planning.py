@@ -15,7 +15,7 @@ import numpy as np
 from memfit.errors import PlanMismatchError, RecomputationError, UsageError
 from memfit.foundations import Progress, read_budget, silent
 from memfit.frameworks.jittor import memory
-from memfit.frameworks.jittor.draws import Draws, substituted
+from memfit.frameworks.jittor.checkpointing import Draws, substituted
 from memfit.frameworks.jittor.internals import jt
 from memfit.frameworks.jittor.step import Step, half
 from memfit.frameworks.jittor.variables import (

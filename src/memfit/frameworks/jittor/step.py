@@ -29,8 +29,7 @@ from safetensors.numpy import load, save
 
 from memfit.errors import CheckpointError, NonFiniteError, UsageError, WorkloadError
 from memfit.frameworks.jittor import memory
-from memfit.frameworks.jittor.checkpointing import checkpointed
-from memfit.frameworks.jittor.draws import Draws, substituted
+from memfit.frameworks.jittor.checkpointing import Draws, checkpointed, substituted
 from memfit.frameworks.jittor.internals import jt, keep_gradients
 from memfit.frameworks.jittor.variables import (
     FLOATS,

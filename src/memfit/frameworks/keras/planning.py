@@ -16,10 +16,9 @@ from msgspec.structs import replace
 
 from memfit.errors import PlanMismatchError
 from memfit.foundations import Progress, format_bytes, format_seconds, read_budget, silent
-from memfit.frameworks.keras.graph import Graph, graph_of
 from memfit.frameworks.keras.internals import keras, tf
 from memfit.frameworks.keras.profile import Cost, default_device, measured_peak, peak_of, profile
-from memfit.frameworks.keras.recompute import Run, recomputed
+from memfit.frameworks.keras.recompute import Graph, Run, graph_of, recomputed
 from memfit.frameworks.keras.workload import Workload, fingerprint
 from memfit.frameworks.measured_layers import MEASURED, Planner, conflicts, infeasible, prediction
 from memfit.ir import Candidate, Levers, Plan, Prediction, Region

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit.errors import UsageError
-from memfit.frameworks.keras.graph import Graph, Unit
 from memfit.frameworks.keras.internals import keras, losses_added, tf
-from memfit.frameworks.keras.recompute import Stretch, joined, states_of
+from memfit.frameworks.keras.recompute import Graph, Stretch, Unit, joined, states_of
 from memfit.frameworks.keras.workload import Workload
 
 _TIMED = 3
