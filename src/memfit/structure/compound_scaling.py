@@ -17,13 +17,13 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from memfit import ir
+from memfit import ir, report
 from memfit.errors import InfeasibleError, WorkloadError
 from memfit.foundations import format_bytes, format_seconds, parse_budget
 from memfit.hardware import find_device
 from memfit.ir import Numerics
 from memfit.pipeline import estimate, plan
-from memfit.report import FAR_BUDGET, GRID, Axis, byte_axis, chart_page, charts, text_of
+from memfit.report import FAR_BUDGET, GRID, Axis, byte_axis, chart_page, text_of
 from memfit.structure.proposal import forward_pass
 from memfit.workload import Workload, fingerprint
 
@@ -271,7 +271,7 @@ _COLOURS = ("var(--accent)", "var(--good)", "var(--denied)", "var(--c-activation
 _SYMBOLS = ("circle", "square", "diamond", "hexagon", "triangle")
 
 
-def _chart(scaling: Scaling) -> charts.Chart:
+def _chart(scaling: Scaling) -> report.charts.Chart:
     """Return a chart of the members by predicted peak and multiply-adds, joined by rule, with the chosen one marked.
 
     Members far over the budget are left out, since they would flatten the rest.
@@ -284,19 +284,21 @@ def _chart(scaling: Scaling) -> charts.Chart:
         colour, symbol = _COLOURS[index % len(_COLOURS)], _SYMBOLS[index % len(_SYMBOLS)]
         own = sorted((m for m in shown if m.rule == rule), key=lambda m: m.phi)
         places = [(x.at(m.peak_bytes), y.at(m.multiply_adds)) for m in own]
-        lines.append(charts.Shape(places, colour, name=rule))
+        lines.append(report.charts.Shape(places, colour, name=rule))
         marks += [
-            charts.Mark(*place, symbol, colour, tip=f"{rule}, φ={m.phi:.2f}\n{_told(m)}", series=rule)
+            report.charts.Mark(*place, symbol, colour, tip=f"{rule}, φ={m.phi:.2f}\n{_told(m)}", series=rule)
             for place, m in zip(places, own, strict=True)
         ]
     at = scaling.chosen
     star = x.at(at.peak_bytes), y.at(at.multiply_adds)
     told = f"chosen, φ={at.phi:.2f}\n{_told(at)}"
-    marks.append(charts.Mark(*star, "star", "var(--chosen)", tip=told, text="chosen", series="chosen"))
+    marks.append(report.charts.Mark(*star, "star", "var(--chosen)", tip=told, text="chosen", series="chosen"))
     budget = x.at(scaling.budget_bytes)
-    note = charts.Note(budget, GRID, f"budget {format_bytes(scaling.budget_bytes)}", "budget", above=False, side="left")
-    rule_at = charts.ChartRule("budget", budget, upright=True)
-    return charts.Chart(x=x, y=y, shapes=lines, rules=[rule_at], marks=marks, notes=[note])
+    note = report.charts.Note(
+        budget, GRID, f"budget {format_bytes(scaling.budget_bytes)}", "budget", above=False, side="left"
+    )
+    rule_at = report.charts.ChartRule("budget", budget, upright=True)
+    return report.charts.Chart(x=x, y=y, shapes=lines, rules=[rule_at], marks=marks, notes=[note])
 
 
 def _told(member: Member) -> str:
