@@ -1,4 +1,4 @@
-"""Folders of tests that need another environment, and are skipped in this one."""
+"""Folders of tests that are skipped where what they need is not there."""
 
 from __future__ import annotations
 
