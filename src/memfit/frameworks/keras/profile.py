@@ -125,9 +125,10 @@ class _Measured(Stretch):
         if unit.is_layer and losses_added(unit.operation) > losses:
             refused = refused or "adds a loss in its call"
         with keras.StatelessScope(state):  # nothing that is measured changes the model
-            again = unit.call(values, training)
-            if any(a.numpy().tobytes() != b.numpy().tobytes() for a, b in zip(results, again, strict=True)):
+            both = zip(results, unit.call(values, training), strict=True)
+            if any(a.numpy().tobytes() != b.numpy().tobytes() for a, b in both):
                 refused = refused or "returns other values when it is called again"
+        del both
         for variable, before in state:
             variable.assign(before)
         given = {t: values[t] for t in unit.inputs}
