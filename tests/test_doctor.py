@@ -23,8 +23,7 @@ def found_jittor(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.util.spec_from_loader("jittor", loader=None, origin="/somewhere/jittor/__init__.py")
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "jittor" else find(name))
-    for check in ("_check_jittor", "_check_numpy", "_check_headers", "_check_compiler"):
-        monkeypatch.setattr(doctor, check, lambda: doctor.Check("it", True, "here"))
+    monkeypatch.setattr(doctor, "checks", lambda: [doctor.Check("it", True, "here")])
 
 
 def test_the_cache_is_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -50,7 +49,7 @@ def test_without_jittor_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_is_missing_is_said_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
     found_jittor(monkeypatch)
-    monkeypatch.setattr(doctor, "_check_compiler", lambda: doctor.Check("C++ compiler", False, "no g++", "install g++"))
+    monkeypatch.setattr(doctor, "checks", lambda: [doctor.Check("C++ compiler", False, "no g++", "install g++")])
     with pytest.raises(UsageError, match=r"C\+\+ compiler: no g\+\+. install g\+\+"):
         doctor.prepare()
     assert not home.exists()

@@ -13,8 +13,7 @@ import pytest
 
 import memfit
 from memfit.errors import InfeasibleError, PlanMismatchError, UsageError, WorkloadError
-from memfit.frameworks.jittor.planning import _Cost, _problem
-from memfit.frameworks.jittor.profile import Profile, ProfiledBlock
+from memfit.frameworks.jittor.planning import Profile, ProfiledBlock, _Cost, _problem
 from memfit.frameworks.jittor.variables import named_variables
 from memfit.jittor import Step, Workload, apply, load_workload, memory, plan, seed
 from memfit.solver import Solver
@@ -62,12 +61,6 @@ def test_where_microbatches_would_change_the_training_modules_are_recomputed() -
     assert peak <= found.budget_bytes
 
 
-def test_a_budget_that_the_plain_step_meets_changes_nothing() -> None:
-    found = plan(unet(size=32), budget="2GiB", points=1, time_limit_seconds=1.0)
-    assert found.levers.regions == () and found.levers.microbatch_size == found.batch_size
-    assert found.numerics == "exact" and found.torch_version.startswith("jittor")
-
-
 def test_what_cannot_fit_says_what_does() -> None:
     with pytest.raises(InfeasibleError, match="raise budget=") as caught:
         plan(unet(size=32), budget="1MiB", points=1, time_limit_seconds=1.0)
@@ -96,8 +89,10 @@ def test_modules_that_cannot_be_recomputed_are_left_out() -> None:
     assert measured(apply(found, workload)).peak_bytes <= found.budget_bytes
 
 
-def test_plans_are_files_and_are_for_their_workload(tmp_path: Path) -> None:
+def test_a_plain_step_that_fits_stays_and_its_plan_is_a_file_for_its_workload(tmp_path: Path) -> None:
     found = plan(unet(size=32), budget="2GiB", points=1, time_limit_seconds=1.0)
+    assert found.levers.regions == () and found.levers.microbatch_size == found.batch_size
+    assert found.numerics == "exact" and found.torch_version.startswith("jittor")
     found.save(tmp_path / "plan.json")
     assert memfit.Plan.load(tmp_path / "plan.json") == found
     with pytest.raises(PlanMismatchError, match="another|not for this"):
@@ -130,17 +125,10 @@ def test_workloads_are_named_as_for_pytorch() -> None:
 
 def test_the_command_line_plans_for_jittor(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    command = [
-        sys.executable,
-        "-m",
-        "memfit",
-        "plan",
-        f"{ROOT}/tests/jittor/workloads.py:unet",
-        "--framework",
-        "jittor",
-    ]
-    options = ["--budget", "100MiB", "--points", "1", "-o", str(tmp_path / "plan.json"), "--json"]
-    done = subprocess.run([*command, *options], env=environment, capture_output=True, text=True, check=False)
+    command = f"-m memfit plan {ROOT}/tests/jittor/workloads.py:unet --framework jittor --budget 100MiB --points 1"
+    options = ["-o", str(tmp_path / "plan.json"), "--json"]
+    given = [sys.executable, *command.split(), *options]
+    done = subprocess.run(given, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout[done.stdout.index("{") :])
     assert said["predicted"]["peak_bytes"] <= 100 * 2**20 < said["plain"]["peak_bytes"]

@@ -23,6 +23,7 @@ from memfit.errors import PlanError, UsageError
 from memfit.foundations import format_bytes
 from memfit.ir import Levers, Plan
 from memfit.levers import applied
+from memfit.levers.precision import casts_of
 from memfit.pipeline.adaptive import Adaptive, ShapeInterpolation, shapes_of
 from memfit.training import Step, latest
 from memfit.training.guards import loop_memory as growth

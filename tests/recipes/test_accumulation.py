@@ -14,23 +14,16 @@ from memfit.recipes import byte_lm
 from memfit.training import Step, StepOptions
 from memfit.workload import Workload, batch_size_of
 
-Gradients = dict[str, torch.Tensor]
-
-
-def large_batch(workload: Workload) -> tuple[float, Gradients]:
-    """Return the loss and the gradients of the whole batch, by autograd alone."""
-    value = workload.loss_fn(workload.model, workload.batch)
-    loss = value[0] / value[1] if isinstance(value, tuple) else value
-    named = dict(workload.model.named_parameters())
-    return float(loss.detach()), dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
-
 
 def assert_equal_to_the_large_batch(workload: Workload) -> None:
     """Equal to the rounding of fp64, for microbatches of every size, unequal ones included."""
-    expected_loss, expected = large_batch(workload)
+    value = workload.loss_fn(workload.model, workload.batch)
+    whole = value[0] / value[1] if isinstance(value, tuple) else value
+    named = dict(workload.model.named_parameters())
+    expected = dict(zip(named, torch.autograd.grad(whole, list(named.values())), strict=True))
     for size in range(1, batch_size_of(workload.batch)):
         loss, gradients = Step(workload, StepOptions(microbatch_size=size)).gradients(workload.batch)
-        assert loss == pytest.approx(expected_loss, rel=1e-12)
+        assert loss == pytest.approx(float(whole.detach()), rel=1e-12)
         assert gradients.keys() == expected.keys()
         for name, gradient in expected.items():
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-9, atol=1e-12)

@@ -14,19 +14,10 @@ from memfit.workload import Workload
 
 pytest.importorskip("nilearn")
 
-SMALL: dict[str, Any] = {
-    "frames": 4,
-    "size": 8,
-    "batch_size": 3,
-    "channels": (4, 8),
-    "resolution": 4,
-    "batches_per_epoch": 3,
-    "n_validation_clips": 24,
-}
-
 
 def small(**changes: Any) -> Workload:
-    return video(**(SMALL | changes))
+    sizes: dict[str, Any] = {"frames": 4, "size": 8, "batch_size": 3, "channels": (4, 8), "resolution": 4}
+    return video(**(sizes | {"batches_per_epoch": 3, "n_validation_clips": 24} | changes))
 
 
 def drawn(n: int = 60, **changes: Any) -> dict[str, torch.Tensor]:
@@ -54,10 +45,11 @@ def test_a_clip_moves_as_its_class_says() -> None:
             assert torch.equal(earlier[:, 1:], later[:, :-1])
 
 
-def test_every_class_is_there_and_every_frame_shows_the_brain() -> None:
-    clips = drawn(300)
-    assert set(clips["motions"].tolist()) == set(range(len(MOTIONS)))
-    assert all(float(frame.std()) > 0 for frame in clips["clips"][:, 0, 1])
+def test_every_class_is_there_every_frame_shows_the_brain_and_noise_has_its_size() -> None:
+    quiet, noisy = drawn(300), drawn(300, noise=0.5)
+    assert set(quiet["motions"].tolist()) == set(range(len(MOTIONS)))
+    assert all(float(frame.std()) > 0 for frame in quiet["clips"][:, 0, 1])
+    assert float((noisy["clips"] - quiet["clips"]).std()) == pytest.approx(0.5, rel=0.05)
 
 
 def test_backwards_and_forwards_have_the_same_frames() -> None:
@@ -69,24 +61,15 @@ def test_backwards_and_forwards_have_the_same_frames() -> None:
         assert torch.equal(back, forth.flip(0))
 
 
-def test_noise_has_its_size() -> None:
-    quiet, noisy = drawn(noise=0.0), drawn(noise=0.5)
-    assert float((noisy["clips"] - quiet["clips"]).std()) == pytest.approx(0.5, rel=0.05)
-
-
 # The model
 
 
-def test_the_encoder_is_called_once_a_frame() -> None:
-    model, calls = ClipClassifier((4, 8)), []
+def test_the_encoder_is_called_once_a_frame_and_clips_do_not_know_each_other() -> None:
+    model, calls, clips = ClipClassifier((4, 8)).double(), [], torch.randn(3, 1, 5, 8, 8, dtype=torch.float64)
     model.frame.register_forward_hook(lambda *_: calls.append(1))
-    assert model(torch.randn(2, 1, 5, 8, 8)).shape == (2, len(MOTIONS))
-    assert len(calls) == 5
-
-
-def test_clips_of_a_batch_do_not_know_each_other() -> None:
-    model, clips = ClipClassifier((4, 8)).double(), torch.randn(3, 1, 4, 8, 8, dtype=torch.float64)
-    torch.testing.assert_close(model(clips)[1:], model(clips[1:]))
+    whole = model(clips)
+    assert whole.shape == (3, len(MOTIONS)) and len(calls) == 5
+    torch.testing.assert_close(whole[1:], model(clips[1:]))
 
 
 def test_frames_are_recomputed_one_by_one_and_bits_stay() -> None:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import torch
+from torch import nn
+
 from benchmarks.common import whole_run_peak_bytes
 from memfit.capture import nothing_changes
 from memfit.ir import Levers
 from memfit.structure import Proposal
 from memfit.workload import Workload, batch_size_of
+from tests.models import cross_entropy
+
+
+def classifier(model: nn.Module, x: torch.Tensor, classes: int) -> Workload:
+    """Return the step of a model by SGD on random labels."""
+    batch = {"x": x, "y": torch.randint(0, classes, (len(x),))}
+    return Workload(model, batch, cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def measured_peak_bytes(workload: Workload) -> int:

@@ -14,9 +14,8 @@ from memfit.errors import UsageError, WorkloadError
 from memfit.structure import sparsify, to_sparse
 from memfit.structure.sparsity import is_masked, mask_2_to_4, why_not_sparse
 from memfit.training import Step, StepOptions
-from memfit.workload import Workload
-from tests.models import LARGE, convnet, cross_entropy, tied, transformer
-from tests.structure.measuring import savings
+from tests.models import LARGE, convnet, tied, transformer
+from tests.structure.measuring import classifier, savings
 
 
 @settings(max_examples=50, deadline=None)
@@ -101,19 +100,16 @@ def test_wrong_use_is_named() -> None:
     with pytest.raises(WorkloadError, match="head.weight is shared with embed.weight"):
         sparsify(tied())
     assert [c.module for c in sparsify(convnet()).changes] == ["head"]
-    model = nn.Linear(6, 10)
-    batch = {"x": torch.randn(4, 6), "y": torch.randint(0, 10, (4,))}
     with pytest.raises(WorkloadError, match="multiple of 4"):
-        sparsify(Workload(model, batch, cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1)))
+        sparsify(classifier(nn.Linear(6, 10), torch.randn(4, 6), 10))
 
 
 @pytest.mark.gpu
 def test_sparse_tensors_compute_what_the_masks_do() -> None:
     model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 64))
-    batch = {"x": torch.randn(64, 128), "y": torch.randint(0, 64, (64,))}
-    workload = Workload(model, batch, cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1))
-    made = sparsify(workload).workload.model.cuda().to(torch.bfloat16).eval()
-    x = batch["x"].cuda().to(torch.bfloat16)
+    x = torch.randn(64, 128)
+    made = sparsify(classifier(model, x, 64)).workload.model.cuda().to(torch.bfloat16).eval()
+    x = x.cuda().to(torch.bfloat16)
     with torch.no_grad():
         expected = made(x)
         assert to_sparse(made) == ["0", "2"]

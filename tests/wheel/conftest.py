@@ -6,25 +6,20 @@ import os
 import subprocess
 import sys
 import venv
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.elsewhere import skipped_without
 
 ROOT = Path(__file__).resolve().parents[2]
 IS_WANTED = os.environ.get("MEMFIT_TEST_WHEEL") == "1"
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-class Skipped(pytest.Module):
-    """A test file that takes minutes, and the package registry."""
-
-    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
-        pytest.skip("builds and installs the wheel: make test-wheel", allow_module_level=True)
-
-
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    return None if IS_WANTED else Skipped.from_parent(parent, path=module_path)
+# They take minutes, and the package registry.
+pytest_pycollect_makemodule = skipped_without(IS_WANTED, "builds and installs the wheel: make test-wheel")
 
 
 @pytest.fixture(scope="session")

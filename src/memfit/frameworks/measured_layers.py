@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
 
 from memfit.errors import InfeasibleError
+from memfit.foundations import Progress, read_budget, silent
 from memfit.ir import Candidate, Levers, LeverUse, Numerics, Plan, Prediction, Solution
 from memfit.levers import LeversOn, lever_uses
 from memfit.report import infeasible_verdict
@@ -17,26 +19,36 @@ from memfit.version import __version__
 MEASURED = "measured on the applied step"
 
 
+@dataclass
 class Planner(ABC):
     """A workload with its layers measured.
 
     Attributes:
-        framework: Its name and version.
         allowed: The freest numerics class of its plans.
+        framework: Its name and version.
+        device_bytes: The device's memory, where budgets may be a share of it.
         couples_batch: Whether a sample's result depends on the others of its microbatch.
         reorders: Whether recomputed layers may round differently.
         solve_seconds: Seconds until `tried` and `solved` had what they return.
     """
 
     workload: Any
-    framework: str
-    fingerprint: str
-    device: str
-    batch_size: int
-    allowed: Numerics
-    couples_batch: bool = False
-    reorders: bool = True
-    solve_seconds: float
+    points: int = 10
+    time_limit_seconds: float = 6.0
+    progress: Progress = silent
+    allowed: Numerics = "reordered"
+    framework: str = field(init=False)
+    fingerprint: str = field(init=False)
+    device: str = field(init=False)
+    batch_size: int = field(init=False)
+    device_bytes: int | None = field(init=False, default=None)
+    couples_batch: bool = field(init=False, default=False)
+    reorders: bool = field(init=False, default=True)
+    solve_seconds: float = field(init=False)
+
+    @abstractmethod
+    def plain_bytes(self) -> int | None:
+        """Return the plain step's peak, if it is known."""
 
     @abstractmethod
     def tried(self, budget_bytes: int) -> Iterator[tuple[Candidate, Prediction, list[str]]]:
@@ -55,12 +67,15 @@ class Planner(ABC):
         uses = lever_uses(LeversOn(levers, self.batch_size, self.couples_batch))
         return tuple(replace(u, numerics="reordered") if self.reorders and u.recomputes else u for u in uses)
 
-    def fitting(self, budget_bytes: int, budget_share: str) -> Plan:
+    def plan(self, budget: int | float | str) -> Plan:
         """Return the first plan tried whose applied step is measured to fit.
 
         Raises:
             InfeasibleError: None does.
         """
+        asked = read_budget(budget, of_device=self.device_bytes is not None)
+        plain_bytes = self.plain_bytes() if asked.of == "plain" else None
+        budget_bytes = asked.nbytes(device_bytes=self.device_bytes, plain_bytes=plain_bytes)
         tried = self.tried(budget_bytes)
         chosen, predicted, notes = next(t for t in tried if t[1].peak_upper_bytes <= budget_bytes)
         plain, points = self.solved()
@@ -73,7 +88,7 @@ class Planner(ABC):
             device=self.device,
             batch_size=self.batch_size,
             budget_bytes=budget_bytes,
-            budget_share=budget_share,
+            budget_share=asked.share_text("the machine", self.device_bytes, plain_bytes or 0),
             levers=chosen.levers,
             uses=chosen.uses,
             numerics=chosen.numerics,
@@ -96,6 +111,16 @@ def prediction(peak_bytes: int, upper_bytes: int, seconds: float, where: str) ->
     return Prediction(
         peak_bytes=peak_bytes, peak_upper_bytes=upper_bytes, step_seconds=seconds, by_category={}, where=where
     )
+
+
+def conflicts(spans: Sequence[tuple[int, int]], count: int) -> list[frozenset[int]]:
+    """Return the regions around each of some layers, of which at most one can be chosen.
+
+    Args:
+        spans: The first layer of each region, and one past its last.
+    """
+    around = (frozenset(j for j, (a, b) in enumerate(spans) if a <= layer < b) for layer in range(count))
+    return list(dict.fromkeys(members for members in around if len(members) > 1))
 
 
 def infeasible(budget_bytes: int, lowest_bytes: int, advice: str) -> InfeasibleError:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from memfit.errors import WorkloadError, brought_by
-from memfit.recipes.byte_lm import SeededBatches, check_positive, check_probability, check_seed
+from memfit.recipes.byte_lm import SeededBatches, check_positive, check_probability, seeded, step_on
 from memfit.workload import Workload
 
 CLASSES = ("background", "grey", "white")
@@ -82,23 +82,28 @@ def brain_segmentation(
         MissingExtraError: MONAI, nilearn or nibabel is not installed.
     """
     check_positive(batch_size=batch_size, learning_rate=learning_rate, batches_per_epoch=batches_per_epoch)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(check_seed(seed))  # not those of accelerators, which nobody restores
+    with seeded(seed):
         model = unet(channels, n_residual_units=n_residual_units, norm=norm, dropout=dropout)
-    _check_patch_shape(patch, channels)
+    if len(patch) != 3:
+        raise WorkloadError(f"patch={patch} has {len(patch)} sizes: give 3")
+    factor = 2 ** (len(channels) - 1)
+    if any(size <= 0 or size % factor for size in patch):
+        raise WorkloadError(f"patch={patch}: with {len(channels)} channels, each must be a multiple of {factor}")
+    if all(size == factor for size in patch):
+        raise WorkloadError(
+            f"patch={patch} leaves one voxel for the last of {len(channels)} channels: give a larger patch"
+        )
     training, validation = load_slabs(resolution)
-    _check_patch_fits(patch, training, resolution)
+    shape = tuple(training.image.shape)
+    if any(part > whole for part, whole in zip(patch, shape, strict=True)):
+        raise WorkloadError(
+            f"patch={patch} does not fit in the training slab of {shape} voxels at resolution={resolution} mm: "
+            "lower patch or resolution"
+        )
     batches = SeededBatches(partial(random_patches, training, batch_size, patch, augment), batches_per_epoch, seed)
     criterion = _import("monai.losses").DiceCELoss(softmax=True, to_onehot_y=True, batch=False)
-    return Workload(
-        model=model,
-        batch=batches.make(epoch=0, index=0),
-        loss_fn=partial(loss, criterion=criterion),
-        optimizer=torch.optim.AdamW(model.parameters(), lr=learning_rate),
-        name="brain_segmentation",
-        batches=batches,
-        evaluate=partial(evaluate_dice, slab=validation, patch=patch, batch_size=batch_size),
-    )
+    evaluate = partial(evaluate_dice, slab=validation, patch=patch, batch_size=batch_size)
+    return step_on(batches, model, partial(loss, criterion=criterion), learning_rate, "brain_segmentation", evaluate)
 
 
 # The model
@@ -238,49 +243,21 @@ def random_patches(
     Returns:
         "image", float32 [batch, 1, x, y, z], and "label", uint8 of the same shape.
     """
-    pairs = [_random_patch(slab, patch, augment, generator) for _ in range(batch_size)]
-    image, label = (torch.stack(parts)[:, None] for parts in zip(*pairs, strict=True))
-    return {"image": image, "label": label}
-
-
-def _random_patch(
-    slab: Slab, patch: tuple[int, int, int], augment: bool, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    starts = [
-        int(torch.randint(whole - part + 1, (), generator=generator))
-        for whole, part in zip(slab.image.shape, patch, strict=True)
-    ]
-    place = tuple(slice(start, start + part) for start, part in zip(starts, patch, strict=True))
-    image, label = slab.image[place], slab.label[place]
-    if augment:
-        image = image + 0.125 * torch.randn((), generator=generator)
-        if torch.rand((), generator=generator) < 0.5:
-            image, label = image.flip(0), label.flip(0)
-    return image, label
-
-
-# Checks and imports
-
-
-def _check_patch_shape(patch: tuple[int, int, int], channels: Sequence[int]) -> None:
-    if len(patch) != 3:
-        raise WorkloadError(f"patch={patch} has {len(patch)} sizes: give 3")
-    factor = 2 ** (len(channels) - 1)
-    if any(size <= 0 or size % factor for size in patch):
-        raise WorkloadError(f"patch={patch}: with {len(channels)} channels, each must be a multiple of {factor}")
-    if all(size == factor for size in patch):
-        raise WorkloadError(
-            f"patch={patch} leaves one voxel for the last of {len(channels)} channels: give a larger patch"
-        )
-
-
-def _check_patch_fits(patch: tuple[int, int, int], slab: Slab, resolution: int) -> None:
-    shape = tuple(slab.image.shape)
-    if any(part > whole for part, whole in zip(patch, shape, strict=True)):
-        raise WorkloadError(
-            f"patch={patch} does not fit in the training slab of {shape} voxels at resolution={resolution} mm: "
-            "lower patch or resolution"
-        )
+    pairs = []
+    for _ in range(batch_size):
+        starts = [
+            int(torch.randint(whole - part + 1, (), generator=generator))
+            for whole, part in zip(slab.image.shape, patch, strict=True)
+        ]
+        place = tuple(slice(start, start + part) for start, part in zip(starts, patch, strict=True))
+        image, label = slab.image[place], slab.label[place]
+        if augment:
+            image = image + 0.125 * torch.randn((), generator=generator)
+            if torch.rand((), generator=generator) < 0.5:
+                image, label = image.flip(0), label.flip(0)
+        pairs.append((image, label))
+    images, labels = (torch.stack(parts)[:, None] for parts in zip(*pairs, strict=True))
+    return {"image": images, "label": labels}
 
 
 def _import(name: str) -> Any:

@@ -6,6 +6,7 @@ from one Python version to another.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sysconfig
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memfit.errors import UsageError, WorkloadError
-from memfit.workload import Workload
+from memfit.workload import Loss, Workload
 
 N_BYTES = 256
 """Size of the vocabulary."""
@@ -75,32 +76,20 @@ def byte_lm(
     check_positive(batch_size=batch_size, learning_rate=learning_rate, n_validation_windows=n_validation_windows)
     if max_grad_norm is not None:
         check_positive(max_grad_norm=max_grad_norm)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(check_seed(seed))  # not those of accelerators, which nobody restores
-        model = ByteLM(
-            n_layer,
-            d_model,
-            n_head,
-            context,
-            vocabulary_size=vocabulary_size,
-            dropout=dropout,
-            tied_embedding=tied_embedding,
-        )
+    options: dict[str, Any] = {"vocabulary_size": vocabulary_size, "dropout": dropout, "tied_embedding": tied_embedding}
+    with seeded(seed):
+        model = ByteLM(n_layer, d_model, n_head, context, **options)
     training, validation = (python_source(split, max_bytes) for split in ("training", "validation"))
-    _check_window_fits(training, validation, context, max_bytes)
+    n_bytes = min(len(training), len(validation))
+    if n_bytes <= context:
+        raise WorkloadError(
+            f"a window of context={context} bytes and the byte after it do not fit in {n_bytes} bytes of data "
+            f"(max_bytes={max_bytes}): lower context or raise max_bytes"
+        )
     batches = SeededBatches(partial(random_windows, training, batch_size, context), batches_per_epoch, seed)
-    return Workload(
-        model=model,
-        batch=batches.make(epoch=0, index=0),
-        loss_fn=loss_sum_and_count,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=learning_rate),
-        name="byte_lm",
-        batches=batches,
-        evaluate=partial(
-            _evaluate, windows=even_windows(validation, n_validation_windows, context), batch_size=batch_size
-        ),
-        max_grad_norm=max_grad_norm,
-    )
+    windows = even_windows(validation, n_validation_windows, context)
+    evaluate = partial(_evaluate, windows=windows, batch_size=batch_size)
+    return step_on(batches, model, loss_sum_and_count, learning_rate, "byte_lm", evaluate, max_grad_norm)
 
 
 # The model
@@ -138,7 +127,13 @@ class ByteLM(nn.Module):
         self.blocks = nn.ModuleList(Block(d_model, n_head, dropout) for _ in range(n_layer))
         self.norm = nn.LayerNorm(d_model)
         self.head = nn.Linear(d_model, vocabulary_size, bias=False)
-        _initialise(self, n_layer)
+        # Drawn as GPT-2 does (Radford et al., Language Models are Unsupervised Multitask Learners, 2019).
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() > 1:
+                residual_scale = 1 / math.sqrt(2 * n_layer) if name.endswith("proj.weight") else 1.0
+                nn.init.normal_(parameter, std=0.02 * residual_scale)
         if tied_embedding:
             self.head.weight = self.embed.weight
 
@@ -210,16 +205,6 @@ class MLP(nn.Module):
         return y
 
 
-def _initialise(model: ByteLM, n_layer: int) -> None:
-    """Draw the weights as GPT-2 does (Radford et al., Language Models are Unsupervised Multitask Learners, 2019)."""
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            nn.init.zeros_(parameter)
-        elif parameter.dim() > 1:
-            residual_scale = 1 / math.sqrt(2 * n_layer) if name.endswith("proj.weight") else 1.0
-            nn.init.normal_(parameter, std=0.02 * residual_scale)
-
-
 def loss_sum_and_count(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
     """Return the cross entropy summed over the tokens, in nats, and the number of tokens."""
     logits, targets = model(batch["tokens"]), batch["targets"]
@@ -247,17 +232,12 @@ def source_files(split: Split) -> list[Path]:
     A file belongs to the validation part when the CRC-32 of its relative path is a multiple of 10.
     Tests, installed packages and the tables of `encodings` are in neither part.
     """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    is_wanted = split == "validation"
-    return [root / path for path in _relative_paths(root) if (zlib.crc32(path.encode()) % 10 == 0) == is_wanted]
-
-
-def _relative_paths(root: Path) -> list[str]:
-    paths = []
+    root, paths = Path(sysconfig.get_paths()["stdlib"]), list[str]()
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _EXCLUDED_FOLDERS]
         paths += [(Path(folder) / name).relative_to(root).as_posix() for name in names if name.endswith(".py")]
-    return sorted(paths)
+    is_wanted = split == "validation"
+    return [root / path for path in sorted(paths) if (zlib.crc32(path.encode()) % 10 == 0) == is_wanted]
 
 
 @lru_cache(maxsize=4)
@@ -370,7 +350,41 @@ class SeededBatches:
         self._epoch, self._index = int(state["epoch"]), int(state["index"])
 
 
-# Checks of arguments
+# What the recipes share
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw from a seed of the CPU inside this context.
+
+    Raises:
+        WorkloadError: The seed is negative.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(check_seed(seed))  # not those of accelerators, which nobody restores
+        yield
+
+
+def step_on(
+    batches: SeededBatches,
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], Loss],
+    learning_rate: float,
+    name: str,
+    evaluate: Callable[[nn.Module], Mapping[str, float]],
+    max_grad_norm: float | None = None,
+) -> Workload:
+    """Return a training step by AdamW, from the first of some batches on."""
+    return Workload(
+        model=model,
+        batch=batches.make(epoch=0, index=0),
+        loss_fn=loss_fn,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=learning_rate),
+        name=name,
+        batches=batches,
+        evaluate=evaluate,
+        max_grad_norm=max_grad_norm,
+    )
 
 
 def check_positive(**arguments: float) -> None:
@@ -392,12 +406,3 @@ def check_seed(seed: int) -> int:
     if seed < 0:
         raise WorkloadError(f"seed={seed} is negative: give 0 or more")
     return seed
-
-
-def _check_window_fits(training: Tensor, validation: Tensor, context: int, max_bytes: int | None) -> None:
-    n_bytes = min(len(training), len(validation))
-    if n_bytes <= context:
-        raise WorkloadError(
-            f"a window of context={context} bytes and the byte after it do not fit in {n_bytes} bytes of data "
-            f"(max_bytes={max_bytes}): lower context or raise max_bytes"
-        )

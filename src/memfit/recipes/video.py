@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from memfit.errors import WorkloadError
 from memfit.recipes.brain_segmentation import Slab, load_slabs
-from memfit.recipes.byte_lm import SeededBatches, check_positive, check_seed
+from memfit.recipes.byte_lm import SeededBatches, check_positive, seeded, step_on
 from memfit.workload import Workload
 
 MOTIONS = ("left", "right", "back", "forth", "down", "up")
@@ -69,30 +69,28 @@ def video(
         raise WorkloadError(f"frames={frames} show no motion: give 2 or more")
     if noise < 0:
         raise WorkloadError(f"noise={noise} is negative: give 0 or more")
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(check_seed(seed))  # not those of accelerators, which nobody restores
+    with seeded(seed):
         model = ClipClassifier(channels)
     if size % 2 ** (len(channels) - 1):
         raise WorkloadError(
             f"size={size}: with {len(channels)} channels, it must be a multiple of {2 ** (len(channels) - 1)}"
         )
     slabs = load_slabs(resolution)
+    path = speed * (frames - 1)
+    needed = (size + path, 1 + path, size + path)
     for slab in slabs:
-        _check_clip_fits(slab, frames, size, speed, resolution)
+        if any(part > whole for part, whole in zip(needed, slab.image.shape, strict=True)):
+            raise WorkloadError(
+                f"a clip of frames={frames} of size={size} at speed={speed} moves through {needed} voxels and does not"
+                f" fit in {tuple(slab.image.shape)} at resolution={resolution} mm: lower frames, size, speed or"
+                " resolution"
+            )
     training, validation = (
         partial(random_clips, slab, frames=frames, size=size, speed=speed, noise=noise) for slab in slabs
     )
     batches = SeededBatches(partial(training, batch_size), batches_per_epoch, seed)
     held_out = validation(n_validation_clips, torch.Generator().manual_seed(0))
-    return Workload(
-        model=model,
-        batch=batches.make(epoch=0, index=0),
-        loss_fn=loss,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=learning_rate),
-        name="video",
-        batches=batches,
-        evaluate=partial(accuracy, clips=held_out),
-    )
+    return step_on(batches, model, loss, learning_rate, "video", partial(accuracy, clips=held_out))
 
 
 # The model
@@ -180,27 +178,15 @@ def random_clips(
 
 def _clip(image: Tensor, middle: list[int], motion: int, frames: int, size: int, speed: int) -> Tensor:
     """Return frames [frames, size, size] on planes of x and z."""
-    axis, way = motion // 2, 1 if motion % 2 else -1
-    window = [size, 1, size]
-    path = speed * (frames - 1)
+    axis, is_forwards = motion // 2, motion % 2
+    window, path = [size, 1, size], speed * (frames - 1)
     starts = []
     for index, (place, whole) in enumerate(zip(middle, image.shape, strict=True)):
         length = window[index] + path * (index == axis)
         starts.append(min(max(place - length // 2, 0), whole - length))
     clip = []
     for frame in range(frames):
-        x, y, z = starts
-        moved = speed * (frame if way > 0 else frames - 1 - frame)
-        x, y, z = (start + moved * (index == axis) for index, start in enumerate((x, y, z)))
+        moved = speed * (frame if is_forwards else frames - 1 - frame)
+        x, y, z = (start + moved * (index == axis) for index, start in enumerate(starts))
         clip.append(image[x : x + size, y, z : z + size])
     return torch.stack(clip)
-
-
-def _check_clip_fits(slab: Slab, frames: int, size: int, speed: int, resolution: int) -> None:
-    path = speed * (frames - 1)
-    needed = (size + path, 1 + path, size + path)
-    if any(part > whole for part, whole in zip(needed, slab.image.shape, strict=True)):
-        raise WorkloadError(
-            f"a clip of frames={frames} of size={size} at speed={speed} moves through {needed} voxels and does not fit"
-            f" in {tuple(slab.image.shape)} at resolution={resolution} mm: lower frames, size, speed or resolution"
-        )

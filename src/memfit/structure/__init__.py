@@ -7,11 +7,10 @@ takes like any other. All are of numerics class `changed`.
 from memfit.structure.batch_norm import freeze_batch_norm, group_norm_for_batch_norm
 from memfit.structure.compound_scaling import COMPOUND, SINGLE, Member, Rule, Scaling, scale
 from memfit.structure.convolutions import grouped_convolutions, separable_convolutions
-from memfit.structure.distillation import distill, softened_loss, student
+from memfit.structure.distillation import distill, precompute, softened_loss, student
 from memfit.structure.proposal import Change, Price, Proposal, price
 from memfit.structure.pruning import batch_norm_sparsity, prune
 from memfit.structure.sparsity import sparsify, to_sparse
-from memfit.structure.targets import precompute
 
 __all__ = [
     "COMPOUND",

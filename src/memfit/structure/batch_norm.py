@@ -11,26 +11,24 @@ from torch import nn
 
 from memfit._torch import BatchNormBase
 from memfit.errors import WorkloadError
+from memfit.structure.proposal import replace_module
 
 
 class _Frozen(BatchNormBase):
-    """A BatchNorm that stays in evaluation mode, whatever mode the model is put in."""
+    """A BatchNorm that normalises by its running statistics, whatever mode the model is put in."""
 
     def train(self, mode: bool = True) -> _Frozen:
         super().train(False)
         return self
 
 
-class FrozenBatchNorm1d(_Frozen, nn.BatchNorm1d):
-    """`nn.BatchNorm1d` that normalises by its running statistics, in training too."""
+class FrozenBatchNorm1d(_Frozen, nn.BatchNorm1d): ...
 
 
-class FrozenBatchNorm2d(_Frozen, nn.BatchNorm2d):
-    """`nn.BatchNorm2d` that normalises by its running statistics, in training too."""
+class FrozenBatchNorm2d(_Frozen, nn.BatchNorm2d): ...
 
 
-class FrozenBatchNorm3d(_Frozen, nn.BatchNorm3d):
-    """`nn.BatchNorm3d` that normalises by its running statistics, in training too."""
+class FrozenBatchNorm3d(_Frozen, nn.BatchNorm3d): ...
 
 
 _FROZEN: dict[type[nn.Module], type[_Frozen]] = {
@@ -90,22 +88,16 @@ def group_norm_for_batch_norm(model: nn.Module, *, groups: int = 32) -> list[str
     batch_norms = _batch_norms(model)
     if "" in batch_norms:
         raise WorkloadError("the model is a BatchNorm itself, and can't be replaced in place: put it in a module")
-    norms = {id(module): _group_norm(module, groups) for module in batch_norms.values()}
-    for name, module in batch_norms.items():
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, norms[id(module)])
+    for module in {id(m): m for m in batch_norms.values()}.values():
+        channels = module.num_features
+        most = min(groups, max(channels // 2, 1))
+        count = next(g for g in range(most, 0, -1) if channels % g == 0)
+        norm = nn.GroupNorm(count, channels, eps=module.eps, affine=False)
+        norm.affine = module.affine
+        norm.weight, norm.bias = module.weight, module.bias
+        norm.training = module.training
+        replace_module(model, module, norm)
     return list(batch_norms)
-
-
-def _group_norm(module: BatchNormBase, groups: int) -> nn.GroupNorm:
-    channels = module.num_features
-    most = min(groups, max(channels // 2, 1))
-    count = next(g for g in range(most, 0, -1) if channels % g == 0)
-    norm = nn.GroupNorm(count, channels, eps=module.eps, affine=False)
-    norm.affine = module.affine
-    norm.weight, norm.bias = module.weight, module.bias
-    norm.training = module.training
-    return norm
 
 
 def _batch_norms(model: nn.Module) -> dict[str, BatchNormBase]:

@@ -9,7 +9,7 @@ multiply-adds about double with each φ. It is not the best rule for every famil
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -115,9 +115,13 @@ class Scaling:
         table.add_column("")
         for name in names:
             table.add_column(name, justify="left" if name == "rule" else "right", no_wrap=True)
-        for member in self.members:
-            mark = "▶" if member is self.chosen else "" if member.fits else "▲"
-            table.add_row(mark, *(Text(cell) for cell in _cells(member)))
+        for m in self.members:
+            mark = "▶" if m is self.chosen else "" if m.fits else "▲"
+            multipliers = (f"{multiplier:.2f}" for multiplier in (m.phi, m.width, m.depth, m.resolution))
+            figures = (format_bytes(m.peak_bytes), format_seconds(m.step_seconds))
+            proxy = "" if m.proxy is None else f"{m.proxy:.4g}"
+            cells = (m.rule, *multipliers, f"{m.parameters:,}", f"{m.multiply_adds:,}", *figures, proxy)
+            table.add_row(mark, *(Text(cell) for cell in cells))
         marks = f"▶ chosen   ▲ over the budget of {format_bytes(self.budget_bytes)}"
         return text_of(table, *(Text(line) for line in (marks, *self.notes)), width=120)
 
@@ -183,7 +187,17 @@ def scale(
         )
     chosen = max(best, key=lambda m: -math.inf if m.proxy is None else m.proxy)
     workload = family(chosen.width, chosen.depth, chosen.resolution)
-    return Scaling(workload, chosen, tuple(members), budget_bytes, tuple(_notes(members, best, phi_range)))
+    notes = []
+    for member in best:
+        if member.phi == phi_range[1]:
+            notes.append(f"{member.rule}: the largest φ of phi_range fits too: raise phi_range for larger members")
+        larger = [m.phi for m in members if m.rule == member.rule and m.phi < member.phi and not m.fits]
+        if larger:
+            notes.append(
+                f"{member.rule}: φ={max(larger):g} does not fit, and a larger φ does: the peak does not always grow"
+                " with φ"
+            )
+    return Scaling(workload, chosen, tuple(members), budget_bytes, tuple(notes))
 
 
 @dataclass
@@ -251,29 +265,6 @@ class _Search:
         except InfeasibleError as e:
             return e.lowest_peak_bytes, plain.step_seconds, False
         return planned.predicted.peak_bytes, planned.predicted.step_seconds, True
-
-
-def _notes(members: Sequence[Member], best: Sequence[Member], phi_range: tuple[float, float]) -> Iterator[str]:
-    for member in best:
-        if member.phi == phi_range[1]:
-            yield f"{member.rule}: the largest φ of phi_range fits too: raise phi_range for larger members"
-        larger = [m.phi for m in members if m.rule == member.rule and m.phi < member.phi and not m.fits]
-        if larger:
-            yield (
-                f"{member.rule}: φ={max(larger):g} does not fit, and a larger φ does: the peak does not always grow"
-                " with φ"
-            )
-
-
-def _cells(member: Member) -> Iterator[str]:
-    yield member.rule
-    for multiplier in (member.phi, member.width, member.depth, member.resolution):
-        yield f"{multiplier:.2f}"
-    yield f"{member.parameters:,}"
-    yield f"{member.multiply_adds:,}"
-    yield format_bytes(member.peak_bytes)
-    yield format_seconds(member.step_seconds)
-    yield "" if member.proxy is None else f"{member.proxy:.4g}"
 
 
 _COLOURS = ("var(--accent)", "var(--good)", "var(--denied)", "var(--c-activations)", "var(--c-workspaces)")

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from memfit._torch import forward_hooks, forward_pre_hooks
 from memfit.errors import WorkloadError
 from memfit.structure.proposal import (
     Change,
-    Price,
     Proposal,
     changeable_copy,
     forward_pass,
@@ -88,13 +87,17 @@ def separable_convolutions(
         raise WorkloadError(f"fit={fit!r} is unknown: use 'weights' or 'batch'")
     if fit == "batch" and not has_data(workload):
         raise WorkloadError("fit='batch' needs a model with data, and Workload.model is on meta: use fit='weights'")
-    make = functools.partial(SeparableConv, rank=rank)
-    before, made, chosen = _replaced(workload, make, modules, multiply_adds, by, device)
-    if fit == "batch":
-        _fit_to_batch(workload, made, chosen)
-    return proposal(
-        "separable convolutions", workload, made, _changes(chosen), device=device, measure=measure, before_price=before
-    )
+
+    def fit_to_batch(made: Workload, replaced: Mapping[str, nn.Module]) -> None:
+        """Fit the pointwise weights, in call order, so that each layer's output on the batch nears the original's."""
+        with evaluation_mode(workload.model), evaluation_mode(made.model):
+            for name, new in replaced.items():
+                targets = _seen(workload, workload.model.get_submodule(name), outputs=True)
+                inputs = _seen(made, new, outputs=False)
+                _fit(cast(SeparableConv, new), inputs, targets)
+
+    make, finish = functools.partial(SeparableConv, rank=rank), fit_to_batch if fit == "batch" else None
+    return _proposed("separable", workload, make, finish, modules, multiply_adds, by, device, measure)
 
 
 def grouped_convolutions(
@@ -123,13 +126,13 @@ def grouped_convolutions(
     """
     if groups < 2:
         raise WorkloadError(f"groups={groups} is not above 1: give the number of groups of channels")
+
+    def refresh(made: Workload, _: Mapping[str, nn.Module]) -> None:
+        if has_data(made):
+            refresh_statistics(made)
+
     make = functools.partial(_grouped, groups=groups)
-    before, made, chosen = _replaced(workload, make, modules, multiply_adds, by, device)
-    if has_data(made):
-        refresh_statistics(made)
-    return proposal(
-        "grouped convolutions", workload, made, _changes(chosen), device=device, measure=measure, before_price=before
-    )
+    return _proposed("grouped", workload, make, refresh, modules, multiply_adds, by, device, measure)
 
 
 class SeparableConv(nn.Sequential):
@@ -201,9 +204,6 @@ def _like(
     return kind(in_channels, out_channels, groups=groups, bias=False, device="meta", **geometry)
 
 
-# Choice of the convolutions to replace
-
-
 @dataclass(frozen=True)
 class _Candidate:
     """A convolution and its replacement, with the parameters and multiply-adds saved and the activation bytes added."""
@@ -213,39 +213,6 @@ class _Candidate:
     parameters: int
     multiply_adds: int  # of one sample
     added_bytes: int
-
-
-def _replaced(
-    workload: Workload,
-    make: Callable[[Any], nn.Module | None],
-    patterns: Sequence[str],
-    share: float | None,
-    by: Order,
-    device: str,
-) -> tuple[Price, Workload, dict[str, _Candidate]]:
-    """Return the original's price, a copy with convolutions replaced, and the replaced ones by FQN, in call order."""
-    if share is not None and not 0 < share < 1:
-        raise WorkloadError(f"multiply_adds={share} is not between 0 and 1: give a share of the model's")
-    if by not in ("bytes", "multiply-adds"):
-        raise WorkloadError(f"by={by!r} is unknown: use 'bytes' or 'multiply-adds'")
-    before, copied = price(workload, device=device), changeable_copy(workload)
-    candidates = _candidates(copied, make, patterns)
-    if not candidates:
-        raise WorkloadError(
-            f"modules={tuple(patterns)} has no convolution that would need fewer multiply-adds: memfit does not change"
-            " 1×1 kernels, depthwise convolutions, subclasses of nn.Conv1d, 2d and 3d, and convolutions with hooks"
-        )
-    chosen = _chosen(candidates, share, by, before.multiply_adds)
-    for candidate in chosen.values():
-        replace_module(copied.model, candidate.old, candidate.new)
-    remaining = set(copied.model.parameters())
-    replacements: dict[Tensor, list[Tensor]] = {}
-    for candidate in chosen.values():
-        weight, bias = candidate.old.weight, candidate.old.bias
-        own = replacements.setdefault(weight, [weight] if weight in remaining else [])  # which other modules may share
-        own += [parameter for parameter in candidate.new.parameters() if parameter is not bias]
-    replace_parameters(copied, replacements)
-    return before, copied, chosen
 
 
 def _candidates(
@@ -296,30 +263,52 @@ def _chosen(candidates: dict[str, _Candidate], share: float | None, by: Order, t
     return {name: candidate for name, candidate in candidates.items() if name in taken}
 
 
-def _changes(chosen: dict[str, _Candidate]) -> Iterator[Change]:
+def _proposed(
+    kind: str,
+    workload: Workload,
+    make: Callable[[Any], nn.Module | None],
+    finish: Callable[[Workload, Mapping[str, nn.Module]], None] | None,
+    patterns: Sequence[str],
+    share: float | None,
+    by: Order,
+    device: str,
+    measure: bool,
+) -> Proposal:
+    """Propose a copy with convolutions replaced: `finish` gets it, and the new modules by FQN in call order."""
+    if share is not None and not 0 < share < 1:
+        raise WorkloadError(f"multiply_adds={share} is not between 0 and 1: give a share of the model's")
+    if by not in ("bytes", "multiply-adds"):
+        raise WorkloadError(f"by={by!r} is unknown: use 'bytes' or 'multiply-adds'")
+    before, copied = price(workload, device=device), changeable_copy(workload)
+    candidates = _candidates(copied, make, patterns)
+    if not candidates:
+        raise WorkloadError(
+            f"modules={tuple(patterns)} has no convolution that would need fewer multiply-adds: memfit does not change"
+            " 1×1 kernels, depthwise convolutions, subclasses of nn.Conv1d, 2d and 3d, and convolutions with hooks"
+        )
+    chosen = _chosen(candidates, share, by, before.multiply_adds)
+    for candidate in chosen.values():
+        replace_module(copied.model, candidate.old, candidate.new)
+    remaining = set(copied.model.parameters())
+    replacements: dict[Tensor, list[Tensor]] = {}
+    changes = []
     for name, candidate in chosen.items():
         old, new = candidate.old, candidate.new
+        own = replacements.setdefault(old.weight, [old.weight] if old.weight in remaining else [])  # other modules' too
+        own += [parameter for parameter in new.parameters() if parameter is not old.bias]
         size = "×".join(map(str, old.kernel_size))
-        what = f"{type(old).__name__} {old.in_channels}→{old.out_channels}, {size}: "
         if isinstance(new, SeparableConv):
             rank = new.depthwise.out_channels // old.in_channels
-            what += f"{rank} kernel{'s' * (rank > 1)} per input, then 1×1"
+            what = f"{rank} kernel{'s' * (rank > 1)} per input, then 1×1"
         else:
-            what += f"{new.groups} groups"
-        yield Change(name, f"{what}; {candidate.parameters:,} fewer parameters")
-
-
-# Fit to data
-
-
-def _fit_to_batch(original: Workload, made: Workload, chosen: dict[str, _Candidate]) -> None:
-    """Fit the pointwise weights, in call order, so that each layer's output on the batch comes near the original's."""
-    with evaluation_mode(original.model), evaluation_mode(made.model):
-        for name, candidate in chosen.items():
-            assert isinstance(candidate.new, SeparableConv)
-            targets = _seen(original, original.model.get_submodule(name), outputs=True)
-            inputs = _seen(made, candidate.new, outputs=False)
-            _fit(candidate.new, inputs, targets)
+            what = f"{new.groups} groups"
+        what = f"{type(old).__name__} {old.in_channels}→{old.out_channels}, {size}: {what}"
+        changes.append(Change(name, f"{what}; {candidate.parameters:,} fewer parameters"))
+    replace_parameters(copied, replacements)
+    if finish is not None:
+        finish(copied, {name: candidate.new for name, candidate in chosen.items()})
+    lever = f"{kind} convolutions"
+    return proposal(lever, workload, copied, changes, device=device, measure=measure, before_price=before)
 
 
 def _seen(workload: Workload, module: nn.Module, *, outputs: bool) -> list[Tensor]:

@@ -11,20 +11,27 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from memfit.errors import WorkloadError
+from memfit import ir
+from memfit.errors import OutputError, WorkloadError
 from memfit.levers import cast
 from memfit.structure.proposal import changeable_copy, forward_pass, replace_parameters
-from memfit.structure.targets import Targets, logits_of
-from memfit.workload import Loss, Workload, batch_size_of, slice_batch
+from memfit.training import evaluation_mode
+from memfit.workload import Loss, Workload, batch_size_of, slice_batch, tensors_of
+
+_KEY_BYTES = 16
+_FORMAT = "memfit teacher 1"
 
 
 def distill(
@@ -67,24 +74,23 @@ def distill(
             f" teacher_microbatch_size={teacher_microbatch_size}: give a temperature above 0, a weight in [0, 1], a"
             " feature_weight of 0 or more, and a teacher_microbatch_size above 0"
         )
-    copied = changeable_copy(workload)
-    targets = None if isinstance(teacher, nn.Module) else Targets(Path(teacher), workload)
+    copied, targets = changeable_copy(workload), None
     if isinstance(teacher, nn.Module):
         projections = _projections(workload, teacher, features or {}, channel_dim)
-        frozen_teacher = copy.deepcopy(teacher).to(dtype=teacher_dtype).requires_grad_(False)
-        model = Distilled(
-            copied.model, frozen_teacher, features or {}, projections, teacher_microbatch_size, teacher_dtype
-        )
+        frozen = copy.deepcopy(teacher).to(dtype=teacher_dtype).requires_grad_(False)
+        model = Distilled(copied.model, frozen, features or {}, projections, teacher_microbatch_size, teacher_dtype)
         copied.optimizer.param_groups[0]["params"].extend(projections.parameters())
     else:
+        targets = Targets(Path(teacher), workload)
         if features:
             raise WorkloadError("features= needs the teacher's model as teacher=: a file of outputs has no features")
         model = Distilled(copied.model)
-    own = (copied.loss_fn, temperature, weight, feature_weight, channel_dim)
     distilled = dataclasses.replace(
         copied if targets is None else targets.joined(copied),
         model=model,
-        loss_fn=DistillationLoss(*own, is_precomputed=targets is not None),
+        loss_fn=DistillationLoss(
+            copied.loss_fn, temperature, weight, feature_weight, channel_dim, is_precomputed=targets is not None
+        ),
         evaluate=None if copied.evaluate is None else functools.partial(_of_student, copied.evaluate),
         fp32_modules=tuple(f"student.{pattern}".rstrip(".") for pattern in copied.fp32_modules),
         name=f"{copied.name}, distilled",
@@ -147,44 +153,30 @@ class DistillationLoss:
     def __call__(self, model: nn.Module, batch: Any) -> Loss:
         assert isinstance(model, Distilled)
         given, targets = (batch["batch"], batch["teacher"]) if self.is_precomputed else (batch, None)
-        with model.watched() as seen:
+        with model.watched() as (outputs, features):
             loss = self.loss_fn(model, given)
-        taught = self._taught(model, seen, targets)
-        own = 1 - self.weight
-        if isinstance(loss, tuple):
-            return own * loss[0] + taught * loss[1], loss[1]
-        return own * loss + taught
-
-    def _taught(self, model: Distilled, seen: Outputs, targets: Tensor | None) -> Tensor:
-        if not seen.outputs or (targets is not None and len(seen.outputs) > 1):
+        if not outputs or (targets is not None and len(outputs) > 1):
             raise WorkloadError(
-                f"Workload.loss_fn called the model {len(seen.outputs)} times: it must call the model at least once,"
+                f"Workload.loss_fn called the model {len(outputs)} times: it must call the model at least once,"
                 " and exactly once if teacher= is a file of outputs"
             )
-        pairs = [(ours, theirs if targets is None else targets) for ours, theirs in seen.outputs]
         soft = [
-            softened_loss(logits_of(ours), theirs, temperature=self.temperature, channel_dim=self.channel_dim)
-            for ours, theirs in pairs
-            if theirs is not None
+            softened_loss(logits_of(ours), taught, temperature=self.temperature, channel_dim=self.channel_dim)
+            for ours, theirs in outputs
+            if (taught := theirs if targets is None else targets) is not None
         ]
         total = torch.stack(soft).mean() * self.weight
-        for ours, theirs in seen.features(model):
+        for name, teacher_name in model.pairs.items():
+            ours = model.projections[_key(name)](torch.cat(features[f"s.{name}"]))
+            theirs = torch.cat(features[f"t.{teacher_name}"])
             total = total + self.feature_weight * F.mse_loss(ours.float(), theirs.float())
-        return total
+        own = 1 - self.weight
+        if isinstance(loss, tuple):
+            return own * loss[0] + total * loss[1], loss[1]
+        return own * loss + total
 
 
-class Outputs:
-    """Outputs of a student and its teacher in one loss, by call, and their features, by name."""
-
-    def __init__(self) -> None:
-        self.outputs: list[tuple[Any, Tensor | None]] = []
-        self.noted: dict[str, list[Tensor]] = {}
-
-    def features(self, model: Distilled) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the student's projected features beside the teacher's."""
-        for ours, theirs in model.pairs.items():
-            student_features, teacher_features = self.noted[f"s.{ours}"], self.noted[f"t.{theirs}"]
-            yield model.projections[_key(ours)](torch.cat(student_features)), torch.cat(teacher_features)
+_Seen = tuple[list[tuple[Any, Tensor | None]], dict[str, list[Tensor]]]
 
 
 class Distilled(nn.Module):
@@ -209,7 +201,7 @@ class Distilled(nn.Module):
         self.student, self.teacher = student, teacher
         self.projections = projections or nn.ModuleDict()
         self.pairs, self.microbatch_size, self.dtype = dict(pairs or {}), microbatch_size, dtype
-        self.seen: Outputs | None = None
+        self.seen: _Seen | None = None
         for ours, theirs in self.pairs.items():
             assert teacher is not None
             student.get_submodule(ours).register_forward_hook(functools.partial(self._note, f"s.{ours}"))
@@ -234,9 +226,9 @@ class Distilled(nn.Module):
         return self
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[Outputs]:
-        """Run the teacher with each call, and collect both outputs, until the context is left."""
-        self.seen = Outputs()
+    def watched(self) -> Iterator[_Seen]:
+        """Run the teacher with each call, and collect both outputs, by call, and features, by name, until left."""
+        self.seen = ([], {})
         try:
             yield self.seen
         finally:
@@ -244,32 +236,32 @@ class Distilled(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the student's output."""
-        seen = self.seen
-        taught = self._teach(args, kwargs) if seen is not None and self.teacher is not None else None
+        if self.seen is None:
+            return self.student(*args, **kwargs)
+        outputs, _ = self.seen
+        taught = None if self.teacher is None else self._teach(self.teacher, args, kwargs)
         output = self.student(*args, **kwargs)
-        if seen is not None:
-            seen.outputs.append((output, taught))
+        outputs.append((output, taught))
         return output
 
     @torch.no_grad()
-    def _teach(self, args: Any, kwargs: Any) -> Tensor:
-        assert self.teacher is not None
+    def _teach(self, teacher: nn.Module, args: Any, kwargs: Any) -> Tensor:
         inputs, size = (args, kwargs), batch_size_of((args, kwargs))
         length = self.microbatch_size or size
         context: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if self.dtype is not None:
-            device = next(self.teacher.parameters()).device.type
+            device = next(teacher.parameters()).device.type
             inputs, context = cast(inputs, self.dtype), torch.autocast(device, enabled=False)
         with context:
             parts = []
             for start in range(0, size, length):
                 some, named = inputs if length >= size else slice_batch(inputs, start, start + length)
-                parts.append(logits_of(self.teacher(*some, **named)))
+                parts.append(logits_of(teacher(*some, **named)))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _note(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if self.seen is not None:
-            self.seen.noted.setdefault(name, []).append(output)
+            self.seen[1].setdefault(name, []).append(output)
 
 
 def _of_student(evaluate: Callable[[nn.Module], Mapping[str, float]], model: nn.Module) -> Mapping[str, float]:
@@ -300,14 +292,176 @@ def _projections(workload: Workload, teacher: nn.Module, pairs: Mapping[str, str
                 f"features={{{name!r}: {teacher_name!r}}}: shapes {[*ours[name][0]]} and {[*theirs[teacher_name][0]]}"
                 f" differ in more than channel_dim={channel_dim}: choose modules of the same resolution"
             )
-        projections[_key(name)] = _projection(*channels, len(shape) + 1, channel_dim).to(place.device, place.dtype)
+        projection: nn.Module = nn.Identity()
+        if channels[0] != channels[1]:
+            kinds: dict[int, Callable[..., nn.Module]] = {2: nn.Conv1d, 3: nn.Conv2d, 4: nn.Conv3d}
+            is_last = channel_dim in (-1, len(shape))
+            projection = nn.Linear(*channels, bias=False) if is_last else kinds[len(shape)](*channels, 1, bias=False)
+        projections[_key(name)] = projection.to(place.device, place.dtype)
     return projections
 
 
-def _projection(n_in: int, n_out: int, dimensions: int, channel_dim: int) -> nn.Module:
-    if n_in == n_out:
-        return nn.Identity()
-    if channel_dim in (-1, dimensions - 1):
-        return nn.Linear(n_in, n_out, bias=False)
-    kinds: dict[int, Callable[..., nn.Module]] = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
-    return kinds[dimensions](n_in, n_out, 1, bias=False)
+# The file of a teacher's outputs
+
+
+def precompute(
+    workload: Workload,
+    teacher: nn.Module,
+    path: Path | str,
+    *,
+    batches: Iterable[Any] | None = None,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a teacher's outputs on the data: `distill(workload, path)` then trains without the teacher.
+
+    A file that already holds this teacher's outputs for such data is left as it is.
+
+    Args:
+        workload: A workload whose loss calls the teacher in place of its own model. Nothing of it is changed.
+        teacher: The teacher; it runs in evaluation mode, without gradients, and is left unchanged.
+        path: The file, written whole or not at all.
+        batches: Every sample that training will see, in any order; `Workload.batches` by default, an epoch of it, and
+            `Workload.batch`. Mind loaders that drop the last batch.
+        dtype: Dtype that outputs are stored in; None keeps theirs.
+        overwrite: Whether to replace another file.
+
+    Raises:
+        OutputError: The file holds something else, or can't be written.
+        WorkloadError: The loss does not call its model exactly once, for an output with a row for each sample.
+    """
+    path, wanted = Path(path), {"format": _FORMAT, "teacher": _fingerprint(teacher), "samples": _signature(workload)}
+    if path.exists() and not overwrite:
+        if _metadata(path) == wanted:
+            return path
+        raise OutputError(f"{path} exists, without this teacher's outputs: give overwrite=True to replace it")
+    rows: dict[bytes, Tensor] = {}
+    outputs: list[Any] = []
+    noting = teacher.register_forward_hook(lambda module, args, output: outputs.append(output))
+    with evaluation_mode(teacher), noting:
+        for batch in (workload.batch, *((workload.batches or ()) if batches is None else batches)):
+            outputs.clear()
+            workload.loss_fn(teacher, batch)
+            if len(outputs) != 1 or logits_of(outputs[0]).shape[0] != batch_size_of(batch):
+                raise WorkloadError(
+                    "Workload.loss_fn must call the model exactly once, and its output must have a row for each sample"
+                )
+            for key, row in zip(keys(batch), logits_of(outputs[0]), strict=True):
+                rows[key] = row.cpu() if dtype is None else row.to("cpu", dtype)
+    sample_keys = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8).view(len(rows), _KEY_BYTES)
+    tensors = {"keys": sample_keys, "outputs": torch.stack(list(rows.values()))}
+    return ir.codec.write_atomic(path, safetensors.torch.save(tensors, metadata=wanted))
+
+
+class Targets:
+    """A file of a teacher's outputs that `precompute` wrote, in memory.
+
+    Args:
+        workload: The workload whose samples it shall hold.
+
+    Raises:
+        WorkloadError: The file can't be read, or was made for samples of other shapes.
+    """
+
+    def __init__(self, path: Path, workload: Workload) -> None:
+        metadata, wanted = _metadata(path), _signature(workload)
+        if metadata is None or metadata.get("format") != _FORMAT:
+            raise WorkloadError(
+                f"teacher={str(path)!r} was not written by memfit.structure.precompute: give a file from precompute"
+            )
+        if metadata["samples"] != wanted:
+            raise WorkloadError(
+                f"teacher={str(path)!r} has outputs for samples of {metadata['samples']}, and Workload.batch has"
+                f" {wanted}: run memfit.structure.precompute for this workload"
+            )
+        tensors = safetensors.torch.load_file(path)
+        self._path, self._outputs = path, tensors["outputs"]
+        self._rows = {bytes(key): row for row, key in enumerate(tensors["keys"].numpy())}
+
+    def with_batch(self, batch: Any) -> dict[str, Any]:
+        """Return a batch together with the teacher's outputs for it.
+
+        Raises:
+            WorkloadError: Some of its samples are not in the file.
+        """
+        rows = [self._rows.get(key) for key in keys(batch)]
+        missing = rows.count(None)
+        if missing:
+            raise WorkloadError(
+                f"{missing} of {len(rows)} samples of a batch are not in {self._path}: they are augmented, or were not"
+                " in batches= of memfit.structure.precompute. Give precompute every sample, exactly as in training"
+            )
+        return {"batch": batch, "teacher": self._outputs[torch.tensor(rows)]}
+
+    def joined(self, workload: Workload) -> Workload:
+        """Return a workload whose batches come with the teacher's outputs."""
+        batches = None if workload.batches is None else WithTargets(workload.batches, self)
+        return dataclasses.replace(workload, batch=self.with_batch(workload.batch), batches=batches)
+
+
+class WithTargets:
+    """Batches with the teacher's outputs; all other attributes are those of the original batches."""
+
+    def __init__(self, batches: Iterable[Any], targets: Targets) -> None:
+        self.batches, self.targets = batches, targets
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.targets.with_batch, self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("batches", "targets"):  # while this is being copied
+            raise AttributeError(name)
+        return getattr(self.batches, name)
+
+
+def keys(batch: Any) -> list[bytes]:
+    """Return a key for each sample of a batch: a hash of its tensors' values."""
+    size = batch_size_of(batch)
+    hashes = [hashlib.blake2b(digest_size=_KEY_BYTES) for _ in range(size)]
+    for index, digest in enumerate(hashes):
+        for tensor in tensors_of(batch if size == 1 else slice_batch(batch, index, index + 1)):
+            digest.update(_bytes(tensor).numpy().tobytes())
+    return [digest.digest() for digest in hashes]
+
+
+def logits_of(output: Any) -> Tensor:
+    """Return the logits of a model's output: itself, or its entry or attribute "logits".
+
+    Raises:
+        WorkloadError: It has none.
+    """
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+    if not isinstance(logits, Tensor):
+        raise WorkloadError(f"Workload.model returned {type(output).__name__} without a tensor 'logits' to distill")
+    return logits
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _signature(workload: Workload) -> str:
+    """Return the shapes and dtypes of a sample."""
+    return ", ".join(f"{str(t.dtype)[6:]}{list(t.shape[1:])}" for t in tensors_of(workload.batch))
+
+
+def _fingerprint(teacher: nn.Module) -> str:
+    """Return a hash of the names and values of a teacher's parameters and buffers."""
+    digest = hashlib.sha256()
+    for name, tensor in teacher.state_dict().items():
+        digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}".encode())
+        digest.update(_bytes(tensor).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _metadata(path: Path) -> dict[str, str] | None:
+    """Return the metadata of a file; None where it can't be read."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata: dict[str, str] | None = file.metadata()
+            return metadata
+    except (OSError, safetensors.SafetensorError):
+        return None

@@ -7,7 +7,7 @@ import dataclasses
 import fnmatch
 import functools
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,28 +99,22 @@ class Proposal:
         table.add_column("", no_wrap=True)
         for name in ("before", "after", "ratio"):
             table.add_column(name, justify="right", no_wrap=True)
-        for row in _rows(self.before, self.after):
-            table.add_row(*(Text(cell) for cell in row))
+
+        def row(what: str, values: Sequence[Any], text: Callable[[Any], str]) -> None:
+            if None not in values:
+                table.add_row(what, *(Text(text(value)) for value in values), Text(ratio_text(values[1], values[0])))
+
+        both = (self.before, self.after)
+        row("parameters", [p.parameters for p in both], lambda n: f"{n:,}")
+        row("multiply-adds per sample, forward", [p.multiply_adds for p in both], lambda n: f"{n:,}")
+        row("peak, predicted", [p.peak_bytes for p in both], format_bytes)
+        row("peak, measured", [p.measured_peak_bytes for p in both], format_bytes)
+        row("step, predicted", [p.step_seconds for p in both], format_seconds)
+        row("step, measured", [p.measured_step_seconds for p in both], format_seconds)
+        for name in (name for name in self.before.metrics if name in self.after.metrics):
+            table.add_row(Text(clean(name)), *(f"{p.metrics[name]:.4g}" for p in both), MISSING)
         changes = (Text(clean(f"{change.module}: {change.what}")) for change in self.changes)
         return text_of(Text(title), table, *changes, *(Text(clean(note)) for note in self.notes))
-
-
-def _rows(before: Price, after: Price) -> Iterator[tuple[str, str, str, str]]:
-    def row(what: str, values: Sequence[Any], text: Callable[[Any], str]) -> tuple[str, str, str, str]:
-        was, now = values
-        return what, text(was), text(now), ratio_text(now, was)
-
-    both = (before, after)
-    yield row("parameters", [p.parameters for p in both], lambda n: f"{n:,}")
-    yield row("multiply-adds per sample, forward", [p.multiply_adds for p in both], lambda n: f"{n:,}")
-    yield row("peak, predicted", [p.peak_bytes for p in both], format_bytes)
-    if before.measured_peak_bytes is not None and after.measured_peak_bytes is not None:
-        yield row("peak, measured", [before.measured_peak_bytes, after.measured_peak_bytes], format_bytes)
-    yield row("step, predicted", [p.step_seconds for p in both], format_seconds)
-    if before.measured_step_seconds is not None and after.measured_step_seconds is not None:
-        yield row("step, measured", [before.measured_step_seconds, after.measured_step_seconds], format_seconds)
-    for name in (name for name in before.metrics if name in after.metrics):
-        yield clean(name), f"{before.metrics[name]:.4g}", f"{after.metrics[name]:.4g}", MISSING
 
 
 def proposal(
@@ -136,7 +130,8 @@ def proposal(
 ) -> Proposal:
     """Return the proposal of a changed workload, priced for a device as the user's is.
 
-    `measure` runs both too: on that device where it is in this machine, else where they are.
+    `measure` runs both too: on that device where it is in this machine, else where they are. Notes say where the change
+    does not pay: by measured times where there are any, else by predicted ones.
     """
     was, now = before_price or price(before, device=device), price(after, device=device)
     if measure:
@@ -144,26 +139,21 @@ def proposal(
             dataclasses.replace(unmeasured, measured_peak_bytes=peak, measured_step_seconds=seconds)
             for unmeasured, (peak, seconds) in zip((was, now), measured([before, after], device), strict=True)
         )
-    return Proposal(after, lever, tuple(changes), was, now, (*notes, *_advice(was, now)))
-
-
-def _advice(before: Price, after: Price) -> list[str]:
-    """Return notes on where a change does not pay: by measured times where there are any, else by predicted ones."""
-    notes = []
-    if after.peak_bytes >= before.peak_bytes:
-        notes.append(
-            f"no memory saved: the predicted peak changes from {format_bytes(before.peak_bytes)} to"
-            f" {format_bytes(after.peak_bytes)}. memfit.plan can recompute the added activations"
+    advice = []
+    if now.peak_bytes >= was.peak_bytes:
+        advice.append(
+            f"no memory saved: the predicted peak changes from {format_bytes(was.peak_bytes)} to"
+            f" {format_bytes(now.peak_bytes)}. memfit.plan can recompute the added activations"
         )
-    kind, was, now = "predicted", before.step_seconds, after.step_seconds
-    if before.measured_step_seconds is not None and after.measured_step_seconds is not None:
-        kind, was, now = "measured", before.measured_step_seconds, after.measured_step_seconds
-    if now >= was:
-        notes.append(
-            f"no time saved on this device: the {kind} step time changes from {format_seconds(was)} to"
-            f" {format_seconds(now)}, with {ratio_text(after.multiply_adds, before.multiply_adds)} the multiply-adds"
+    kind, seconds = "predicted", (was.step_seconds, now.step_seconds)
+    if was.measured_step_seconds is not None and now.measured_step_seconds is not None:
+        kind, seconds = "measured", (was.measured_step_seconds, now.measured_step_seconds)
+    if seconds[1] >= seconds[0]:
+        advice.append(
+            f"no time saved on this device: the {kind} step time changes from {format_seconds(seconds[0])} to"
+            f" {format_seconds(seconds[1])}, with {ratio_text(now.multiply_adds, was.multiply_adds)} the multiply-adds"
         )
-    return notes
+    return Proposal(after, lever, tuple(changes), was, now, (*notes, *advice))
 
 
 def price(workload: Workload, *, device: str = "cpu") -> Price:
@@ -235,18 +225,18 @@ def forward_pass(workload: Workload) -> ForwardPass:
     values = KnownValues.of(mode_of(workload))
     copied = fake_copy(workload, values)
     outputs: dict[str, list[torch.Size]] = {}
+
+    def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            outputs.setdefault(name, []).append(output.shape)
+
     with nothing_changes(workload), evaluation_mode(copied.model), ExitStack() as stack:
         for name, module in copied.model.named_modules():
-            stack.enter_context(module.register_forward_hook(functools.partial(_note, name, outputs)))
+            stack.enter_context(module.register_forward_hook(functools.partial(note, name)))
         counter = FlopCounterMode(display=False)
         with values.fake, values, counter:
             copied.loss_fn(copied.model, copied.batch)
     return ForwardPass(counter.get_total_flops() // 2 // samples_of(workload), outputs)
-
-
-def _note(name: str, outputs: dict[str, list[torch.Size]], module: nn.Module, args: Any, output: Any) -> None:
-    if isinstance(output, Tensor):
-        outputs.setdefault(name, []).append(output.shape)
 
 
 def changeable_copy(workload: Workload) -> Workload:

@@ -85,7 +85,19 @@ def prune(
         raise WorkloadError(f"importance={importance!r} is unknown: use 'l1' or 'batch-norm'")
     if round_to < 1 or rounds < 1:
         raise WorkloadError(f"round_to={round_to} and rounds={rounds} must both be above 0")
-    _check(workload, importance)
+    if not has_data(workload):
+        raise WorkloadError("Workload.model is on meta: pruning ranks channels by their weights; load them first")
+    names: dict[int, str] = {}
+    for name, parameter in workload.model.named_parameters(remove_duplicate=False):
+        if names.setdefault(id(parameter), name) != name:
+            raise WorkloadError(
+                f"{names[id(parameter)]!r} and {name!r} of Workload.model are one parameter, and its channels can't be"
+                " removed in two places: untie them, or don't prune this model"
+            )
+    if importance == "batch-norm" and not _scales(workload.model):
+        raise WorkloadError(
+            "importance='batch-norm' needs BatchNorm with scales, and Workload.model has none: use 'l1'"
+        )
     before, made = price(workload, device=device), changeable_copy(workload)
     lost = set[str]()
     for index in range(rounds):
@@ -94,14 +106,15 @@ def prune(
         refresh_statistics(made)
         if fine_tune is not None:
             fine_tune(made)
-    notes = (
-        [f"the optimizer's state of {len(lost)} parameters could not be pruned, and starts again from nothing"]
-        if lost
-        else []
-    )
+    note = f"the optimizer's state of {len(lost)} parameters could not be pruned, and starts again from nothing"
+    were, changes = dict(workload.model.named_modules()), []
+    for name, module in made.model.named_modules():
+        was, now = _channels(were[name]), _channels(module)
+        if was != now:
+            changes.append(Change(name, f"{type(module).__name__} {'→'.join(was)}: now {'→'.join(now)} channels"))
     return proposal(
-        "pruning", workload, made, _changes(workload.model, made.model),
-        device=device, measure=measure, notes=notes, before_price=before,
+        "pruning", workload, made, changes,
+        device=device, measure=measure, notes=[note] * bool(lost), before_price=before,
     )  # fmt: skip
 
 
@@ -142,28 +155,17 @@ def _scales(model: nn.Module) -> list[Tensor]:
     return [m.weight for m in model.modules() if isinstance(m, _BATCH_NORMS) and m.affine]
 
 
-def _check(workload: Workload, importance: Importance) -> None:
-    if not has_data(workload):
-        raise WorkloadError("Workload.model is on meta: pruning ranks channels by their weights; load them first")
-    names: dict[int, str] = {}
-    for name, parameter in workload.model.named_parameters(remove_duplicate=False):
-        if names.setdefault(id(parameter), name) != name:
-            raise WorkloadError(
-                f"{names[id(parameter)]!r} and {name!r} of Workload.model are one parameter, and its channels can't be"
-                " removed in two places: untie them, or don't prune this model"
-            )
-    if importance == "batch-norm" and not _scales(workload.model):
-        raise WorkloadError(
-            "importance='batch-norm' needs BatchNorm with scales, and Workload.model has none: use 'l1'"
-        )
-
-
 def _prune_to(
     made: Workload, multiply_adds: int, importance: Importance, ignored: Sequence[str], is_global: bool, round_to: int
 ) -> set[str]:
     """Prune a workload in place, its optimizer included; return the parameters whose optimizer state is lost."""
     tp, model = _torch_pruning(), made.model
     original, old = copy.deepcopy(model), dict(model.named_parameters())
+    named = {name: m for name, m in model.named_modules() if name}
+    kept = [named[name] for name in matching(list(named), ignored, "ignored", "module")]
+    for group in _graph(tp, made).get_all_groups():
+        if any(dependency.target.type == tp.ops.OPTYPE.OUTPUT for dependency, _ in group):
+            kept.append(group[0].dep.target.module)
     with _tracing(made):
         pruner = tp.pruner.BasePruner(
             model,
@@ -173,7 +175,7 @@ def _prune_to(
             pruning_ratio=1.0,
             max_pruning_ratio=_MOST,
             iterative_steps=_STEPS,
-            ignored_layers=_ignored(tp, made, ignored),
+            ignored_layers=kept,
             round_to=round_to,
             forward_fn=_outputs,
             in_channel_groups={},
@@ -186,8 +188,11 @@ def _prune_to(
                 f" {multiply_adds:,} are requested. Raise multiply_adds, or give fewer modules in ignored"
             )
         pruner.step()
-    indices = _indices(tp, dataclasses.replace(made, model=original), pruner.pruning_history())
-    return _carry(made, old, indices)
+    graph = _graph(tp, dataclasses.replace(made, model=original))  # the same on a model that holds its own indices
+    for parameter in original.parameters():
+        parameter.data = torch.arange(parameter.numel(), dtype=torch.float64).view(parameter.shape)
+    graph.load_pruning_history(pruner.pruning_history())
+    return _carry(made, old, {name: parameter.detach().long() for name, parameter in original.named_parameters()})
 
 
 def _importance(tp: Any, kind: Importance) -> Callable[[Any], Tensor | None]:
@@ -207,20 +212,10 @@ def _importance(tp: Any, kind: Importance) -> Callable[[Any], Tensor | None]:
     return importance
 
 
-def _ignored(tp: Any, made: Workload, patterns: Sequence[str]) -> list[nn.Module]:
-    """Return the layers that keep their channels: those that match a pattern, and those of the model's outputs."""
-    named = {name: m for name, m in made.model.named_modules() if name}
-    graph = _graph(tp, made.model, made)
-    layers = [named[name] for name in matching(list(named), patterns, "ignored", "module")]
-    for group in graph.get_all_groups():
-        if any(dependency.target.type == tp.ops.OPTYPE.OUTPUT for dependency, _ in group):
-            layers.append(group[0].dep.target.module)
-    return layers
-
-
-def _graph(tp: Any, model: nn.Module, workload: Workload) -> Any:
+def _graph(tp: Any, workload: Workload) -> Any:
+    """Return the dependency graph of a workload's model."""
     with _tracing(workload):
-        return tp.DependencyGraph().build_dependency(model, workload, forward_fn=_outputs, verbose=False)
+        return tp.DependencyGraph().build_dependency(workload.model, workload, forward_fn=_outputs, verbose=False)
 
 
 def _outputs(model: nn.Module, workload: Workload) -> list[Tensor]:
@@ -243,21 +238,12 @@ def _tracing(workload: Workload) -> Iterator[None]:
         yield
 
 
-def _indices(tp: Any, original: Workload, history: list[Any]) -> dict[str, Tensor]:
-    """Return, for each pruned parameter, the flat positions of its elements in the original one.
-
-    The pruning is repeated on a model whose parameters hold their own indices.
-    """
-    model = original.model
-    graph = _graph(tp, model, original)
-    for parameter in model.parameters():
-        parameter.data = torch.arange(parameter.numel(), dtype=torch.float64).view(parameter.shape)
-    graph.load_pruning_history(history)
-    return {name: parameter.detach().long() for name, parameter in model.named_parameters()}
-
-
 def _carry(made: Workload, old: Mapping[str, nn.Parameter], indices: Mapping[str, Tensor]) -> set[str]:
-    """Put the pruned parameters into the optimizer, with its state cut alike; return those whose state is lost."""
+    """Put the pruned parameters into the optimizer, with its state cut alike; return those whose state is lost.
+
+    Args:
+        indices: The flat positions of a pruned parameter's elements in the original one.
+    """
     replaced: dict[Tensor, list[Tensor]] = {}
     states: dict[Tensor, dict[str, Any]] = {}
     lost = set()
@@ -273,38 +259,21 @@ def _carry(made: Workload, old: Mapping[str, nn.Parameter], indices: Mapping[str
                 f"{name!r} can't be pruned: torch-pruning would change its values too; add its layer to ignored"
             )
         state = made.optimizer.state.get(original, {})
-        if all(_follows(value, original) for value in state.values()):
-            states[new] = {key: _cut(value, original, where) for key, value in state.items()}
+        whole = {key for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
+        if all(state[key].shape == original.shape for key in whole):
+            states[new] = {key: value.flatten()[where] if key in whole else value for key, value in state.items()}
         else:
             lost.add(name)
     replace_parameters(made, replaced, {new: state for new, state in states.items() if state})
     return lost
 
 
-def _follows(value: Any, parameter: Tensor) -> bool:
-    return not isinstance(value, Tensor) or value.dim() == 0 or value.shape == parameter.shape
-
-
-def _cut(value: Any, parameter: Tensor, where: Tensor) -> Any:
-    is_whole = isinstance(value, Tensor) and value.dim() > 0
-    return value.flatten()[where] if is_whole else value
-
-
-def _changes(old: nn.Module, new: nn.Module) -> Iterator[Change]:
-    """Yield the layers that have fewer outputs or inputs."""
-    were = dict(old.named_modules())
-    for name, module in new.named_modules():
-        sizes = [_channels(m) for m in (were[name], module)]
-        if sizes[0] != sizes[1]:
-            was, now = ("→".join(map(str, size)) for size in sizes)
-            yield Change(name, f"{type(module).__name__} {was}: now {now} channels")
-
-
-def _channels(module: nn.Module) -> tuple[int, ...]:
+def _channels(module: nn.Module) -> list[str]:
+    """Return a layer's numbers of inputs and outputs; nothing of other modules."""
     for names in (("in_channels", "out_channels"), ("in_features", "out_features")):
         if all(isinstance(getattr(module, name, None), int) for name in names):
-            return tuple(getattr(module, name) for name in names)
-    return ()
+            return [str(getattr(module, name)) for name in names]
+    return []
 
 
 def _torch_pruning() -> Any:

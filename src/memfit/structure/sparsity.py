@@ -45,7 +45,16 @@ def sparsify(
     chosen = [n for n in matching(list(named), modules, "modules", "nn.Linear") if named[n].in_features % 4 == 0]
     if not chosen:
         raise WorkloadError(f"modules={tuple(modules)} has no nn.Linear with in_features a multiple of 4")
-    _check_shared(made.model, {n: named[n] for n in chosen})
+    owners: dict[int, list[str]] = {}
+    for owner, parameter in made.model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(owner)
+    for name in chosen:
+        others = [owner for owner in owners[id(named[name].weight)] if owner != f"{name}.weight"]
+        if others:  # which the mask would not reach
+            raise WorkloadError(
+                f"{name}.weight is shared with {others[0]}, and that one would stay dense: leave {name!r} out of"
+                " modules"
+            )
     for name in chosen:
         parametrize.register_parametrization(named[name], "weight", Masked(mask_2_to_4(named[name].weight)))
     sizes = {name: f"{named[name].in_features}→{named[name].out_features}" for name in chosen}
@@ -137,17 +146,3 @@ def why_not_sparse(weight: Tensor) -> str | None:
 def is_masked(module: nn.Module) -> bool:
     """Tell whether `sparsify` masked a module's weight."""
     return isinstance(module, nn.Linear) and any(isinstance(part, Masked) for part in module.modules())
-
-
-def _check_shared(model: nn.Module, chosen: dict[str, nn.Linear]) -> None:
-    """Refuse weights shared with other modules, which the mask would not reach."""
-    owners: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(name)
-    for name, module in chosen.items():
-        other_names = [owner for owner in owners[id(module.weight)] if owner != f"{name}.weight"]
-        if other_names:
-            raise WorkloadError(
-                f"{name}.weight is shared with {other_names[0]}, and that one would stay dense: leave {name!r} out of"
-                " modules"
-            )

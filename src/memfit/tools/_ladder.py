@@ -163,20 +163,18 @@ class _Climb:
             if not self.allows(levers):
                 raise NotOffered(f"of class {numerics}: numerics={numerics!r} allows it")
             return self._measured(name, levers, what, before)
-        except NotOffered as e:
-            return Rung(name=name, outcome="not available", why=str(e))
-        except (PlanError, MissingExtraError) as e:
-            return Rung(name=name, outcome="not available", why=str(e).partition(" The row in")[0])
+        except (NotOffered, PlanError, MissingExtraError) as e:
+            why = str(e).partition(" The row in")[0]
         except (CaptureError, RecomputationError) as e:
-            return Rung(name=name, outcome="not available", why=f"it can't be run: {e}")
+            why = f"it can't be run: {e}"
+        return Rung(name=name, outcome="not available", why=why)
 
     def _measured(self, name: str, levers: Levers, what: str, before: Rung | None) -> Rung:
         """Run the step with levers, in turn with the rung before."""
         with ExitStack() as stack:
             step = self._running(levers, stack)
             peak_bytes = measure_peak_bytes(step, step.workload.batch)
-            peak_ratio: float | None = None
-            step_ratio: float | None = None
+            peak_ratio = step_ratio = None
             if before is None:
                 seconds = timed([step], self.min_run_seconds)[0]
                 if self.budget is not None:
@@ -220,7 +218,13 @@ class _Climb:
         if levers.microbatch_size < self.batch_size:
             return None, self.batch_size / seconds if peak_bytes <= self.limit_bytes else 0.0
         other = max(1, self.batch_size // 2) if self.batch_size > 1 else 2
-        here, there = self.predicted(levers), self._predicted_at(levers, other)
+
+        def resized(leaf: torch.Tensor) -> torch.Tensor:  # the batch one after the other, in tensors of its own
+            return torch.cat([leaf] * -(-other // len(leaf)))[:other].clone()
+
+        smaller = replace(self.workload, batch=map_tensors(resized, self.workload.batch))
+        trace = capture_levers(smaller, with_fields(levers, microbatch_size=other), self.device)
+        here, there = self.predicted(levers), self._predict(trace)
         bytes_each = (here.peak_bytes - there.peak_bytes) / (self.batch_size - other)
         seconds_each = (here.step_seconds - there.step_seconds) / (self.batch_size - other)
         if bytes_each <= 0:
@@ -231,28 +235,22 @@ class _Climb:
         predicted = here.step_seconds + max(0.0, seconds_each) * (largest - self.batch_size)
         return largest, largest / (seconds * max(predicted / here.step_seconds, 1e-9))
 
-    def _predicted_at(self, levers: Levers, size: int) -> Prediction:
-        resized = replace(self.workload, batch=_of_size(self.workload.batch, size))
-        trace = capture_levers(resized, with_fields(levers, microbatch_size=size), self.device)
-        return predict(trace, costs_of([trace], self.device), self.device)[0]
-
     def _structure(self, plain: Rung) -> Rung:
         """Propose separable convolutions, held against the plain step."""
-        name = "structure"
         if self.numerics != "changed":
             why = "of class changed: numerics='changed' proposes depthwise-separable convolutions"
-            return Rung(name=name, outcome="not available", why=why)
+            return Rung(name="structure", outcome="not available", why=why)
         from memfit.structure import separable_convolutions  # fits weights, which others don't need
 
         try:
             found = separable_convolutions(self.workload, device=self.device.name, measure=True)
         except MemfitError as e:
-            return Rung(name=name, outcome="not available", why=str(e))
+            return Rung(name="structure", outcome="not available", why=str(e))
         was, now = found.before, found.after
         assert now.measured_peak_bytes is not None and now.measured_step_seconds is not None
         assert was.measured_peak_bytes is not None and was.measured_step_seconds is not None
         return Rung(
-            name=name,
+            name="structure",
             outcome="proposed",
             why=(
                 f"{len(found.changes)} separable convolutions, compared with the plain step; check the accuracy"
@@ -273,9 +271,11 @@ class _Climb:
             self.traces[levers] = capture_levers(self.workload, levers, self.device)
         return self.traces[levers]
 
-    def predicted(self, levers: Levers) -> Prediction:
-        trace = self.trace(levers)
+    def _predict(self, trace: Trace) -> Prediction:
         return predict(trace, costs_of([trace], self.device), self.device)[0]
+
+    def predicted(self, levers: Levers) -> Prediction:
+        return self._predict(self.trace(levers))
 
     def uses(self, levers: Levers) -> tuple[LeverUse, ...]:
         return lever_uses(LeversOn(levers, self.batch_size, self.coupling is not None))
@@ -318,12 +318,3 @@ def timed(steps: Sequence[Step], min_run_seconds: float) -> list[float]:
         for _ in range(_ROUNDS)
     ]
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
-
-
-def _of_size(batch: object, size: int) -> object:
-    """Return a batch of as many samples, its own one after the other, each tensor of its own."""
-
-    def resized(leaf: torch.Tensor) -> torch.Tensor:
-        return torch.cat([leaf] * -(-size // len(leaf)))[:size].clone()
-
-    return map_tensors(resized, batch)

@@ -1,8 +1,8 @@
+from . import doctor as doctor
 from . import memory as memory
 from . import structure as structure
 from .checkpointing import checkpoint as checkpoint
-from .doctor import checks as checks
-from .draws import seed as seed
+from .checkpointing import seed as seed
 from .planning import apply as apply
 from .planning import plan as plan
 from .step import Step as Step

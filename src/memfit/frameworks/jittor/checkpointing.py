@@ -5,13 +5,21 @@ It is exact, since:
 1. The forward pass keeps the region's arguments, and no activations.
 2. In the backward pass the region runs again, and is differentiated there. The incoming gradients are detached from
    their graph, or Jittor would differentiate through them too.
-3. It runs again with the same random numbers (`draws`), on the buffers of the first run. Its second writes to them are
-   dropped, so that running statistics are updated once.
+3. It runs again with the same random numbers (`substituted`), on the buffers of the first run. Its second writes to
+   them are dropped, so that running statistics are updated once.
 4. It reads no values: Jittor executes when values are read, and dies when it must do so in a backward pass.
 5. It knows all variables that it differentiates: another one would get no gradient, silently. The graph of a
    function's first recomputation is searched for such variables.
 
 Functions that break 4 or 5, or draw from NumPy or Python, are refused.
+
+Random numbers are a function of a seed and a count, instead of a generator's hidden state. Jittor's generator can be
+seeded, but its state can't be read: recomputed regions and resumed trainings would draw other numbers. Inside
+`substituted`, `jt.random`, through which Jittor draws all its uniform and normal numbers (dropout, `jt.rand`,
+`jt.randn`, `jt.randint`, initialisations), hashes the index of each element with a seed and the count of the draw:
+counter-based, as in J. K. Salmon et al. (2011), *Parallel Random Numbers: As Easy as 1, 2, 3*, with the finalizer of
+MurmurHash3 (A. Appleby) as the hash, which is enough for masks and noise but not cryptographic. The numbers differ
+from Jittor's own, with the same distribution.
 """
 
 from __future__ import annotations
@@ -19,32 +27,40 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from memfit.errors import PlanError, PlanMismatchError, RecomputationError
-from memfit.frameworks.jittor.draws import Draws, draws, substituted
 from memfit.frameworks.jittor.internals import jt
 from memfit.frameworks.jittor.variables import (
     Node,
+    buffers_of,
     emptied,
+    executing,
     filled,
+    is_chain,
     is_trainable,
+    layers_of,
     modules_of,
     nodes,
     patched,
+    put_back,
     reached,
-    slots_of,
     variables_of,
 )
 from memfit.ir import Region
 
 _READS = ("item", "numpy", "fetch_sync", "sync", "data", "tolist", "__bool__", "__int__", "__float__", "__index__")
 _searched: weakref.WeakSet[Any] = weakref.WeakSet()
+_WORD = 2**32
+_GOLDEN = 0x9E3779B9
+_UNIT = 2.0**-24
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, parameters: Sequence[Any] | None = None, **kwargs: Any) -> Any:
@@ -82,11 +98,13 @@ class _Region(jt.Function):
         self.inputs = [v.detach() if is_trainable(v) else v for v in inputs]
         self.identities = [v.id for v in inputs]
         self.modules = modules
-        self.name = _name_of(function)
+        fqns = getattr(function, "fqns", None)
+        own_name = getattr(function, "__qualname__", type(function).__name__)
+        self.name = own_name if fqns is None else " to ".join(dict.fromkeys((fqns[0], fqns[-1])))
 
     def run(self, inputs: Sequence[Any]) -> Any:
         """Run the function once, with the given variables in its arguments."""
-        with substituted(), _no_reads(self.name), _no_other_draws(self.name):
+        with substituted(), _no_reads_and_draws(self.name):
             args, kwargs = filled(self.arguments, inputs)
             return self.function(*args, **kwargs)
 
@@ -95,8 +113,8 @@ class _Region(jt.Function):
         return super().__call__(*taped)
 
     def execute(self, *taped: Any) -> list[Any]:
-        buffers = ((place, name) for module in self.modules for _, place, name in slots_of(module))
-        self.buffers = [(p, n, p[n], p[n].detach().stop_grad()) for p, n in buffers if not is_trainable(p[n])]
+        slots = (slot for module in self.modules for slot in buffers_of(module))
+        self.buffers = [(place, name, place[name], place[name].detach().stop_grad()) for place, name in slots]
         self.start = Draws(draws.seed, draws.count)
         self.level = jt.flags.auto_mixed_precision_level
         with jt.no_grad():
@@ -108,7 +126,10 @@ class _Region(jt.Function):
 
     def grad(self, *gradients: Any) -> list[Any]:
         inputs = [v.detach() if is_trainable(v) else v for v in self.inputs]
-        with jt.flag_scope(no_grad=0, auto_mixed_precision_level=self.level), self._as_it_was():
+        flags = jt.flag_scope(no_grad=0, auto_mixed_precision_level=self.level)
+        with flags, put_back((place, name) for place, name, *_ in self.buffers), substituted(self.start):
+            for place, name, _, before in self.buffers:
+                place[name] = before.detach().stop_grad()
             result = self.run(inputs)
         pairs = [(v, g.stop_grad()) for v, g in zip(variables_of(result), gradients, strict=True) if g is not None]
         recomputed = dict(zip(self.identities, inputs, strict=True))
@@ -122,19 +143,6 @@ class _Region(jt.Function):
         total = sum((v.sum() for v in ends[1:]), ends[0].sum())  # never computed: `_Incoming` ignores its gradient
         del pairs, ends
         return list(jt.grad(total, targets, retain_graph=False))
-
-    @contextlib.contextmanager
-    def _as_it_was(self) -> Iterator[None]:
-        """Give the function the random numbers and buffers of its first run, and drop its writes to the buffers."""
-        now = [(place, name, place[name]) for place, name, *_ in self.buffers]
-        for place, name, _, before in self.buffers:
-            place[name] = before.detach().stop_grad()
-        try:
-            with substituted(self.start):
-                yield
-        finally:
-            for place, name, value in now:
-                place[name] = value
 
     def _search(self, outputs: list[Any], targets: list[Any]) -> None:
         """Search the graph of the function's first recomputation for parameters that are not among the targets."""
@@ -197,15 +205,9 @@ def _holders(function: Any, seen: set[int]) -> Iterator[Any]:
         yield from _holders(part, seen)
 
 
-def _name_of(function: Any) -> str:
-    fqns = getattr(function, "fqns", None)
-    if fqns is not None:
-        return " to ".join(dict.fromkeys((fqns[0], fqns[-1])))
-    return getattr(function, "__qualname__", type(function).__name__)
-
-
-def _no_reads(name: str) -> contextlib.AbstractContextManager[None]:
-    """Refuse to read values of variables."""
+@contextlib.contextmanager
+def _no_reads_and_draws(name: str) -> Iterator[None]:
+    """Refuse to read values, and to draw from Python's and NumPy's generators, which is not repeated."""
 
     def refusal(read: str, _: Any) -> Any:
         def refuse(*_: Any, **__: Any) -> Any:
@@ -213,14 +215,9 @@ def _no_reads(name: str) -> contextlib.AbstractContextManager[None]:
 
         return property(refuse) if read == "data" else refuse
 
-    return patched(_READS, refusal)
-
-
-@contextlib.contextmanager
-def _no_other_draws(name: str) -> Iterator[None]:
-    """Refuse draws from Python's and NumPy's generators, which are not repeated."""
     before = _generators()
-    yield
+    with patched(_READS, refusal):
+        yield
     if _generators() != before:
         raise RecomputationError((name,), name, "it draws from Python's or NumPy's generator: use jt.random")
 
@@ -251,52 +248,25 @@ def checkpointed(model: Any, regions: Sequence[Region]) -> Iterator[None]:
                     f"the plan's levers.regions keep operators or offload in {region.modules[0]!r}, which"
                     " memfit.jittor can't do: leave out keep= and offload="
                 )
-            for fqn in region.modules:
+            fqns = region.modules
+            for fqn in fqns:
                 if fqn not in modules:
                     raise PlanMismatchError(
                         f"the plan's levers.regions name the module {fqn!r}, which Workload.model does not have"
                     )
-            members = [modules[fqn] for fqn in region.modules]
-            if len(members) > 1:
-                _check_run(modules, region.modules)
-            together = functools.partial(checkpoint, Chain(region.modules, members))
-            stack.enter_context(executing(members[0], together))
+            parent = fqns[0].rpartition(".")[0]
+            container = modules.get(parent)
+            layers = layers_of(parent, container) if container is not None and is_chain(container) else []
+            start = layers.index(fqns[0]) if fqns[0] in layers else 0
+            if len(fqns) > 1 and layers[start : start + len(fqns)] != list(fqns):  # else others may use what is between
+                raise PlanMismatchError(
+                    f"the plan's levers.regions join {', '.join(fqns)}, which no nn.Sequential calls in turn"
+                )
+            members = [modules[fqn] for fqn in fqns]
+            stack.enter_context(executing(members[0], functools.partial(checkpoint, Chain(fqns, members))))
             for member in members[1:]:
                 stack.enter_context(executing(member, lambda x: x))
         yield
-
-
-@contextlib.contextmanager
-def executing(module: Any, function: Callable[..., Any]) -> Iterator[None]:
-    """Let calls of a module run another function, inside this context."""
-    own = "execute" in vars(module)
-    before = module.execute
-    module.execute = function
-    try:
-        yield
-    finally:
-        if own:
-            module.execute = before
-        else:
-            del module.execute
-
-
-def _check_run(modules: dict[str, Any], fqns: Sequence[str]) -> None:
-    """Check that modules follow one another in one container, so that no other code uses their intermediate results."""
-    parent = fqns[0].rpartition(".")[0]
-    container = modules.get(parent)
-    names = container.layers if container is not None and is_chain(container) else ()
-    layers = [f"{parent}.{name}" if parent else name for name in names]
-    start = layers.index(fqns[0]) if fqns[0] in layers else 0
-    if layers[start : start + len(fqns)] != list(fqns):
-        raise PlanMismatchError(
-            f"the plan's levers.regions join {', '.join(fqns)}, which no nn.Sequential calls in turn"
-        )
-
-
-def is_chain(module: Any) -> bool:
-    """Return whether a module calls its layers one after the other, and does nothing else."""
-    return isinstance(module, jt.nn.Sequential) and type(module).execute is jt.nn.Sequential.execute
 
 
 class Chain(jt.Module):
@@ -314,3 +284,89 @@ class Chain(jt.Module):
         for execute in self.executes[1:]:
             value = execute(value)
         return value
+
+
+# Random numbers
+
+
+@dataclass
+class Draws:
+    """A position in a sequence of random numbers.
+
+    Attributes:
+        seed: The seed of the sequence (0 up to 2**32).
+        count: Number of draws made.
+    """
+
+    seed: int = 0
+    count: int = 0
+
+
+draws = Draws()
+"""The sequence in use."""
+
+
+def seed(value: int) -> None:
+    """Restart the sequence that `checkpoint` draws from, and seed Jittor, NumPy and Python.
+
+    Pending operators run first: Jittor draws when it executes, so that `jt.set_global_seed` also changes draws that
+    were requested before.
+    """
+    jt.sync_all()
+    jt.set_global_seed(value)
+    draws.seed, draws.count = value % _WORD, 0
+
+
+@contextlib.contextmanager
+def substituted(start: Draws | None = None) -> Iterator[None]:
+    """Draw from the sequence: from its position, or again from `start`, and return to its position afterwards."""
+    original, before = jt.random, Draws(draws.seed, draws.count)
+    if start is not None:
+        draws.seed, draws.count = start.seed, start.count
+    jt.random = _random
+    try:
+        yield
+    finally:
+        jt.random = original
+        if start is not None:
+            draws.seed, draws.count = before.seed, before.count
+
+
+def _random(shape: Any, dtype: str = "float32", type: str = "uniform") -> Any:
+    """Replace `jt.random`: return random numbers of a shape, uniform in [0, 1) or standard normal."""
+    sizes = [int(n) for n in (jt.NanoVector(shape) if isinstance(shape, int) else shape)]
+    key = _hash_number(draws.seed ^ _hash_number(draws.count))
+    draws.count += 1
+    if type == "uniform":
+        values = _uniform(sizes, key)
+    else:  # Box and Muller (1958)
+        radius = jt.sqrt(-2.0 * jt.log(1.0 - _uniform(sizes, key)))
+        values = radius * jt.cos((2 * math.pi) * _uniform(sizes, _hash_number(key)))
+    return values.cast(dtype).stop_grad()
+
+
+def _uniform(sizes: list[int], key: int) -> Any:
+    """Return 24 random bits for each element, as a fraction in [0, 1)."""
+    index = jt.arange(math.prod(sizes)).uint32()
+    word = _mixed(index * _word(_GOLDEN) + _word(key))
+    return ((word >> 8).float32() * _UNIT).reshape(sizes)
+
+
+def _mixed(word: Any) -> Any:
+    """Return MurmurHash3's finalizer of words; it casts, since Jittor's products of unsigned words are signed."""
+    word = word.uint32()
+    word = ((word ^ (word >> 16).uint32()).uint32() * _word(0x85EBCA6B)).uint32()
+    word = ((word ^ (word >> 13).uint32()).uint32() * _word(0xC2B2AE35)).uint32()
+    return (word ^ (word >> 16).uint32()).uint32()
+
+
+def _word(value: int) -> Any:
+    return jt.array([value], dtype="uint32")
+
+
+def _hash_number(value: int) -> int:
+    """Return the hash of `_mixed` for one number."""
+    word = (value + _GOLDEN) % _WORD
+    word = (word ^ word >> 16) * 0x85EBCA6B % _WORD
+    word = (word ^ word >> 13) * 0xC2B2AE35 % _WORD
+    return word ^ word >> 16

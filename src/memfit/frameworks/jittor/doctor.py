@@ -36,7 +36,6 @@ import subprocess
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -76,8 +75,32 @@ class Check:
 
 def checks() -> list[Check]:
     """Check Jittor's requirements, without changing, compiling or importing anything."""
-    each = (_check_jittor, _check_numpy, _check_compiler, _check_headers, _check_onednn, _check_cuda, _check_cache)
-    return [check() for check in each]
+
+    def check(name: str, ok: bool, found: str, remedy: str, needed: bool = True) -> Check:
+        return Check(name, ok, found, "" if ok else remedy, ok or needed)
+
+    how = f"pip install 'memfit[{EXTRA}]' in an environment of its own"
+    version, numpy = _version_of("jittor"), _version_of("numpy") or "not installed"
+    compiler = shutil.which(os.environ.get("cc_path") or "g++")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    folders, is_compiled = _onednn(), _marker().exists()
+    cuda = _nvcc() or "no nvcc: Jittor uses the CPU"
+    if _nvcc() is not None and not _can_use_cuda():
+        cuda += " without its libcudart or a driver: hidden from Jittor, so Jittor uses the CPU"
+    return [
+        check("jittor", version == VERSION, version or "not installed",
+              how if version is None else f"{how}: only {VERSION} was tried", needed=version is None),
+        check("numpy", numpy.split(".")[0] in ("0", "1"), numpy,
+              "pip install 'numpy<2', in an environment without packages that need 2"),
+        check("C++ compiler", compiler is not None, compiler or "no g++", "install g++ (Debian: apt install g++)"),
+        check("Python headers", header.exists(), str(header), "install them (Debian: apt install python3-dev)"),
+        check("oneDNN", folders is not None, str(folders[0]) if folders else "not installed",
+              f"pip install 'memfit[{EXTRA}]' brings the wheels; without them Jittor downloads oneDNN, unless use_mkl=0"
+              " is set", needed=False),
+        Check("CUDA", True, cuda),
+        check("compiled", is_compiled, str(home()) if is_compiled else f"nothing in {home()}",
+              "memfit tools doctor jittor: takes minutes, once", needed=False),
+    ]  # fmt: skip
 
 
 def _version_of(package: str) -> str | None:
@@ -85,65 +108,6 @@ def _version_of(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _check_jittor() -> Check:
-    version = _version_of("jittor")
-    how = f"pip install 'memfit[{EXTRA}]' in an environment of its own"
-    if version is None:
-        return Check("jittor", False, "not installed", how)
-    if version != VERSION:
-        return Check("jittor", False, version, f"{how}: only {VERSION} was tried", needed=False)
-    return Check("jittor", True, version)
-
-
-def _check_numpy() -> Check:
-    version = _version_of("numpy") or "not installed"
-    ok = version.split(".")[0] in ("0", "1")
-    return Check(
-        "numpy", ok, version, "" if ok else "pip install 'numpy<2', in an environment without packages that need 2"
-    )
-
-
-def _check_compiler() -> Check:
-    path = shutil.which(os.environ.get("cc_path") or "g++")
-    return Check(
-        "C++ compiler", path is not None, path or "no g++", "" if path else "install g++ (Debian: apt install g++)"
-    )
-
-
-def _check_headers() -> Check:
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    ok = header.exists()
-    return Check("Python headers", ok, str(header), "" if ok else "install them (Debian: apt install python3-dev)")
-
-
-def _check_onednn() -> Check:
-    folders = _onednn()
-    how = (
-        f"pip install 'memfit[{EXTRA}]' brings the wheels; without them Jittor downloads oneDNN, unless use_mkl=0"
-        " is set"
-    )
-    if folders is None:
-        return Check("oneDNN", False, "not installed", how, needed=False)
-    return Check("oneDNN", True, str(folders[0]))
-
-
-def _check_cuda() -> Check:
-    nvcc = _nvcc()
-    if nvcc is None:
-        return Check("CUDA", True, "no nvcc: Jittor uses the CPU")
-    if _can_use_cuda():
-        return Check("CUDA", True, nvcc)
-    return Check("CUDA", True, f"{nvcc} without its libcudart or a driver: hidden from Jittor, so Jittor uses the CPU")
-
-
-def _check_cache() -> Check:
-    if _marker().exists():
-        return Check("compiled", True, str(home()))
-    return Check(
-        "compiled", False, f"nothing in {home()}", "memfit tools doctor jittor: takes minutes, once", needed=False
-    )
 
 
 def home() -> Path:
@@ -154,17 +118,12 @@ def home() -> Path:
 
 def _marker() -> Path:
     """Return the file that marks this Jittor as compiled, by this compiler for this Python and processor."""
-    spec = importlib.util.find_spec("jittor")
-    parts = [spec.origin if spec else "", _version_of("jittor"), sys.version, _processor(), shutil.which("g++")]
-    return home() / f"memfit-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
-
-
-def _processor() -> str:
-    try:
+    spec, processor = importlib.util.find_spec("jittor"), platform.processor()
+    with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith("model name")), platform.processor())
+        processor = next((line for line in lines if line.startswith("model name")), processor)
+    parts = [spec.origin if spec else "", _version_of("jittor"), sys.version, processor, shutil.which("g++")]
+    return home() / f"memfit-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
 
 
 def _onednn() -> tuple[Path, Path] | None:
@@ -223,7 +182,11 @@ def prepare(progress: Progress | None = None) -> None:
     if _marker().exists():
         return
     home().mkdir(parents=True, exist_ok=True)
-    tell = progress or _on_stderr
+
+    def on_stderr(what: str, done: int, total: int | None) -> None:
+        end = "\n" if done == total else ""
+        print(f"\rmemfit: compiling Jittor, once: {what} {done}/{total} ", end=end, file=sys.stderr, flush=True)
+
     command = [sys.executable, "-u", "-c", _IMPORT]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as child:
@@ -234,16 +197,11 @@ def prepare(progress: Progress | None = None) -> None:
             progress_lines = _PROGRESS.findall(output)
             if progress_lines:
                 name, done, total = progress_lines[-1]
-                tell(f"compile {name.decode()[:_LONGEST_NAME]}", int(done), int(total))
+                (progress or on_stderr)(f"compile {name.decode()[:_LONGEST_NAME]}", int(done), int(total))
     if child.returncode:
         text = output.decode(errors="replace").replace("\r", "\n")
         raise UsageError(f"Jittor could not be compiled (exit status {child.returncode}): {text[-2000:]}")
     _marker().touch()
-
-
-def _on_stderr(what: str, done: int, total: int | None) -> None:
-    end = "\n" if done == total else ""
-    print(f"\rmemfit: compiling Jittor, once: {what} {done}/{total} ", end=end, file=sys.stderr, flush=True)
 
 
 def load() -> ModuleType:
@@ -262,25 +220,6 @@ def load() -> ModuleType:
 def _import_jittor(silent: bool = True) -> ModuleType:
     """Import Jittor, in the surroundings that it needs."""
     _seed_onednn()
-    with _pinned(silent), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        jittor = importlib.import_module("jittor")
-    return _set_up(jittor)
-
-
-def _set_up(jittor: ModuleType) -> ModuleType:
-    """Let an imported Jittor report errors, and divide exactly."""
-    jittor.flags.log_silent = 0  # or errors would be lost too: `loss.backward()` did nothing, and said nothing
-    jittor.LOG.log_silent = 0
-    approximates = jittor.flags.cc_type == "g++" and platform.machine() == "x86_64"
-    if approximates and _EXACT_DIVISION not in jittor.flags.cc_flags:
-        jittor.flags.cc_flags += _EXACT_DIVISION
-    return jittor
-
-
-@contextlib.contextmanager
-def _pinned(silent: bool) -> Iterator[None]:
-    """Make the surroundings of the import the same everywhere."""
     settings = {
         "JITTOR_HOME": str(home()),
         "HOME": str(home()),
@@ -294,7 +233,9 @@ def _pinned(silent: bool) -> Iterator[None]:
     os.environ.update(settings)
     platform.node, platform.platform = (lambda: "memfit"), (lambda *_, **__: "memfit")
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            jittor = importlib.import_module("jittor")
     finally:
         platform.node, platform.platform = node, full
         for name, value in before.items():
@@ -302,3 +243,14 @@ def _pinned(silent: bool) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+    return _set_up(jittor)
+
+
+def _set_up(jittor: ModuleType) -> ModuleType:
+    """Let an imported Jittor report errors, and divide exactly."""
+    jittor.flags.log_silent = 0  # or errors would be lost too: `loss.backward()` did nothing, and said nothing
+    jittor.LOG.log_silent = 0
+    approximates = jittor.flags.cc_type == "g++" and platform.machine() == "x86_64"
+    if approximates and _EXACT_DIVISION not in jittor.flags.cc_flags:
+        jittor.flags.cc_flags += _EXACT_DIVISION
+    return jittor

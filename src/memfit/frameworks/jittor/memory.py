@@ -19,7 +19,14 @@ import psutil
 from memfit.errors import MemoryLimitError, UsageError
 from memfit.foundations import format_bytes, parse_budget
 from memfit.frameworks.jittor.internals import jt
-from memfit.frameworks.jittor.variables import is_trainable, named_variables, nodes, patched, variables_of
+from memfit.frameworks.jittor.variables import (
+    allocated_bytes,
+    is_trainable,
+    named_variables,
+    nodes,
+    patched,
+    variables_of,
+)
 
 _WATCHED = ("item", "numpy", "fetch_sync", "sync", "data")
 _limits: list[int] = []
@@ -84,32 +91,18 @@ def ledger(model: Any = None, optimizer: Any = None, batch: Any = None) -> dict[
         batch: Its variables become the category "inputs".
     """
     jt.sync_all(True)
-    owners = {v.id: category for category, variables in _known(model, optimizer, batch) for v in variables}
-    sizes: dict[int, tuple[int, str]] = {}
-    for node in nodes():
-        if node.address:
-            category = owners.get(node.id, "other variables")
-            sizes[node.address] = max(sizes.get(node.address, (0, "")), (node.nbytes, category))
-    totals = dict.fromkeys(
-        ("parameters", "buffers", "gradients", "optimizer state", "inputs", "other variables", "free in the pools"), 0
-    )
-    for nbytes, category in sizes.values():
-        totals[category] += nbytes
-    totals["free in the pools"] = max(0, held_bytes() - sum(totals.values()))
-    return totals
-
-
-def _known(model: Any, optimizer: Any, batch: Any) -> Iterator[tuple[str, list[Any]]]:
-    """Yield categories with their variables; a later one takes precedence."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    owners: dict[int, str] = {}  # a later one takes precedence
     if optimizer is not None:
-        yield "optimizer state", optimizer_state(optimizer)
-        yield "gradients", [g for group in optimizer.param_groups for g in group.get("grads", ())]
-        yield "parameters", [p for group in optimizer.param_groups for p in group["params"]]
-    if model is not None:
-        named = named_variables(model).values()
-        yield "parameters", [v for v in named if is_trainable(v)]
-        yield "buffers", [v for v in named if not is_trainable(v)]
-    yield "inputs", variables_of(batch)
+        owners |= {v.id: "optimizer state" for v in optimizer_state(optimizer)}
+    owners |= {g.id: "gradients" for group in groups for g in group.get("grads", ())}
+    owners |= {p.id: "parameters" for group in groups for p in group["params"]}
+    named = {} if model is None else named_variables(model)
+    owners |= {v.id: "parameters" if is_trainable(v) else "buffers" for v in named.values()}
+    owners |= {v.id: "inputs" for v in variables_of(batch)}
+    names = ("parameters", "buffers", "gradients", "optimizer state", "inputs", "other variables")
+    totals = {**dict.fromkeys(names, 0), **allocated_bytes(owners)}
+    return totals | {"free in the pools": max(0, held_bytes() - sum(totals.values()))}
 
 
 def optimizer_state(optimizer: Any) -> list[Any]:
@@ -176,12 +169,11 @@ def refuse(requested_bytes: int, where: str, **known: Any) -> None:
     Raises:
         MemoryLimitError: They would exceed it.
     """
-    allowed, held = limit_bytes(), held_bytes()
-    if allowed is None or held + requested_bytes <= allowed:
+    allowed = limit_bytes()
+    if allowed is None or held_bytes() + requested_bytes <= allowed:
         return
     release()
-    held = held_bytes()
-    if held + requested_bytes <= allowed:
+    if (held := held_bytes()) + requested_bytes <= allowed:
         return
     by_category = {name: nbytes for name, nbytes in ledger(**known).items() if nbytes}
     listed = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in by_category.items())
@@ -198,24 +190,20 @@ def refuse(requested_bytes: int, where: str, **known: Any) -> None:
 
 
 def _watched(name: str, original: Any) -> Any:
+    """Return an attribute that computes no variable larger than the remaining bytes below the limit."""
+
+    def check(variable: Any) -> None:
+        allowed = limit_bytes()
+        if allowed is None or held_bytes() + variable.nbytes <= allowed:
+            return
+        if not any(node.id == variable.id and node.address for node in nodes()):
+            refuse(variable.nbytes, f"a variable of shape {tuple(variable.shape)} ({variable.dtype})")
+
     def call(variable: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_room(variable)
-        return original(variable, *args, **kwargs)
+        check(variable)
+        return (original.__get__ if name == "data" else original)(variable, *args, **kwargs)
 
-    def read(variable: Any) -> Any:
-        _check_room(variable)
-        return original.__get__(variable)
-
-    return property(read, original.__set__) if name == "data" else call
-
-
-def _check_room(variable: Any) -> None:
-    """Refuse to compute a variable that is larger than the remaining bytes below the limit."""
-    allowed = limit_bytes()
-    if allowed is None or held_bytes() + variable.nbytes <= allowed:
-        return
-    if not any(node.id == variable.id and node.address for node in nodes()):
-        refuse(variable.nbytes, f"a variable of shape {tuple(variable.shape)} ({variable.dtype})")
+    return property(call, original.__set__) if name == "data" else call
 
 
 @dataclass(frozen=True)
@@ -242,20 +230,16 @@ class PoolUse:
 
 def pool_use(run: Callable[[], Any]) -> PoolUse:
     """Run a function twice, drop its results, and return the pool's statistics."""
-    requests = _counted(run, above_pool=True)
-    return PoolUse(*requests, *_counted(run, above_pool=False))
-
-
-def _counted(run: Callable[[], Any], *, above_pool: bool) -> tuple[int, int]:
-    release()
-    with jt.flag_scope(use_stat_allocator=2 if above_pool else 1):
-        calls, nbytes = jt.flags.stat_allocator_total_alloc_call, jt.flags.stat_allocator_total_alloc_byte
-        run()
-        jt.sync_all(True)
-        return (
-            int(jt.flags.stat_allocator_total_alloc_call) - calls,
-            int(jt.flags.stat_allocator_total_alloc_byte) - nbytes,
-        )
+    found: list[int] = []
+    for allocator in (2, 1):  # counted above the pool, and below it
+        release()
+        with jt.flag_scope(use_stat_allocator=allocator):
+            calls, nbytes = jt.flags.stat_allocator_total_alloc_call, jt.flags.stat_allocator_total_alloc_byte
+            run()
+            jt.sync_all(True)
+            found.append(int(jt.flags.stat_allocator_total_alloc_call) - calls)
+            found.append(int(jt.flags.stat_allocator_total_alloc_byte) - nbytes)
+    return PoolUse(*found)
 
 
 @dataclass(frozen=True)
@@ -273,12 +257,11 @@ class FusionUse:
 
 def fusion_use(run: Callable[[], Any]) -> FusionUse:
     """Run a function with and without fused operators, each twice, and return the second measurement of each."""
-    return FusionUse(_second(run, no_fuse=0), _second(run, no_fuse=1))
-
-
-def _second(run: Callable[[], Any], no_fuse: int) -> Measurement:
-    with jt.flag_scope(no_fuse=no_fuse):
-        for _ in range(2):  # the first compiles
-            with measure() as measurement:
-                run()
-    return measurement
+    found = []
+    for no_fuse in (0, 1):
+        with jt.flag_scope(no_fuse=no_fuse):
+            for _ in range(2):  # the first compiles
+                with measure() as measurement:
+                    run()
+        found.append(measurement)
+    return FusionUse(*found)

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from memfit.errors import PlanMismatchError, RecomputationError, UsageError
 from memfit.foundations import Progress, read_budget, silent
 from memfit.frameworks.jittor import memory
-from memfit.frameworks.jittor.half import half
+from memfit.frameworks.jittor.checkpointing import Draws, substituted
 from memfit.frameworks.jittor.internals import jt
-from memfit.frameworks.jittor.profile import Profile, profile
-from memfit.frameworks.jittor.step import Step
-from memfit.frameworks.jittor.variables import modules_of
+from memfit.frameworks.jittor.step import Step, half
+from memfit.frameworks.jittor.variables import (
+    allocated_bytes,
+    emptied,
+    executing,
+    filled,
+    is_chain,
+    is_trainable,
+    layers_of,
+    modules_of,
+    variables_of,
+)
 from memfit.frameworks.jittor.workload import Workload, batch_size_of, fingerprint, first
-from memfit.frameworks.measured_layers import MEASURED, Planner, infeasible, prediction
+from memfit.frameworks.measured_layers import MEASURED, Planner, conflicts, infeasible, prediction
 from memfit.ir import NUMERICS, Candidate, Levers, Numerics, Plan, Precision, Prediction, Region
 from memfit.levers import Circumstance, LeversOn, check_lever_names, lever_names, microbatch_sizes
 from memfit.solver import Combination, Option, Problem, Row, fastest, frontier
 
+_TIMED = 3
 _ATTEMPTS = 8
 _LEAST_SHARE = 0.005
 _LONGEST_CHAIN = 24
@@ -62,18 +75,13 @@ def plan(
         InfeasibleError: No plan that `numerics` allows fits.
         UsageError: `numerics` or `precisions` are unknown.
     """
-    asked = read_budget(budget)
+    read_budget(budget)
     if numerics not in NUMERICS:
         raise UsageError(f"numerics={numerics!r} is unknown: use one of {', '.join(NUMERICS)}")
     wrong = [p for p in precisions if p not in ("32-true", "16-mixed")]
     if wrong or not precisions:
         raise UsageError(f"precisions={list(precisions)} are not for Jittor: use '32-true' and '16-mixed'")
-    planner = JittorPlanner(workload, numerics, precisions, points, time_limit_seconds, progress)
-    device_bytes, plain_bytes = memory.device_bytes(), planner.plain.peak_bytes
-    return planner.fitting(
-        asked.nbytes(device_bytes=device_bytes, plain_bytes=plain_bytes),
-        asked.share_text("the machine", device_bytes, plain_bytes),
-    )
+    return JittorPlanner(workload, points, time_limit_seconds, progress, numerics, precisions).plan(budget)
 
 
 def apply(plan: Plan, workload: Workload) -> Step:
@@ -102,6 +110,134 @@ def _step(workload: Workload, levers: Levers, predicted_peak_bytes: int | None =
     )
 
 
+@dataclass
+class ProfiledBlock:
+    """One call of a module in the forward pass.
+
+    Attributes:
+        start: Index of the first block inside it, in the order in which they end; its own where there is none.
+        kept_bytes: Bytes that it keeps for the backward pass, its result included.
+    """
+
+    fqn: str
+    start: int
+    arguments: Any
+    kept_bytes: int = 0
+    result_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The blocks of a forward pass in the order in which they end.
+
+    Attributes:
+        samples: Samples in the profiled batch; bytes and seconds are proportional to them.
+        chains: Runs of blocks that a container calls one after the other, as indices.
+    """
+
+    samples: int
+    blocks: list[ProfiledBlock]
+    chains: list[list[int]]
+
+    def own_bytes(self, index: int) -> int:
+        """Return the bytes that a block keeps beyond the blocks inside it."""
+        own, child = self.blocks[index].kept_bytes, index - 1
+        while child >= self.blocks[index].start:
+            own -= self.blocks[child].kept_bytes
+            child = self.blocks[child].start - 1
+        return max(0, own)
+
+    def dropped_bytes(self, run: Sequence[int]) -> int:
+        """Return what checkpointing a run of blocks drops: all that they keep but the last one's result."""
+        return sum(self.blocks[i].kept_bytes for i in run) - self.blocks[run[-1]].result_bytes
+
+
+def profile(model: Any, run: Callable[[], Any], samples: int, progress: Callable[[int, int], None]) -> Profile:
+    """Measure the blocks of a model, which `run` runs forward on a batch of as many samples.
+
+    Args:
+        progress: Called with the number of blocks measured, and of all.
+    """
+    modules = modules_of(model)
+    with substituted(Draws()), jt.no_grad():
+        blocks = _recorded(modules, run)
+    measured: dict[Any, tuple[int, int, float]] = {}
+    for index, block in enumerate(blocks):
+        module, arguments, block.arguments = modules[block.fqn], block.arguments, None
+        shapes = [
+            tuple((tuple(v.shape), str(v.dtype)) for v in vs) for vs in (module.parameters(), variables_of(arguments))
+        ]
+        kinds = tuple(type(m).__qualname__ for m in modules_of(module).values())
+        key = (kinds, *shapes, repr(emptied(arguments)))  # calls of the same cost share it
+        if key not in measured:
+            measured[key] = _measured(module, arguments)
+        block.kept_bytes, block.result_bytes, block.seconds = measured[key]
+        progress(index + 1, len(blocks))
+    index_of = {block.fqn: i for i, block in enumerate(blocks)}
+    chains = []
+    for fqn, module in modules.items():
+        if fqn in index_of and is_chain(module):
+            for known, names in itertools.groupby(layers_of(fqn, module), index_of.__contains__):
+                chain = [index_of[name] for name in names if known]
+                chains += [chain] if len(chain) > 1 else []
+    return Profile(samples, blocks, chains)
+
+
+def _recorded(modules: dict[str, Any], run: Callable[[], Any]) -> list[ProfiledBlock]:
+    """Return the calls of modules that are called once, in the order in which they end; others can't be told apart."""
+    blocks: list[ProfiledBlock] = []
+    calls: Counter[str] = Counter()
+
+    def recording(fqn: str, execute: Callable[..., Any]) -> Callable[..., Any]:
+        def record(*args: Any, **kwargs: Any) -> Any:
+            calls[fqn] += 1
+            start = len(blocks)
+            result = execute(*args, **kwargs)
+            if variables_of(result) and variables_of((args, kwargs)):
+                blocks.append(ProfiledBlock(fqn, start, (args, kwargs)))
+            return result
+
+        return record
+
+    with contextlib.ExitStack() as stack:
+        for fqn, module in modules.items():
+            stack.enter_context(executing(module, recording(fqn, module.execute)))
+        jt.sync(variables_of(run()))
+    before = [0, *itertools.accumulate(calls[block.fqn] == 1 for block in blocks)]
+    for block in blocks:
+        block.start = before[block.start]
+    return [block for block in blocks if calls[block.fqn] == 1]
+
+
+def _measured(module: Any, arguments: Any) -> tuple[int, int, float]:
+    """Return the bytes that a module keeps, those of its result, and the seconds of its forward pass.
+
+    It is run by itself: its gradients are requested, but only its result is computed, so that exactly the result and
+    the tensors saved for the backward pass are alive then.
+    """
+    inputs = [v.detach() for v in variables_of(arguments)]
+    jt.sync(inputs)
+    args, kwargs = filled(emptied(arguments), inputs)
+    with substituted(Draws()):
+        before = allocated_bytes().total()
+        results = variables_of(module(*args, **kwargs))
+        targets = [v for v in (*inputs, *module.parameters()) if is_trainable(v)]
+        totals = [v.sum() for v in results if is_trainable(v)]
+        gradients = jt.grad(sum(totals[1:], totals[0]), targets) if totals and targets else []
+        jt.sync(results, False, False)
+        kept_bytes = allocated_bytes().total() - before
+        del gradients, totals, results
+        seconds = []
+        with jt.no_grad():
+            for _ in range(_TIMED):
+                started = time.perf_counter()
+                jt.sync(variables_of(module(*args, **kwargs)), True)
+                seconds.append(time.perf_counter() - started)
+            results = variables_of(module(*args, **kwargs))
+    return max(0, kept_bytes), sum(v.nbytes for v in results), min(seconds)
+
+
 @dataclass(frozen=True)
 class _Cost:
     """The bytes and seconds of a step, affine in the samples of its microbatch."""
@@ -123,11 +259,7 @@ class JittorPlanner(Planner):
     """A workload with its modules measured in each precision."""
 
     workload: Workload
-    allowed: Numerics
-    precisions: Sequence[Precision]
-    points: int
-    time_limit_seconds: float
-    progress: Progress
+    precisions: Sequence[Precision] = ("32-true",)
     left_out: list[str] = field(default_factory=list)
     excluded: set[tuple[str, ...]] = field(default_factory=set)
 
@@ -144,6 +276,10 @@ class JittorPlanner(Planner):
         cost = self.costs.get("32-true") or next(iter(self.costs.values()))
         peak_bytes, seconds = cost.peak_bytes(self.batch_size), cost.seconds(self.batch_size, self.batch_size)
         self.plain = prediction(peak_bytes, peak_bytes, seconds, "predicted from fewer samples")
+        self.device_bytes = memory.device_bytes()
+
+    def plain_bytes(self) -> int:
+        return self.plain.peak_bytes
 
     def tried(self, budget_bytes: int) -> Iterator[tuple[Candidate, Prediction, list[str]]]:
         """Yield the fastest plan that is predicted to fit; where it doesn't, measured, the next is to need less."""
@@ -210,11 +346,10 @@ class JittorPlanner(Planner):
     def _combine(self) -> None:
         """Make the problem of each precision and microbatch size, the simplest first."""
         self.combinations = []
-        for precision in self.precisions:
-            profiled, cost = self.profiles[precision], self.costs[precision]
+        for precision, profiled in self.profiles.items():
             runs = [] if self.allowed == "exact" else self._regions(profiled)
             for size in microbatch_sizes(self.batch_size):
-                problem = _problem(profiled, size, self.batch_size, cost, runs)
+                problem = _problem(profiled, size, self.batch_size, self.costs[precision], runs)
                 levers = Levers(precision=precision, microbatch_size=size)
                 self.combinations.append(Combination(levers, problem, self.uses))
 
@@ -228,7 +363,7 @@ class JittorPlanner(Planner):
                 found += [chain[s : s + length] for s in range(0, len(chain) - length + 1, stride)]
         names = {tuple(profiled.blocks[i].fqn for i in run): run for run in found}
         allowed = {fqns: run for fqns, run in names.items() if fqns not in self.excluded}
-        return [run for run in allowed.values() if _dropped_bytes(profiled, run) >= _LEAST_SHARE * total]
+        return [run for run in allowed.values() if profiled.dropped_bytes(run) >= _LEAST_SHARE * total]
 
     def _exclude(self, error: RecomputationError) -> None:
         """Leave out the regions that a module which can't be recomputed is in."""
@@ -247,33 +382,20 @@ class JittorPlanner(Planner):
     def _measure(self, levers: Levers, samples: int | None = None) -> memory.Measurement:
         """Run a step on the batch, or on some samples of it, and return the larger peak and the less time of two."""
         batch = self.workload.batch if samples is None else first(self.workload.batch, samples)
-        step = _step(self.workload, levers)
+        step, optimizer = _step(self.workload, levers), self.workload.optimizer
         found = []
-        with _undone(step):
+        before, count = {name: v.numpy().copy() for name, v in step.state().items()}, optimizer.n_step
+        try:
             step(batch)  # compiles
             for _ in range(2):
                 with memory.measure() as measured:
                     step(batch)
                 found.append(measured)
+        finally:
+            step.restore(before)
+            optimizer.n_step = count
         peak, seconds = max(m.peak_bytes for m in found), min(m.seconds for m in found)
         return memory.Measurement(found[0].before_bytes, peak, seconds)
-
-
-@contextlib.contextmanager
-def _undone(step: Step) -> Iterator[None]:
-    """Take back what steps do to the weights, the statistics and the optimizer."""
-    optimizer = step.workload.optimizer
-    before, count = {name: v.numpy().copy() for name, v in step.state().items()}, optimizer.n_step
-    try:
-        yield
-    finally:
-        step.restore(before)
-        optimizer.n_step = count
-
-
-def _dropped_bytes(profiled: Profile, run: Sequence[int]) -> int:
-    """Return what checkpointing a run of blocks drops: all that they keep but the last one's result."""
-    return sum(profiled.blocks[i].kept_bytes for i in run) - profiled.blocks[run[-1]].result_bytes
 
 
 def _problem(profiled: Profile, size: int, batch_size: int, cost: _Cost, runs: list[list[int]]) -> Problem:
@@ -289,27 +411,18 @@ def _problem(profiled: Profile, size: int, batch_size: int, cost: _Cost, runs: l
     base += cost.peak_bytes(size) - int(base.max(initial=0))
     columns = np.zeros((len(runs), 2 * count), np.int64)
     options = []
-    for j, run in enumerate(runs):
-        start, end = profiled.blocks[run[0]].start, run[-1]
-        columns[j, end : 2 * count - 1 - end] = -int(_dropped_bytes(profiled, run) * scale)
+    spans = [(profiled.blocks[run[0]].start, run[-1] + 1) for run in runs]
+    for j, (run, (start, stop)) in enumerate(zip(runs, spans, strict=True)):
+        columns[j, stop - 1 : 2 * count - stop] = -int(profiled.dropped_bytes(run) * scale)
         seconds = sum(profiled.blocks[i].seconds for i in run) * scale * microbatches
         options.append(Option((Region(tuple(profiled.blocks[i].fqn for i in run)),), {}, (), seconds))
         columns[j, : start + 1] = 0
     return Problem(
         options=options,
         reasons=[],
-        conflicts=_conflicts(profiled, runs),
+        conflicts=conflicts(spans, count),
         base=base,
         columns=columns,
         rows=[Row(axis) for axis in range(2 * count)],
         plain_seconds=cost.seconds(size, batch_size),
     )
-
-
-def _conflicts(profiled: Profile, runs: list[list[int]]) -> list[frozenset[int]]:
-    """Return the regions around each block: of them at most one can be chosen."""
-    around: dict[int, set[int]] = {}
-    for j, run in enumerate(runs):
-        for block in range(profiled.blocks[run[0]].start, run[-1] + 1):
-            around.setdefault(block, set()).add(j)
-    return list({frozenset(members) for members in around.values() if len(members) > 1})

@@ -6,15 +6,21 @@ In contrast to `optimizer.backward` and `optimizer.step`:
 - Gradients are computed, added and freed microbatch by microbatch, so that memory does not grow with their number.
 - Gradients are dropped after the update: a second update can't use them again.
 - Random numbers are a function of the seed and the step, so that a resumed training draws the same.
+
+16-mixed steps cast weights and inputs to fp16, with fp32 master weights that the optimizer updates.
+Jittor's own levels of mixed precision fail on the CPU or turn the optimizer's parameters to fp16; casts in the graph
+do neither, and pass gradients on to the master weights. Normalisations, layers without weights, and the loss run in
+fp32. On the CPU fp16 is emulated, about a hundred times slower: good for trying out only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +29,21 @@ from safetensors.numpy import load, save
 
 from memfit.errors import CheckpointError, NonFiniteError, UsageError, WorkloadError
 from memfit.frameworks.jittor import memory
-from memfit.frameworks.jittor.checkpointing import checkpointed
-from memfit.frameworks.jittor.draws import Draws, substituted
-from memfit.frameworks.jittor.half import half
+from memfit.frameworks.jittor.checkpointing import Draws, checkpointed, substituted
 from memfit.frameworks.jittor.internals import jt, keep_gradients
-from memfit.frameworks.jittor.variables import is_trainable, named_variables, slots_of, variables_of
+from memfit.frameworks.jittor.variables import (
+    FLOATS,
+    buffers_of,
+    executing,
+    is_trainable,
+    mapped,
+    modules_of,
+    named_variables,
+    patched,
+    put_back,
+    slots_of,
+    variables_of,
+)
 from memfit.frameworks.jittor.workload import Workload, batch_size_of, first, split, trainables
 from memfit.ir import Precision, Region, write_atomic
 from memfit.training import LossScaler, StepResult
@@ -133,38 +149,60 @@ class Step:
     @contextlib.contextmanager
     def untouched(self) -> Iterator[None]:
         """Restore the model's buffers on leaving."""
-        before = [(p, n, p[n]) for _, p, n in slots_of(self.workload.model) if not is_trainable(p[n])]
-        for place, name, value in before:
-            place[name] = value.detach().stop_grad()
-        try:
+        buffers = buffers_of(self.workload.model)
+        with put_back(buffers):
+            for place, name in buffers:
+                place[name] = place[name].detach().stop_grad()
             yield
-        finally:
-            for place, name, value in before:
-                place[name] = value
 
     def _accumulate(self, batch: Any) -> tuple[float, list[Any]]:
-        """Run every microbatch forward and backward; return the mean loss and the gradients of the whole batch."""
-        window = _Window(batch_size_of(batch), 1.0 if self.scaler is None else self.scaler.scale)
-        parameters = trainables(self.workload)
-        model = self.workload.model
+        """Run every microbatch forward and backward; return the mean loss and the gradients of the whole batch.
+
+        Means are weighted by their share of the samples. Sums are divided by an estimate of the batch's count from the
+        first microbatch, and the gradients corrected afterwards, so that fp16 gradients stay in range.
+
+        Raises:
+            WorkloadError: A loss is neither a scalar nor a pair of a scalar and a count.
+        """
+        scale = 1.0 if self.scaler is None else self.scaler.scale
+        parameters, model, batch_size = trainables(self.workload), self.workload.model, batch_size_of(batch)
         sums: list[Any] = []
+        total: Any = 0.0
+        counts: list[float] = []
+        forms, divisor = set[bool](), 1.0
         with substituted(Draws((self.seed * 0x9E3779B1 + self.attempts * 0x85EBCA77 + 1) % 2**32)):
             for microbatch in split(batch, self.microbatch_size):
                 precise = contextlib.nullcontext() if self.scaler is None else half(model)
                 with precise, checkpointed(model, self.regions):
                     value = self.workload.loss_fn(model, microbatch)
-                    target = window.weigh(value, batch_size_of(microbatch))
+                    is_pair = isinstance(value, tuple | list) and len(value) == 2
+                    loss = value[0] if is_pair else value
+                    forms.add(is_pair)
+                    if not isinstance(loss, jt.Var) or loss.numel() != 1 or len(forms) > 1:
+                        raise WorkloadError(
+                            f"Workload.loss_fn returned {type(value).__name__}: it must return a scalar variable, or"
+                            " (sum, count) for each microbatch"
+                        )
+                    share = batch_size_of(microbatch) / batch_size
+                    if is_pair:
+                        counts.append(float(value[1].item() if isinstance(value[1], jt.Var) else value[1]))
+                        if len(counts) == 1:
+                            divisor = max(counts[0], 1.0) / share
+                        loss, share = loss / divisor, 1.0
+                    weighted = loss.float32() if share == 1.0 else loss.float32() * share
+                    total = (total + weighted).detach().stop_grad()
+                    target = weighted if scale == 1.0 else weighted * scale
                     gradients = jt.grad(target, parameters, retain_graph=False)
-                del value, target
+                del value, loss, weighted, target
                 sums = [
                     g.stop_grad() if not sums else (s + g).stop_grad()
                     for s, g in zip(sums or gradients, gradients, strict=True)
                 ]
                 del gradients
-                buffers = (v for v in named_variables(model).values() if not is_trainable(v))
-                jt.sync([*sums, window.total, *buffers])
-        factor = window.correction()
-        return window.mean_loss(), sums if factor == 1.0 else [(g * factor).stop_grad() for g in sums]
+                jt.sync([*sums, total, *(v for v in named_variables(model).values() if not is_trainable(v))])
+        factor = (divisor / max(sum(counts), 1.0) if counts else 1.0) / scale
+        mean_loss = float(total.item()) * factor * scale
+        return mean_loss, sums if factor == 1.0 else [(g * factor).stop_grad() for g in sums]
 
     def _check_finite(self, loss: float, norm: float, gradients: list[Any]) -> None:
         if math.isfinite(loss) and math.isfinite(norm):
@@ -260,7 +298,18 @@ class Step:
         Raises:
             CheckpointError: The file can't be read, or is of another workload. Nothing was changed.
         """
-        arrays, state = _read(Path(path))
+        path = Path(path)
+        try:
+            data = path.read_bytes()
+            length = int.from_bytes(data[:8], "little")
+            state = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["memfit"])
+            arrays = load(data)
+        except OSError as e:
+            raise CheckpointError(f"can't read the checkpoint {path}: {e.strerror or e}") from e
+        except Exception as e:
+            raise CheckpointError(f"{path} is not a checkpoint of memfit.jittor.Step: {e}") from e
+        if state.get("schema") != _SCHEMA:
+            raise CheckpointError(f"{path} has the schema {state.get('schema')!r}, not {_SCHEMA!r}")
         expected = self.state()
         wrong = [n for n, v in expected.items() if n not in arrays or tuple(arrays[n].shape) != tuple(v.shape)]
         wrong += [name for name in arrays if name not in expected]
@@ -288,73 +337,58 @@ class Step:
         return named | {f"optimizer.{index}": v for index, v in enumerate(optimizer_state)}
 
 
-class _Window:
-    """The microbatches of one update, with the divisors of their losses.
+NORMALISATIONS = (jt.nn.BatchNorm, jt.nn.LayerNorm, jt.nn.GroupNorm, jt.nn.InstanceNorm)
 
-    Means are weighted by their share of the samples. Sums are divided by an estimate of the window's count from the
-    first microbatch, and the gradients corrected afterwards, so that fp16 gradients stay in range.
-    """
 
-    def __init__(self, samples: int, scale: float) -> None:
-        self.samples = samples
-        self.scale = scale
-        self.is_pair: bool | None = None
-        self.total: Any = 0.0
-        self.count: float | None = None
-        self.divisor = 1.0
+@contextlib.contextmanager
+def half(model: Any) -> Iterator[None]:
+    """Run a model in fp16, forward and backward, for calls and gradients inside this context."""
+    in_fp32 = [
+        module
+        for module in modules_of(model).values()
+        if isinstance(module, NORMALISATIONS) or (len(modules_of(module)) == 1 and not module.parameters())
+    ]  # the latter are activations, dropout, pooling
+    fp32_ids = {id(v) for module in in_fp32 for v in module.parameters()}
+    masters = [
+        (place, name)
+        for _, place, name in slots_of(model)
+        if is_trainable(place[name]) and str(place[name].dtype) == "float32" and id(place[name]) not in fp32_ids
+    ]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(put_back(masters))
+        casts: dict[int, Any] = {}
+        for place, name in masters:
+            place[name] = casts.setdefault(id(place[name]), place[name].float16())
+        stack.enter_context(patched(_COMPARISONS, _in_fp32))
+        for module in in_fp32:
+            stack.enter_context(executing(module, _in(module.execute, "float32", "float16")))
+        stack.enter_context(executing(model, _in(model.execute, "float16", "float32")))
+        yield
 
-    def weigh(self, value: Any, samples: int) -> Any:
-        """Return the share of a microbatch in the loss, times the loss scale, to differentiate.
 
-        Raises:
-            WorkloadError: The loss is neither a scalar nor a pair of a scalar and a count.
-        """
-        is_pair = isinstance(value, tuple | list) and len(value) == 2
-        loss = value[0] if is_pair else value
-        if not isinstance(loss, jt.Var) or loss.numel() != 1 or self.is_pair not in (None, is_pair):
-            raise WorkloadError(
-                f"Workload.loss_fn returned {type(value).__name__}: it must return a scalar variable, or (sum, count)"
-                " for each microbatch"
-            )
-        self.is_pair = is_pair
-        share = samples / self.samples
-        if is_pair:
-            count = float(value[1].item()) if isinstance(value[1], jt.Var) else float(value[1])
-            if self.count is None:
-                self.count, self.divisor = 0.0, max(count, 1.0) / share
-            self.count += count
-            loss, share = loss / self.divisor, 1.0
-        weighted = loss.float32() if share == 1.0 else loss.float32() * share
-        self.total = (self.total + weighted).detach().stop_grad()
-        return weighted if self.scale == 1.0 else weighted * self.scale
+_COMPARISONS = ("__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__")
 
-    def correction(self) -> float:
-        """Return the factor that corrects the gradients for the estimated count."""
-        guessed = 1.0 if self.count is None else self.divisor / max(self.count, 1.0)
-        return guessed / self.scale
 
-    def mean_loss(self) -> float:
-        """Return the mean loss of the window."""
-        return float(self.total.item()) * self.correction() * self.scale
+def _in_fp32(_: str, comparison: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Compare fp16 variables in fp32: Jittor's CPU code for comparisons, as in relu, does not compile otherwise."""
+    return lambda v, other: comparison(v.float32() if str(v.dtype) == "float16" else v, other)
+
+
+def _in(execute: Callable[..., Any], inside: str, outside: str) -> Callable[..., Any]:
+    """Wrap a function so that its floating-point inputs have one dtype and its outputs another."""
+
+    @functools.wraps(execute)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = mapped((args, kwargs), lambda v: cast(v, inside))
+        return mapped(execute(*args, **kwargs), lambda v: cast(v, outside))
+
+    def cast(variable: Any, dtype: str) -> Any:
+        return variable.cast(dtype) if str(variable.dtype) in FLOATS and str(variable.dtype) != dtype else variable
+
+    return run
 
 
 def _norm(gradients: list[Any]) -> float:
     """Return the global norm of gradients."""
     squares = [g.float32().sqr().sum() for g in gradients]  # held: what is not, Jittor fuses, at another peak
     return math.sqrt(sum(float(v) for v in jt.concat([s.reshape((1,)) for s in squares]).numpy()))
-
-
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arrays and the state of a checkpoint."""
-    try:
-        data = path.read_bytes()
-        length = int.from_bytes(data[:8], "little")
-        state = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["memfit"])
-        arrays = load(data)
-    except OSError as e:
-        raise CheckpointError(f"can't read the checkpoint {path}: {e.strerror or e}") from e
-    except Exception as e:
-        raise CheckpointError(f"{path} is not a checkpoint of memfit.jittor.Step: {e}") from e
-    if state.get("schema") != _SCHEMA:
-        raise CheckpointError(f"{path} has the schema {state.get('schema')!r}, not {_SCHEMA!r}")
-    return arrays, state

@@ -13,14 +13,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from memfit.errors import UsageError
-from memfit.frameworks.jittor.checkpointing import checkpoint, checkpointed, is_chain
-from memfit.frameworks.jittor.half import NORMALISATIONS
+from memfit.frameworks.jittor.checkpointing import checkpoint, checkpointed
 from memfit.frameworks.jittor.internals import jt
-from memfit.frameworks.jittor.variables import modules_of
+from memfit.frameworks.jittor.step import NORMALISATIONS
+from memfit.frameworks.jittor.variables import is_chain, layers_of, modules_of
 from memfit.ir import Region
 
 
@@ -38,23 +38,16 @@ def lean_regions(model: Any) -> tuple[Region, ...]:
     """
     regions = []
     for fqn, module in modules_of(model).items():
-        if is_chain(module):
-            regions += [Region(tuple(f"{fqn}.{n}" if fqn else n for n in names)) for names in _groups(module.layers)]
+        group: list[str] = []
+        for name, layer in zip(layers_of(fqn, module), module.layers.values(), strict=True) if is_chain(module) else ():
+            if isinstance(layer, NORMALISATIONS):
+                group = [name]
+            elif group:
+                group.append(name)
+                if layer.parameters():
+                    regions.append(Region(tuple(group)))
+                    group = []
     return tuple(regions)
-
-
-def _groups(layers: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Yield the names of a normalisation and the layers after it, up to the next one with weights."""
-    group: list[str] = []
-    for name, layer in layers.items():
-        is_norm = isinstance(layer, NORMALISATIONS)
-        if is_norm:
-            group = [name]
-        elif group:
-            group.append(name)
-            if layer.parameters():
-                yield group
-                group = []
 
 
 def attention(q: Any, k: Any, v: Any, *, block: int = 128, causal: bool = False, scale: float | None = None) -> Any:
@@ -79,22 +72,22 @@ def attention(q: Any, k: Any, v: Any, *, block: int = 128, causal: bool = False,
     batch = list(q.shape[:-2])
     q, k, v = (t.reshape((-1, *t.shape[-2:])) for t in (q, k, v))
     factor = width**-0.5 if scale is None else scale
+
+    def attend(q: Any, k: Any, v: Any, start: int | None) -> Any:
+        """Return attention of a block of queries, which begins at `start` where it is causal."""
+        scores = jt.nn.bmm_transpose(q, k) * factor
+        if start is not None:
+            shape = (int(scores.shape[1]), int(scores.shape[2]))
+            hidden = jt.index(shape, 1) > jt.index(shape, 0) + start
+            scores = scores - 1e30 * hidden.float32().unsqueeze(0)
+        return jt.nn.bmm(jt.nn.softmax(scores, dim=-1), v)
+
     parts = []
     for start in range(0, length, block):
         stop = min(start + block, length)
         seen = stop if causal else keys
-        parts.append(checkpoint(_attend, q[:, start:stop], k[:, :seen], v[:, :seen], start if causal else None, factor))
+        parts.append(checkpoint(attend, q[:, start:stop], k[:, :seen], v[:, :seen], start if causal else None))
     return jt.concat(parts, dim=1).reshape([*batch, length, int(v.shape[-1])])
-
-
-def _attend(q: Any, k: Any, v: Any, start: int | None, factor: float) -> Any:
-    """Return attention of a block of queries, which begins at `start` where it is causal."""
-    scores = jt.nn.bmm_transpose(q, k) * factor
-    if start is not None:
-        shape = (int(scores.shape[1]), int(scores.shape[2]))
-        hidden = jt.index(shape, 1) > jt.index(shape, 0) + start
-        scores = scores - 1e30 * hidden.float32().unsqueeze(0)
-    return jt.nn.bmm(jt.nn.softmax(scores, dim=-1), v)
 
 
 def depthwise_separable(inputs: int, outputs: int, kernel_size: int = 3, *, stride: int = 1, dims: int = 2) -> Any:

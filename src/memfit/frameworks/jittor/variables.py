@@ -6,16 +6,14 @@ import contextlib
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from memfit.frameworks.jittor.internals import jt
 
-_VARIABLE = re.compile(r"Var\((\d+):.*?:s(\d):n\d:g(\d),(\w+),(.*),([0-9a-f]+)\)\[([\d,-]*)\]", re.DOTALL)
-_ITEMSIZES = {"bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2}
-_WIDE = ("int64", "uint64", "float64")
-
+_VARIABLE = re.compile(r"Var\((\d+):.*?:s\d:n\d:g(\d),(\w+),(.*),([0-9a-f]+)\)\[([\d,-]*)\]", re.DOTALL)
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -97,6 +95,46 @@ def slots_of(model: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
                 yield f"{fqn}.{name}" if fqn else str(name), place, name
 
 
+def buffers_of(model: Any) -> list[tuple[dict[str, Any], str]]:
+    """Return the slots of the variables that are not trained."""
+    return [(place, name) for _, place, name in slots_of(model) if not is_trainable(place[name])]
+
+
+@contextlib.contextmanager
+def put_back(slots: Iterable[tuple[dict[str, Any], str]]) -> Iterator[None]:
+    """Put the variables that stand in slots back on leaving."""
+    before = [(place, name, place[name]) for place, name in slots]
+    try:
+        yield
+    finally:
+        for place, name, value in before:
+            place[name] = value
+
+
+@contextlib.contextmanager
+def executing(module: Any, function: Callable[..., Any]) -> Iterator[None]:
+    """Let calls of a module run another function, inside this context."""
+    own, before = "execute" in vars(module), module.execute
+    module.execute = function
+    try:
+        yield
+    finally:
+        if own:
+            module.execute = before
+        else:
+            del module.execute
+
+
+def is_chain(module: Any) -> bool:
+    """Return whether a module calls its layers one after the other, and does nothing else."""
+    return isinstance(module, jt.nn.Sequential) and type(module).execute is jt.nn.Sequential.execute
+
+
+def layers_of(fqn: str, chain: Any) -> list[str]:
+    """Return the FQNs of a chain's layers."""
+    return [f"{fqn}.{name}" if fqn else name for name in chain.layers]
+
+
 def named_variables(model: Any) -> dict[str, Any]:
     """Return the parameters and buffers of a model by FQN; shared ones appear once."""
     variables: dict[str, Any] = {}
@@ -135,23 +173,39 @@ class Node:
     @property
     def nbytes(self) -> int:
         """The bytes of a variable."""
-        itemsize = _ITEMSIZES.get(self.dtype, 8 if self.dtype in _WIDE else 4)
-        return math.prod(self.shape) * itemsize if self.id >= 0 else 0
+        bits = re.sub(r"\D", "", self.dtype)  # none in "bool"
+        return math.prod(self.shape) * (int(bits or 8) // 8) if self.id >= 0 else 0
 
 
 def nodes() -> list[Node]:
     """Return all nodes that are connected to variables that Python holds."""
-    dumped = jt.dump_all_graphs()
-    return [_node(text, inputs) for text, inputs in zip(dumped.nodes_info, dumped.inputs, strict=True)]
+    dumped, found = jt.dump_all_graphs(), []
+    for text, inputs in zip(dumped.nodes_info, dumped.inputs, strict=True):
+        match = _VARIABLE.match(text)
+        if match is None:
+            found.append(Node(tuple(inputs)))
+            continue
+        identity, has_gradient, dtype, name, address, sizes = match.groups()
+        shape = tuple(int(n) for n in sizes.split(",") if n)
+        found.append(Node(tuple(inputs), int(identity), has_gradient == "1", name, dtype, shape, int(address, 16)))
+    return found
 
 
-def _node(text: str, inputs: Iterable[int]) -> Node:
-    match = _VARIABLE.match(text)
-    if match is None:
-        return Node(tuple(inputs))
-    identity, _, has_gradient, dtype, name, address, sizes = match.groups()
-    shape = tuple(int(n) for n in sizes.split(",") if n)
-    return Node(tuple(inputs), int(identity), has_gradient == "1", name, dtype, shape, int(address, 16))
+def allocated_bytes(owners: Mapping[int, str] | None = None) -> Counter[str]:
+    """Return the bytes of all variables that have memory, by their owners; those that share it count once.
+
+    Args:
+        owners: The owner of a variable, by its id; "other variables" for all others.
+    """
+    sizes: dict[int, tuple[int, str]] = {}
+    for node in nodes():
+        if node.address:
+            owner = (owners or {}).get(node.id, "other variables")
+            sizes[node.address] = max(sizes.get(node.address, (0, "")), (node.nbytes, owner))
+    found: Counter[str] = Counter()
+    for nbytes, owner in sizes.values():
+        found[owner] += nbytes
+    return found
 
 
 def reached(graph: list[Node], identities: Iterable[int], beyond: Callable[[Node], bool]) -> Iterator[Node]:

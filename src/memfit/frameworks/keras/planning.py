@@ -16,14 +16,12 @@ from msgspec.structs import replace
 
 from memfit.errors import PlanMismatchError
 from memfit.foundations import Progress, format_bytes, format_seconds, read_budget, silent
-from memfit.frameworks.keras.graph import Graph, graph_of
 from memfit.frameworks.keras.internals import keras, tf
-from memfit.frameworks.keras.memory import default_device, measured_peak, peak_of
-from memfit.frameworks.keras.profile import Cost, profile
-from memfit.frameworks.keras.recompute import Run, recomputed
+from memfit.frameworks.keras.profile import Cost, default_device, measured_peak, peak_of, profile
+from memfit.frameworks.keras.recompute import Graph, Run, graph_of, recomputed
 from memfit.frameworks.keras.workload import Workload, fingerprint
-from memfit.frameworks.measured_layers import MEASURED, Planner, infeasible, prediction
-from memfit.ir import Candidate, Levers, Numerics, Plan, Prediction, Region
+from memfit.frameworks.measured_layers import MEASURED, Planner, conflicts, infeasible, prediction
+from memfit.ir import Candidate, Levers, Plan, Prediction, Region
 from memfit.solver import ALWAYS, Activity, Combination, Option, Problem, Row, Tightening, frontier
 
 _OVERESTIMATE = 0.1  # share by which a predicted peak may be over the budget for its plan to be measured all the same
@@ -96,11 +94,7 @@ class KerasPlanner(Planner):
     """
 
     workload: Workload
-    points: int = 10
-    time_limit_seconds: float = 6.0
-    progress: Progress = silent
     measured: dict[int, int | None] = field(default_factory=dict)
-    allowed: Numerics = "reordered"
 
     def __post_init__(self) -> None:
         self.framework = f"keras {keras.__version__}, tensorflow {tf.__version__}"
@@ -133,13 +127,8 @@ class KerasPlanner(Planner):
         """
         return _ALLOWANCE if self.workload.run_eagerly else _ALLOWANCE_OF_TRACES
 
-    def plan(self, budget: int | float | str) -> Plan:
-        """Return the fastest plan of the frontier whose measured peak fits a budget."""
-        read = read_budget(budget, of_device=False)
-        plain_bytes = self.upper_bytes(0) if read.of else None
-        budget_bytes = read.nbytes(plain_bytes=plain_bytes)
-        share = read.share_text("", None, plain_bytes) if plain_bytes is not None else ""
-        return self.fitting(budget_bytes, share)
+    def plain_bytes(self) -> int | None:
+        return self.upper_bytes(0)
 
     def tried(self, budget_bytes: int) -> Iterator[tuple[Candidate, Prediction, list[str]]]:
         """Yield the plans of the frontier that may fit, the fastest first."""
@@ -187,18 +176,17 @@ class KerasPlanner(Planner):
             before = [(v, tf.convert_to_tensor(v.value)) for v in self.workload.model.non_trainable_variables]
             gc.collect()  # what is left of other models would be between free blocks
             try:
-                peaks = [self._peak_bytes(model) for _ in range(1 if self.workload.run_eagerly else _TRACES)]
+                peaks = []
+                for _ in range(1 if self.workload.run_eagerly else _TRACES):
+                    step = self.workload.step(model)  # a function is traced anew
+                    peaks.append(measured_peak(step, self.place))
+                    peaks += [peak_of(step, self.place) for _ in range(_MEASURED_STEPS)]
                 self.measured[index] = int(max(peaks) * (1 + self.allowance))
             except tf.errors.ResourceExhaustedError:
                 self.measured[index] = None
             for variable, value in before:
                 variable.assign(value)
         return self.measured[index]
-
-    def _peak_bytes(self, model: Any) -> int:
-        """Return the largest peak of some steps, in a function that is traced anew."""
-        step = self.workload.step(model)
-        return max([measured_peak(step, self.place), *(peak_of(step, self.place) for _ in range(_MEASURED_STEPS))])
 
 
 @dataclass
@@ -238,14 +226,11 @@ class _PeakModel:
         self.base = np.zeros(self.length + 1, np.int64)
         self.x = np.zeros((len(self.runs), self.length + 1), np.int64)
         self.z: dict[frozenset[Activity], npt.NDArray[np.int64]] = {}
-        self.conflicts = self._conflicts()
+        self.conflicts = conflicts(self.runs, self.count)
         self.tightened = Tightening(self.conflicts)
 
     def _backward(self, unit: int) -> int:
-        return 3 * self.count - 1 - 2 * unit
-
-    def _gap(self, unit: int) -> int:
-        return self._backward(unit) - 1
+        return self.length - 1 - 2 * unit
 
     def _tensors(self) -> list[_Tensor]:
         """Return the tensors that take memory; a view counts as what it is a view of."""
@@ -255,78 +240,69 @@ class _PeakModel:
             for t, needed in zip(unit.inputs, cost.needs_inputs, strict=True):
                 if t in known:
                     known[t].takers.add(index)
-                    if needed:
-                        known[t].needers.add(index)
+                    known[t].needers |= {index} if needed else set()
             for t, nbytes, needed in zip(unit.outputs, cost.output_bytes, cost.needs_outputs, strict=True):
                 source = next((known[i] for i in unit.inputs if i in known), None)
                 if nbytes == 0 and source is not None:
                     known[t] = source
                     continue
-                known[t] = _Tensor(nbytes, index)
+                known[t] = _Tensor(nbytes, index, needers={index} if needed else set())
                 found.append(known[t])
-                if needed:
-                    known[t].needers.add(index)
         for t in self.graph.outputs:
             if t in known:
                 known[t].takers.add(self.count)  # the loss
         return found
 
-    def _crossing_bytes(self, cut: int) -> int:
-        return sum(t.nbytes for t in self.tensors if t.made < cut <= max(t.takers, default=0))
-
     def _runs(self) -> list[Run]:
         """Return the runs between cuts; of many places to cut, those where few bytes pass."""
+
+        def crossing_bytes(cut: int) -> int:
+            return sum(t.nbytes for t in self.tensors if t.made < cut <= max(t.takers, default=0))
+
+        def dropped_bytes(start: int, stop: int) -> int:
+            """Return what a run does not keep when it is recomputed: all that only its own backward pass needs."""
+            own = (
+                t.nbytes
+                for t in self.tensors
+                if t.needers and start <= t.made < stop and all(start <= unit < stop for unit in t.needers)
+            )
+            return sum(own) + sum(c.saved_bytes for c in self.costs[start:stop])
+
         window = -(-self.count // _MOST_CUTS)
-        inner = range(1, self.count, window)
-        cuts = [min(range(w, min(w + window, self.count)), key=self._crossing_bytes) for w in inner]
-        cuts = sorted({0, *cuts, self.count})
+        inner = (range(w, min(w + window, self.count)) for w in range(1, self.count, window))
         refused = {i for i, c in enumerate(self.costs) if c.refused}
-        refused_cuts = {cut for i in refused for cut in (i, i + 1)}
-        cuts = sorted({*cuts, *refused_cuts})
-        runs = [(a, b) for n, a in enumerate(cuts) for b in cuts[n + 1 :] if not refused.intersection(range(a, b))]
-        return [run for run in runs if self._dropped_bytes(run) > 0]
-
-    def _dropped_bytes(self, run: Run) -> int:
-        """Return what a run does not keep when it is recomputed: all that only its own backward pass needs."""
-        start, stop = run
-        inner = sum(
-            t.nbytes
-            for t in self.tensors
-            if t.needers and all(start <= u < stop for u in (t.made, *t.takers, *t.needers))
-        )
-        shared = sum(
-            t.nbytes
-            for t in self.tensors
-            if start <= t.made < stop and t.needers and all(start <= u < stop for u in t.needers)
-        )
-        return max(inner, shared) + sum(c.saved_bytes for c in self.costs[start:stop])
-
-    def _conflicts(self) -> list[frozenset[int]]:
-        members = (
-            frozenset(j for j, (start, stop) in enumerate(self.runs) if start <= unit < stop)
-            for unit in range(self.count)
-        )
-        return list(dict.fromkeys(m for m in members if len(m) > 1))
+        places = {0, self.count, *(min(cuts, key=crossing_bytes) for cuts in inner)}
+        cuts = sorted(places.union(*((i, i + 1) for i in refused)))
+        return [
+            (a, b)
+            for a, b in itertools.combinations(cuts, 2)
+            if not refused.intersection(range(a, b)) and dropped_bytes(a, b) > 0
+        ]
 
     def problem(self) -> Problem:
         """Return the model, with an option for each run of units worth recomputing."""
         for tensor in self.tensors:
             self._add_tensor(tensor)
-            self._add_gradient(tensor)
+            first = self._backward(max((t for t in tensor.takers if t < self.count), default=self.count - 1))
+            own = self._backward(tensor.made)
+            self._mark(self.base, min(first, own), own, tensor.nbytes)  # its gradient
         transient = np.zeros(self.length, np.int64)
         for index, cost in enumerate(self.costs):
-            self._add_saved(index, cost)
-            self._mark(self.base, self._backward(index) + 1, self.length - 1, cost.weight_bytes)
+            backward = self._backward(index)
+            self._mark(self.base, index, backward, cost.saved_bytes)
+            for j, (start, stop) in enumerate(self.runs):
+                if start <= index < stop:
+                    self._mark(self.x[j], index + 1, backward, -cost.saved_bytes)
+            self._mark(self.base, backward + 1, self.length - 1, cost.weight_bytes)
             transient[index] = cost.forward_bytes
-            transient[self._backward(index)] = self._allocated_backward(index)
+            counted = sum(t.nbytes for t in self.tensors if max(t.takers, default=-1) == index)  # gradients alive there
+            transient[backward] = max(0, cost.backward_bytes - counted)
         rows = [Row(axis) for axis in range(self.length)]
         options = []
-        for j, run in enumerate(self.runs):
-            rows.append(Row(self._gap(run[1] - 1), j, self._add_recomputation(j, run)))
-            names = tuple(unit.name for unit in self.graph.units[run[0] : run[1]])
-            options.append(
-                Option((Region(names),), {}, (), sum(c.forward_seconds for c in self.costs[run[0] : run[1]]))
-            )
+        for j, (start, stop) in enumerate(self.runs):
+            rows.append(Row(self._backward(stop - 1) - 1, j, self._add_recomputation(j, start, stop)))
+            names = tuple(unit.name for unit in self.graph.units[start:stop])
+            options.append(Option((Region(names),), {}, (), sum(c.forward_seconds for c in self.costs[start:stop])))
         columns = np.array([np.cumsum(line[: self.length]) for line in (*self.x, *self.z.values())], np.int64)
         return Problem(
             options=options,
@@ -337,11 +313,6 @@ class _PeakModel:
             rows=rows,
             plain_seconds=sum(c.forward_seconds + c.backward_seconds for c in self.costs),
         )
-
-    def _allocated_backward(self, index: int) -> int:
-        """Return what a unit's backward pass allocates, without gradients that are counted as alive there."""
-        fresh = sum(t.nbytes for t in self.tensors if max(t.takers, default=-1) == index)
-        return max(0, self.costs[index].backward_bytes - fresh)
 
     def _mark(self, line: npt.NDArray[np.int64], first: int, last: int, nbytes: int) -> None:
         if last >= first:
@@ -366,30 +337,12 @@ class _PeakModel:
         later = sorted((end for end in ends if end > released), reverse=True)
         for end, before in itertools.pairwise([*later, released]):
             active |= ends[end]
-            self._mark_active(active, before + 1, end, tensor.nbytes)
+            reasons = self.tightened(active)
+            known = self.base if ALWAYS in reasons else self.z.setdefault(reasons, np.zeros(self.length + 1, np.int64))
+            self._mark(known, before + 1, end, tensor.nbytes)
 
-    def _mark_active(self, active: set[Activity], first: int, last: int, nbytes: int) -> None:
-        reasons = self.tightened(active)
-        if ALWAYS in reasons:
-            self._mark(self.base, first, last, nbytes)
-        else:
-            self._mark(self.z.setdefault(reasons, np.zeros(self.length + 1, np.int64)), first, last, nbytes)
-
-    def _add_gradient(self, tensor: _Tensor) -> None:
-        """Add the bytes of a tensor's gradient: from its last taker's backward pass to that of its own unit."""
-        first = self._backward(max((t for t in tensor.takers if t < self.count), default=self.count - 1))
-        self._mark(self.base, min(first, self._backward(tensor.made)), self._backward(tensor.made), tensor.nbytes)
-
-    def _add_saved(self, index: int, cost: Cost) -> None:
-        """Add what a unit saves for its backward pass, unless it is recomputed."""
-        self._mark(self.base, index, self._backward(index), cost.saved_bytes)
-        for j, (start, stop) in enumerate(self.runs):
-            if start <= index < stop:
-                self._mark(self.x[j], index + 1, self._backward(index), -cost.saved_bytes)
-
-    def _add_recomputation(self, j: int, run: Run) -> int:
+    def _add_recomputation(self, j: int, start: int, stop: int) -> int:
         """Add what a run's recomputation leaves for its backward pass; return what it holds at its peak."""
-        start, stop = run
         first, over = self._backward(stop - 1), self._backward(start)
         change = np.zeros(stop - start + 1, np.int64)
         for tensor in self.tensors:

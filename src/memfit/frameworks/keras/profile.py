@@ -1,7 +1,8 @@
-"""The bytes and seconds of each layer, measured on the values that the model gives it.
+"""What TensorFlow's allocator holds, and with it the bytes and seconds of each layer of a model.
 
-Each unit runs by itself on copies of its inputs. What TensorFlow holds after the unit, and what it frees when an
-output or an input is let go, tells what the backward pass needs: the unit's own buffers, its outputs, its inputs.
+Each unit runs by itself on copies of the inputs that the model gives it. What TensorFlow holds after the unit, and what
+it frees when an output or an input is let go, tells what the backward pass needs: the unit's own buffers, its outputs,
+its inputs.
 """
 
 from __future__ import annotations
@@ -12,15 +13,57 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memfit.frameworks.keras.graph import Graph, Unit
+from memfit.errors import UsageError
 from memfit.frameworks.keras.internals import keras, losses_added, tf
-from memfit.frameworks.keras.memory import held_bytes, peak_of
-from memfit.frameworks.keras.recompute import Stretch, joined, states_of
+from memfit.frameworks.keras.recompute import Graph, Stretch, Unit, joined, states_of
 from memfit.frameworks.keras.workload import Workload
 
 _TIMED = 3
 _COUNTED_BYTES = 2**18
 """Smaller tensors are in no count of TensorFlow's on the CPU: they are taken as needed, and as no views."""
+
+
+def default_device() -> str:
+    """Return the name of the first GPU, or of the CPU where there is none."""
+    return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
+
+
+def held_bytes(device: str) -> int:
+    """Return the bytes that TensorFlow has allocated on a device."""
+    return int(tf.config.experimental.get_memory_info(device)["current"])
+
+
+def peak_of(run: Callable[[], Any], device: str) -> int:
+    """Return the bytes that TensorFlow allocates at the peak of one run, beyond those held before.
+
+    Raises:
+        UsageError: TensorFlow does not count the device's memory.
+    """
+    try:
+        tf.config.experimental.reset_memory_stats(device)
+    except ValueError as e:
+        raise UsageError(
+            f"TensorFlow does not count the memory of device={device!r} ({e}): for a CPU, set TF_ENABLE_ONEDNN_OPTS=1"
+            " in the environment before TensorFlow is imported"
+        ) from e
+    before = held_bytes(device)
+    run()
+    return int(tf.config.experimental.get_memory_info(device)["peak"]) - before
+
+
+def measured_peak(run: Callable[[], Any], device: str = "CPU:0") -> int:
+    """Return the peak memory of a run in bytes, minus the memory allocated before it.
+
+    Args:
+        run: The function, run once to trace it and once to measure it.
+        device: Name of the device for `tf.config.experimental.get_memory_info`.
+
+    Raises:
+        UsageError: TensorFlow does not count the device's memory. It counts a CPU's where oneDNN is on, which it turns
+            off by itself for processors without instructions for neural networks (AVX512-VNNI).
+    """
+    run()
+    return peak_of(run, device)
 
 
 @dataclass(frozen=True)
@@ -82,8 +125,10 @@ class _Measured(Stretch):
         if unit.is_layer and losses_added(unit.operation) > losses:
             refused = refused or "adds a loss in its call"
         with keras.StatelessScope(state):  # nothing that is measured changes the model
-            if not _same(results, unit.call(values, training)):
+            both = zip(results, unit.call(values, training), strict=True)
+            if any(a.numpy().tobytes() != b.numpy().tobytes() for a, b in both):
                 refused = refused or "returns other values when it is called again"
+        del both
         for variable, before in state:
             variable.assign(before)
         given = {t: values[t] for t in unit.inputs}
@@ -93,11 +138,6 @@ class _Measured(Stretch):
         self.costs.append(self.known[key])
         self.progress(len(self.costs), len(self.units))
         return results
-
-
-def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Tell whether two results hold the same bits."""
-    return all((a.numpy().tobytes() == b.numpy().tobytes()) for a, b in zip(one, other, strict=True))
 
 
 def _signature(unit: Unit, values: dict[int, Any], refused: str) -> Any:
@@ -124,6 +164,7 @@ class _Meter:
     def __post_init__(self) -> None:
         """Let the unit run as the step does: in a function whose gradient is made with it, or eagerly."""
         self.function = self._function(self._forward)
+        self.weights = list(self.unit.operation.trainable_variables) if self.unit.is_layer else []
 
     def cost(self, refused: str) -> Cost:
         """Return what the unit takes."""
@@ -143,7 +184,7 @@ class _Meter:
             saved_bytes=saved,
             forward_bytes=max(0, forward_peak - sum(output_bytes) - alone),
             backward_bytes=self._backward_peak(),
-            weight_bytes=sum(_nbytes(v) for v in self._weights()),
+            weight_bytes=sum(_nbytes(v) for v in self.weights),
             forward_seconds=forward,
             backward_seconds=backward,
             refused=refused,
@@ -176,12 +217,8 @@ class _Meter:
         del tape
         return saved, freed_outputs, freed_inputs, sizes, peak
 
-    def _weights(self) -> list[Any]:
-        return list(self.unit.operation.trainable_variables) if self.unit.is_layer else []
-
     def _targets(self, values: dict[int, Any]) -> list[Any]:
-        weights = [v.value for v in self._weights()]
-        return [*(v for v in values.values() if v.dtype.is_floating), *weights]
+        return [*(v for v in values.values() if v.dtype.is_floating), *(v.value for v in self.weights)]
 
     def _backward_peak(self) -> int:
         targets = self._targets(self.values)
