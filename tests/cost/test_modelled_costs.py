@@ -19,7 +19,7 @@ from memfit.cost.operator_call import OperatorCall
 from memfit.errors import UsageError
 from memfit.hardware import known_devices
 from memfit.ir import Trace, Work, kernels, simulate, throughput
-from memfit.ir.operator_classes import _NAMES
+from memfit.ir.operators import _NAMES
 from tests.gpus import AMPERE
 from tests.ir.test_flops import call, tensor
 from tests.models import plain_trace

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from torch.utils.flop_counter import flop_registry
 
 from memfit.ir import ATTENTION, CONVOLUTIONS, MATRIX, Device, Work, call_flops, peak_flops
-from memfit.ir.flops import _CAUSAL, Flops
+from memfit.ir.throughputs import _CAUSAL, Flops
 from tests.gpus import AMPERE
 
 NO_WORK = Work(0, 0, 0, "bfloat16", True)

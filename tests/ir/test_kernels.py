@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from memfit.ir import CostTable, OpCost, Work, call_flops, kernels
+from memfit.ir import CostTable, OpCost, Work, call_flops, is_kernel, kernel_text, unfused
 from tests.ir.test_throughput import TRACE
 
 ADD, MUL, MM = (f'{{"op":"aten.{name}","args":[]}}' for name in ("add.Tensor", "mul.Tensor", "mm.default"))
@@ -19,14 +19,6 @@ COSTS = CostTable(
     selective_op_seconds=0.0,
     peak_error=0.0,
 )
-
-
-@pytest.mark.parametrize("members", [(), (ADD,), (ADD, MUL)])
-@pytest.mark.parametrize("reused", [0, 128])
-def test_the_text_of_a_kernel_has_all_of_it(members: tuple[str, ...], reused: int) -> None:
-    text = kernels.kernel_text(members, reused)
-    assert kernels.is_kernel(text) and not kernels.is_kernel(ADD)
-    assert kernels.members_of(text) == members and kernels.reused_bytes_of(text) == reused
 
 
 @pytest.mark.parametrize(
@@ -43,23 +35,24 @@ def test_the_text_of_a_kernel_has_all_of_it(members: tuple[str, ...], reused: in
 def test_a_kernel_is_as_slow_as_the_slowest_of_its_operators(
     members: tuple[str, ...], reused: int, expected: OpCost
 ) -> None:
-    text = kernels.kernel_text(members, reused)
+    text = kernel_text(members, reused)
+    assert is_kernel(text) and not is_kernel(ADD)
     assert COSTS.of(text) == expected
     assert COSTS.seconds_of(text) == expected.seconds and COSTS.seconds_of(ADD) == 1.5
 
 
 def test_the_operators_of_kernels_are_there_for_their_costs() -> None:
     trace = TRACE
-    assert kernels.unfused(trace) is trace
+    assert unfused(trace) is trace
     work = Work(1, 2, 3, "float32", True)
-    text = kernels.kernel_text((ADD, MUL))
+    text = kernel_text((ADD, MUL))
     fused = replace(
         trace,
         signatures=[*trace.signatures, ADD, MUL, text],
         works=[*trace.works, work, work, work],
         ops=[replace(trace.ops[0], signature=len(trace.signatures) + 2), *trace.ops[1:]],
     )
-    alone = kernels.unfused(fused)
+    alone = unfused(fused)
     assert alone.signatures == [*trace.signatures, ADD, MUL]
     assert [op.name for op in alone.ops] == ["aten.add.Tensor", "aten.mul.Tensor", *(op.name for op in trace.ops[1:])]
     assert [alone.signatures[op.signature] for op in alone.ops[:2]] == [ADD, MUL]
@@ -67,4 +60,4 @@ def test_the_operators_of_kernels_are_there_for_their_costs() -> None:
 
 def test_the_operations_of_a_kernel_are_counted() -> None:
     work = Work(12, 0, 0, "float32", True)
-    assert call_flops("aten.mm.default", kernels.kernel_text((MM,)), work).model == 12
+    assert call_flops("aten.mm.default", kernel_text((MM,)), work).model == 12

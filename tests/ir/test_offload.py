@@ -21,7 +21,7 @@ from memfit.ir import (
     stall_seconds,
     transfers,
 )
-from memfit.ir.offload import WAIT
+from memfit.ir.regions import WAIT
 from tests.models import COSTS, captured, plain_trace, transformer
 
 LINK = msgspec.structs.replace(COSTS, link_bytes_per_second=1e9)

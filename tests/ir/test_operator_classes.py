@@ -7,7 +7,7 @@ import torch
 
 from memfit.cost import roofline
 from memfit.ir import Trace, operator_class, throughput
-from memfit.ir.operator_classes import _CLASS, _NAMES, OTHER
+from memfit.ir.operators import _CLASS, _NAMES, OTHER
 from memfit.workload import Workload
 from tests.gpus import AMPERE
 from tests.models import BUILDERS, captured, plain_trace

@@ -122,7 +122,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
     count = flop_registry.get(packet_of(func))
     try:
         return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
-    except AssertionError:  # grouped queries before torch 2.12; `ir.flops` counts attention by itself
+    except AssertionError:  # grouped queries before torch 2.12; `ir.throughputs` counts attention by itself
         return 0
 
 

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from memfit.ir.caching_allocator import AllocationEvent
-from memfit.ir.operator_costs import CostTable
-from memfit.ir.remat import Region
+from memfit.ir.costs import CostTable
+from memfit.ir.regions import Region
 from memfit.ir.simulation import Life, Replay
 from memfit.ir.timeline import WORKSPACE
 from memfit.ir.trace import Trace

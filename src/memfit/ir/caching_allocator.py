@@ -14,7 +14,7 @@ import msgspec
 
 from memfit.errors import SimulatedOutOfMemoryError
 from memfit.foundations import format_bytes
-from memfit.ir.settings import (
+from memfit.ir.device import (
     MIN_BLOCK_BYTES,
     ROUND_LARGE_BYTES,
     SMALL_BYTES,

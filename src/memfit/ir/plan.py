@@ -12,10 +12,11 @@ import msgspec
 from memfit.errors import InfeasibleError
 from memfit.foundations import Budget, format_bytes, public, read_budget
 from memfit.ir import codec
-from memfit.ir.display import Shown, ShownList
-from memfit.ir.remat import Region
-from memfit.ir.sharding import Sharding
+from memfit.ir.codec import Shown, ShownList
+from memfit.ir.regions import Region
 from memfit.ir.throughputs import Throughput
+from memfit.ir.timeline import PeakPart
+from memfit.ir.trace import Sharding
 
 Precision = Literal["32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true"]
 CompilerLever = Literal["none", "inductor", "inductor-channels-last"]
@@ -100,21 +101,6 @@ def uses_text(uses: Iterable[LeverUse]) -> str:
 def freest(uses: Iterable[LeverUse]) -> Numerics:
     """Return the freest class of the levers that are used; "exact" where there are none."""
     return max((use.numerics for use in uses), key=NUMERICS.index, default="exact")
-
-
-class PeakPart(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Tensors of one kind that are alive at a step's peak.
-
-    Attributes:
-        kind: "logits", "attention scores", "activations", "activation gradients", "workspaces", or another category of
-            the timeline. What shrinks them depends on it.
-        text: The tensors, in words ("logits of 8 × 48 × 16,384").
-        nbytes: Their bytes together.
-    """
-
-    kind: str
-    text: str
-    nbytes: int
 
 
 class Prediction(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):

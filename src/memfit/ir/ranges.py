@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from memfit.ir.display import Shown
+from memfit.ir.codec import Shown
 from memfit.ir.plan import Precision
 
 FP16_LARGEST = 65504.0

@@ -1,11 +1,17 @@
-"""The record of a training run, which `train` writes and `report` shows."""
+"""The records of steps that ran, which `train` and `verify` write and `report` shows, and the table by module."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Literal
 
-from memfit.ir.display import Shown
+from memfit.ir.codec import Shown
+from memfit.ir.costs import CostTable
+from memfit.ir.plan import Numerics
+from memfit.ir.regions import Region, enclosing
 from memfit.ir.timeline import Timeline
+from memfit.ir.trace import Trace, repeats
 
 
 class Comparison(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,3 +112,107 @@ class Views(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     planned: Timeline
     modules: list[ModuleRow]
     comparison: Comparison | None = None
+
+
+def module_table(plain: Trace, planned: Trace, costs: CostTable, regions: Iterable[Region]) -> list[ModuleRow]:
+    """Return a row for each module that keeps activations or holds parameters, in the model's order."""
+    before, after = kept_bytes(plain), kept_bytes(planned)
+    parameters = _parameter_bytes(plain)
+    seconds = _forward_seconds(plain, costs)
+    actions = {module: _action(region) for region in regions for module in region.modules}
+    kinds = {module.fqn: module.kind for module in plain.modules if before[module.fqn] or parameters[module.fqn]}
+    return [
+        ModuleRow(fqn or "(model)", kind, parameters[fqn], before[fqn], after[fqn], seconds[fqn], actions.get(fqn, ""))
+        for fqn, kind in kinds.items()
+    ]
+
+
+def _action(region: Region) -> str:
+    text = f"recomputed, keeps {len(region.keep)} operators" if region.keep else "recomputed"
+    return f"{text}, offloaded" if region.offload else text
+
+
+def kept_bytes(trace: Trace) -> dict[str, int]:
+    """Return, by module, the bytes allocated in its forward pass that are alive when the first backward pass starts."""
+    start = next((i for i, op in enumerate(trace.ops) if op.phase == "backward"), len(trace.ops))
+    total: dict[str, int] = defaultdict(int)
+    for storage in trace.storages:
+        if 0 <= storage.birth < start <= storage.death:
+            for fqn in _around(trace, trace.ops[storage.birth].call):
+                total[fqn] += storage.nbytes
+    return total
+
+
+def _around(trace: Trace, call: int) -> set[str]:
+    return {trace.modules[trace.calls[c].module].fqn for c in trace.call_chain(call)}
+
+
+def _parameter_bytes(trace: Trace) -> dict[str, int]:
+    total: dict[str, int] = defaultdict(int)
+    for storage in trace.storages:
+        if storage.category == "parameters" and storage.owner >= 0:
+            for fqn in enclosing(trace.modules[storage.owner].fqn):
+                total[fqn] += storage.nbytes
+    return total
+
+
+def _forward_seconds(trace: Trace, costs: CostTable) -> dict[str, float]:
+    total: dict[str, float] = defaultdict(float)
+    for op, times in zip(trace.ops, repeats(trace), strict=True):
+        if op.phase == "forward":
+            for fqn in _around(trace, op.call):
+                total[fqn] += float(times) * costs.seconds_of(trace.signatures[op.signature])
+    return total
+
+
+class GradientDifference(Shown, frozen=True, kw_only=True):
+    """The difference of a parameter's gradient under the plan from the plain one.
+
+    Attributes:
+        relative: ‖planned − plain‖ / ‖plain‖.
+        equal: Whether they are equal bit for bit.
+    """
+
+    parameter: str
+    relative: float
+    equal: bool
+
+
+class Verification(Shown, frozen=True, kw_only=True):
+    """The result of `verify`.
+
+    Attributes:
+        failures: Statements of the plan that do not hold; empty when it holds.
+        loss_difference: Relative difference of the losses.
+        gradient_difference: Relative difference of the gradients, over all parameters together.
+        bitwise: Whether the loss and every gradient are equal bit for bit.
+        measured_peak_bytes: Measured peak of the planned step.
+        measured_reserved_bytes: What an accelerator's allocator reserved for it at most, from an empty cache; None on
+            the CPU.
+        plain_measured_peak_bytes: Measured peak of the plain step; None of several ranks, of which none may have room
+            for it.
+        rank_peaks_bytes: Of several ranks, the measured peak of each, by rank; `measured_peak_bytes` is the largest.
+        comparison: Both steps as they trained in turn: peaks, times and losses; None where that was not asked for.
+    """
+
+    failures: list[str]
+    numerics: Numerics
+    plain_loss: float
+    planned_loss: float
+    loss_difference: float
+    gradient_difference: float
+    bitwise: bool
+    gradients: list[GradientDifference]
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    measured_reserved_bytes: int | None = None
+    plain_measured_peak_bytes: int | None
+    budget_bytes: int
+    notes: list[str]
+    rank_peaks_bytes: list[int] = []
+    comparison: Comparison | None = None
+
+    @property
+    def holds(self) -> bool:
+        """True if all statements of the plan hold."""
+        return not self.failures

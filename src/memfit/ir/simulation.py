@@ -11,14 +11,27 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from memfit.ir.collectives import SHARDS_IN, SHARDS_OUT, SMALL_BYTES, Communicator, collective, is_collective
-from memfit.ir.kernels import is_kernel
-from memfit.ir.offload import COPY_IN, COPY_OUT, WAIT, Transfer, stall_seconds, transfers
-from memfit.ir.operator_costs import CostTable
-from memfit.ir.recompute import Keepers, Recomputation, recomputations, released
-from memfit.ir.remat import Region, RegionCall, Regions, enclosing
+from memfit.ir.costs import CostTable, is_kernel
+from memfit.ir.operators import SHARDS_IN, SHARDS_OUT, SMALL_BYTES, Communicator, collective, is_collective
+from memfit.ir.regions import (
+    COPY_IN,
+    COPY_OUT,
+    WAIT,
+    Keepers,
+    Recomputation,
+    Region,
+    RegionCall,
+    Regions,
+    Transfer,
+    enclosing,
+    recomputations,
+    released,
+    repeats_of,
+    stall_seconds,
+    transfers,
+)
 from memfit.ir.timeline import TIMELINE_CATEGORIES, WORKSPACE, Timeline
-from memfit.ir.trace import Trace
+from memfit.ir.trace import Trace, later_microbatches
 
 _AMID_RECOMPUTATION = frozenset({"aten.detach.default", COPY_OUT, COPY_IN, WAIT, SHARDS_OUT, SHARDS_IN})
 
@@ -33,21 +46,6 @@ def simulate(trace: Trace, costs: CostTable, regions: Sequence[Region] = ()) -> 
         KeyError: A region has no forward call that could be checkpointed.
     """
     return Replay(trace, costs, regions).timeline()
-
-
-def repeats(trace: Trace) -> npt.NDArray[np.float64]:
-    """Return how often each operator runs in the real step: the second microbatch stands for later ones."""
-    return np.where(trace.is_of_second, later_microbatches(trace), 1.0)
-
-
-def later_microbatches(trace: Trace) -> float:
-    """Return the microbatches of the real step that the second one stands for, itself included.
-
-    A last one of fewer samples is a part of one.
-    """
-    if trace.microbatches == trace.scale_microbatches:  # all were captured, each as it is
-        return 1.0
-    return trace.batch_size / trace.microbatch_size + 1 - trace.microbatches
 
 
 class Life(NamedTuple):
@@ -424,8 +422,3 @@ def recomputed_runs(trace: Trace) -> list[list[int]]:
         elif op.name not in _AMID_RECOMPUTATION and not is_collective(op.name):
             follows = False
     return runs
-
-
-def repeats_of(trace: Trace, region: RegionCall) -> float:
-    """Return how often a region call runs in the real step: the second microbatch stands for later ones."""
-    return later_microbatches(trace) if trace.calls[region.calls[0]].microbatch == 1 else 1.0

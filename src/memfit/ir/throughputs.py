@@ -1,16 +1,189 @@
-"""The throughput of a predicted step: samples, tokens and operations per second."""
+"""The operations of a step, the peak rates that a device has for them, and its throughput.
+
+There are two counts. *Model* operations follow the convention of model FLOPs utilisation (Chowdhery et al. 2022, *PaLM:
+Scaling Language Modeling with Pathways*, appendix B): attention counts the whole matrix of scores, causal or not, and
+its backward pass is twice its forward pass. *Hardware* operations are those of the kernels: fused causal attention
+skips masked blocks, and its backward pass computes the scores again (Dao 2023, *FlashAttention-2*, section 3.1).
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections import defaultdict
+from typing import Literal
 
+import msgspec
+
+from memfit.ir.codec import Shown
+from memfit.ir.costs import CostTable, is_kernel, members_of
 from memfit.ir.device import Device
-from memfit.ir.display import Shown
-from memfit.ir.flops import Matmul, call_flops, peak_flops, runs_in_tf32
-from memfit.ir.operator_classes import ATTENTION, CONVOLUTIONS, MATRIX, OPTIMIZER, RECURRENT, operator_class
-from memfit.ir.operator_costs import CostTable
-from memfit.ir.simulation import repeats
-from memfit.ir.trace import Trace
+from memfit.ir.operators import (
+    ATTENTION,
+    CONVOLUTIONS,
+    MATRIX,
+    OPTIMIZER,
+    RECURRENT,
+    Arguments,
+    Tensor,
+    arguments,
+    base_name,
+    operator_class,
+)
+from memfit.ir.trace import Trace, Work, repeats
+
+_BLOCK = 128  # queries and keys of the blocks that fused attention kernels skip
+_CAUSAL: dict[str, int] = {
+    "_scaled_dot_product_flash_attention": 4,
+    "_scaled_dot_product_flash_attention_backward": 11,
+    "_scaled_dot_product_efficient_attention": 6,
+    "_scaled_dot_product_efficient_attention_backward": 11,
+    "_scaled_dot_product_cudnn_attention": 6,
+    "_scaled_dot_product_cudnn_attention_backward": 14,
+    "_scaled_dot_product_flash_attention_for_cpu": 4,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 7,
+    "_flash_attention_forward": 8,
+    "_flash_attention_backward": 11,
+    "_efficient_attention_forward": 9,
+    "_efficient_attention_backward": 14,
+}
+"""Fused attention operators, and the position of is_causal (or custom_mask_type) in their schema."""
+_CONVOLUTION_BACKWARD = ("convolution_backward", "convolution_backward_overrideable")
+_TOKENS_FIRST = ("_flash_attention_", "_efficient_attention_")  # [batch, tokens, heads, head dim]
+
+TF32 = "tf32"
+Matmul = Literal["highest", "high"]
+"""Values of `torch.set_float32_matmul_precision`: float32 matrix products without and with TF32."""
+
+
+class Flops(msgspec.Struct, frozen=True, array_like=True):
+    """Operations of one call, as the module's docstring defines them."""
+
+    model: int
+    hardware: int
+
+
+@functools.lru_cache(maxsize=65536)
+def call_flops(name: str, signature: str, work: Work) -> Flops:
+    """Return the operations of a call.
+
+    Args:
+        work: Its work, whose count is taken for all but fused attention, recurrent layers and the backward pass of
+            convolutions.
+    """
+    base = base_name(name)
+    if is_kernel(signature):  # a library's, of one operator, where it is none that the compiler generates
+        signature = members_of(signature)[-1] if members_of(signature) else ""
+    if base in _CAUSAL:
+        shape = attention_shape(name, arguments(signature))
+        if shape is not None:
+            return _attention_flops(shape, "backward" in base)
+    if operator_class(name) == RECURRENT and "cell" not in base:
+        count = _recurrent_flops(arguments(signature)) * (2 if "backward" in base else 1)
+        return Flops(count, count)
+    if base in _CONVOLUTION_BACKWARD and work.flops:
+        twice = _convolution_backward_flops(arguments(signature), work.flops)
+        return Flops(twice, twice)
+    return Flops(work.flops, work.flops)
+
+
+class AttentionShape(msgspec.Struct, frozen=True):
+    """The sizes of a fused attention call."""
+
+    batch: int
+    heads: int
+    key_heads: int
+    queries: int
+    keys: int
+    dim: int
+    value_dim: int
+    causal: bool
+    dtype: str
+
+
+def attention_shape(name: str, given: Arguments) -> AttentionShape | None:
+    """Return the sizes of a fused attention call; None for unknown arguments."""
+    base = base_name(name)
+    first = 1 if "backward" in base else 0
+    q, k, v = (given.get(first + i, "") for i in range(3))
+    if not all(isinstance(t, Tensor) and len(t.shape) == 4 for t in (q, k, v)):
+        return None
+    heads, tokens = (2, 1) if base.startswith(_TOKENS_FIRST) else (1, 2)
+    causal = bool(given.get(_CAUSAL[base], "is_causal", given.named.get("custom_mask_type", False)))
+    counts = (q.shape[heads], k.shape[heads], q.shape[tokens], k.shape[tokens])
+    return AttentionShape(q.shape[0], *counts, q.shape[3], v.shape[3], causal, q.dtype)
+
+
+def _attention_flops(shape: AttentionShape, backward: bool) -> Flops:
+    scores = shape.batch * shape.heads * shape.queries * shape.keys
+    forward = 2 * scores * (shape.dim + shape.value_dim)
+    again = 2 * scores * shape.dim if backward else 0
+    model = 2 * forward if backward else forward
+    return Flops(model, int((model + again) * visible_share(shape)))
+
+
+def visible_share(shape: AttentionShape) -> float:
+    """Return the share of the blocks of the score matrix that the kernel visits."""
+    if not shape.causal:
+        return 1.0
+    rows, columns = math.ceil(shape.queries / _BLOCK), math.ceil(shape.keys / _BLOCK)
+    return sum(min(row + 1, columns) for row in range(rows)) / max(1, rows * columns)
+
+
+def _recurrent_flops(given: Arguments) -> int:
+    """Count the products of every token (the first argument, features last) with every matrix of weights."""
+    if len(given.values) < 3 or not isinstance(given.values[0], Tensor):
+        return 0
+    tokens = given.values[0].elements // max(1, given.values[0].shape[-1])
+    weights = given.values[1] if isinstance(given.values[1], list) else given.values[1:3]  # cuDNN's list, oneDNN's two
+    return 2 * tokens * sum(t.elements for t in weights if isinstance(t, Tensor) and len(t.shape) == 2)
+
+
+def _convolution_backward_flops(given: Arguments, counted: int) -> int:
+    """Return twice the forward product, or once where one gradient is asked for; torch's count for unknown arguments.
+
+    torch's count leaves `groups` out of the weight's gradient.
+    """
+    gradient, x, weight = (given.get(i, "") for i in range(3))
+    if not isinstance(gradient, Tensor) or not isinstance(x, Tensor) or not isinstance(weight, Tensor):
+        return counted
+    mask = given.get(10, "output_mask", [True, True])
+    gradients = sum(bool(wanted) for wanted in mask[:2]) if isinstance(mask, list) else 2
+    swept = x if given.get(7, "transposed", False) is True else gradient
+    return gradients * 2 * swept.elements * weight.elements // max(1, weight.shape[0])
+
+
+def runs_in_tf32(device: Device, dtype: str, kind: str, matmul: Matmul = "highest") -> bool:
+    """Tell whether operators of a class run in TF32 on a device, by PyTorch's defaults and `matmul`."""
+    has_units = device.vendor == "nvidia" and bool(device.matrix_flops.get(TF32))
+    return (
+        dtype == "float32"
+        and has_units
+        and (kind in (CONVOLUTIONS, RECURRENT) or matmul == "high" and kind != ATTENTION)
+    )
+
+
+def peak_flops(device: Device, dtype: str, kind: str, matmul: Matmul = "highest") -> float:
+    """Return the device's peak rate for operators of a class, in operations per second; 0 if unknown.
+
+    16-bit floats use matrix units where the device has them for that dtype, and float32 arithmetic elsewhere. float32
+    uses TF32 by PyTorch's defaults: cuDNN's convolutions and recurrent layers from compute capability 8.0 on
+    (`torch.backends.cudnn.allow_tf32`), matrix products only with `matmul="high"`.
+    """
+    matrix, vector = device.matrix_flops, device.vector_flops
+    single = vector.get("float32", 0.0)
+    if dtype != "float32":
+        return matrix.get(dtype) or max(vector.get(dtype, 0.0), single if dtype != "float64" else 0.0)
+    single = max(single, matrix.get("float32", 0.0))
+    if device.vendor != "nvidia":
+        return single
+    reduced = matrix.get(TF32, 0.0)
+    if runs_in_tf32(device, dtype, kind, matmul):
+        return max(single, reduced)
+    if kind == ATTENTION:  # CUTLASS's memory-efficient kernels make a float32 product of three in TF32
+        return max(single, reduced / 3)
+    return single
+
 
 _COUNTED = (MATRIX, CONVOLUTIONS, RECURRENT, ATTENTION)
 
@@ -58,7 +231,7 @@ def throughput(
 ) -> Throughput:
     """Return the throughput of a captured step.
 
-    Utilisation follows Chowdhery et al. 2022 (PaLM, appendix B), see `ir.flops`: model operations count attention in
+    Utilisation follows Chowdhery et al. 2022 (PaLM, appendix B): model operations count attention in
     full, causal or not, and no recomputation; hardware operations are those of the kernels.
 
     Args:

@@ -1,7 +1,7 @@
 """The peak of a step as a linear function of which regions are checkpointed.
 
 Variables: `x[j]`, binary, for each option (a region and its kept operators); `z[k]`, for each set of reasons why
-storages outlive their release. A storage is alive after its release while any of its keepers (`ir.recompute.Keepers`)
+storages outlive their release. A storage is alive after its release while any of its keepers (`ir.regions.Keepers`)
 is active; with several keepers, `z` is at least each one's activity, which is affine in `x` (`Tightening`). The bytes
 alive at each point of the step, and at the peak of each recomputation, are then affine in `(x, z)`, and a budget is one
 inequality for each point. With `x` fixed and the smallest `z` the bytes are those of `ir.simulate`.
