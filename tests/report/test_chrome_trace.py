@@ -13,7 +13,7 @@ import pytest
 
 from memfit.ir import Timeline
 from memfit.report import write_chrome_trace
-from memfit.report.chrome_trace import chrome_trace
+from memfit.report.exports import chrome_trace
 from tests.report.conftest import make_timeline
 
 TIMELINE = make_timeline(recompute=True)

@@ -19,8 +19,21 @@ from memfit.errors import OutputError
 from memfit.foundations import format_bytes
 from memfit.ir import TIMELINE_CATEGORIES, Evaluation, Event, Levers, ModuleRow, Plan, RunRecord, Timeline, Views
 from memfit.report import GRID, Axis, write
-from memfit.report.axes import bucket_extremes, bucket_maxima, byte_unit, css_name, label, second_axis, second_unit
-from memfit.report.charts import Chart, Mark, Note, Shape, chart_html, steps_to
+from memfit.report.charts import (
+    Chart,
+    Mark,
+    Note,
+    Shape,
+    bucket_extremes,
+    bucket_maxima,
+    byte_unit,
+    chart_html,
+    css_name,
+    label,
+    second_axis,
+    second_unit,
+    steps_to,
+)
 from memfit.report.figures import curve_chart, frontier_chart, timeline_chart, total_bytes
 from memfit.report.html import render
 from tests.report.conftest import run_before

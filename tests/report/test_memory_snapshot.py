@@ -22,7 +22,7 @@ from torch.cuda import _memory_viz as viz
 from memfit.errors import OutputError
 from memfit.ir import TIMELINE_CATEGORIES, AllocationEvent, AllocatorSettings, replay
 from memfit.report import write_snapshot
-from memfit.report.memory_snapshot import snapshot, stack
+from memfit.report.exports import snapshot, stack
 
 MIB = 2**20
 CONFS = ["", "expandable_segments:True", "max_split_size_mb:32,roundup_power2_divisions:4"]

@@ -30,7 +30,7 @@ from memfit.ir import (
 )
 from memfit.ir.ranges import ModuleRange
 from memfit.report import ReportFile, show_records, text_of, write
-from memfit.report.rendering import html_of
+from memfit.report.tables import html_of
 
 MIB = 1024**2
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>"

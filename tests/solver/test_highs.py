@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from memfit.solver.highs import Rows, minimized
+from memfit.solver.milp import Rows, minimized
 
 SECONDS = 10.0
 
@@ -83,7 +83,7 @@ def test_rows_without_coefficients() -> None:
 def test_nothing_is_printed() -> None:
     """In a process of its own: a banner comes once in each."""
     code = (
-        "import numpy as np; from memfit.solver.highs import Rows, minimized;"
+        "import numpy as np; from memfit.solver.milp import Rows, minimized;"
         "rows = Rows.of_matrix(-np.ones((1, 2)), -np.ones(1));"
         "whole = np.ones(2, bool);"
         "[minimized(np.ones(2), rows, np.zeros(2), np.ones(2), whole=w, time_limit_seconds=9.0) for w in (None, whole)]"
@@ -96,7 +96,7 @@ SOLVED = """
 import sys
 from pathlib import Path
 import numpy as np
-from memfit.solver.highs import Rows, minimized
+from memfit.solver.milp import Rows, minimized
 
 with np.load(sys.argv[1]) as held:
     rows = Rows(held["starts"], held["columns"].astype(np.int64), held["values"], held["row_upper"])

@@ -14,8 +14,7 @@ import pytest
 from memfit.ir import Regions
 from memfit.solver import Choice, Ints, Problem, Solver, build, options
 from memfit.solver import milp as module
-from memfit.solver.highs import MilpResult, minimized
-from memfit.solver.milp import EXACT
+from memfit.solver.milp import EXACT, MilpResult, minimized
 from tests.models import plain_trace
 from tests.solver.test_problem import with_workspaces
 

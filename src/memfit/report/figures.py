@@ -9,12 +9,17 @@ from itertools import pairwise
 from typing import Any
 
 from memfit.foundations import format_bytes
-from memfit.ir import TIMELINE_CATEGORIES, Candidate, Plan, Prediction, Timeline
-from memfit.report.axes import (
+from memfit.ir import TIMELINE_CATEGORIES, Candidate, Plan, Prediction, Timeline, allows
+from memfit.report.charts import (
     FAR_BUDGET,
     GRID,
     HEADROOM,
     Axis,
+    Chart,
+    ChartRule,
+    Mark,
+    Note,
+    Shape,
     bucket_extremes,
     bucket_maxima,
     byte_axis,
@@ -22,9 +27,9 @@ from memfit.report.axes import (
     draws_budget,
     label,
     second_axis,
+    steps_to,
 )
-from memfit.report.charts import Chart, ChartRule, Mark, Note, Shape, steps_to
-from memfit.report.summary import chosen_index, clean, is_allowed, levers_text, region_groups, seconds_text
+from memfit.report.summary import chosen_index, clean, levers_text, region_groups, seconds_text
 from memfit.report.verdict import beside_text
 
 _WIDE_SPAN = 0.12
@@ -164,7 +169,7 @@ def frontier_chart(plan: Plan) -> Chart:
     drawn = plan.budget_bytes <= FAR_BUDGET * largest_bytes
     x = byte_axis(1.08 * max(largest_bytes, plan.budget_bytes * drawn), title, largest_bytes)
     y = second_axis(1.12 * max(point.step_seconds for point in points), "step time")
-    within = [candidate for candidate in plan.frontier if is_allowed(candidate, plan.allowed)]
+    within = [candidate for candidate in plan.frontier if allows(plan.allowed, candidate.numerics)]
     line = [(x.at(held(point)), y.at(point.step_seconds)) for point in _staircase(within, held)]
     text = f"budget {format_bytes(plan.budget_bytes)}" + ("" if drawn else " → far beyond")
     at = x.at(plan.budget_bytes) if drawn else GRID
@@ -189,7 +194,7 @@ def _frontier_marks(plan: Plan, x: Axis, y: Axis) -> list[Mark]:
     """Return the points of the frontier, those that need a freer class hollow, then the plain step and the plan."""
     held, _ = _held(plan)
     chosen = chosen_index(plan)
-    others = [c for i, c in enumerate(plan.frontier) if i != chosen and is_allowed(c, plan.allowed)]
+    others = [c for i, c in enumerate(plan.frontier) if i != chosen and allows(plan.allowed, c.numerics)]
     ours = plan.predicted if chosen is None else plan.frontier[chosen]
 
     def mark(point: Candidate | Prediction, series: str, symbol: str, colour: str, text: str = "") -> Mark:
@@ -210,7 +215,7 @@ def _denied_groups(plan: Plan) -> list[tuple[str, list[Candidate], str]]:
     """Return the points that need a freer class than allowed, by class, each with a symbol of its own."""
     groups = []
     for numerics, symbol in {"reordered": "hexagon", "reduced": "diamond", "changed": "triangle"}.items():
-        members = [c for c in plan.frontier if c.numerics == numerics and not is_allowed(c, plan.allowed)]
+        members = [c for c in plan.frontier if c.numerics == numerics and not allows(plan.allowed, c.numerics)]
         if members:
             groups.append((f'needs numerics="{numerics}"', members, symbol))
     return groups

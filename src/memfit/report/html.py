@@ -1,18 +1,34 @@
-"""The page: a plan, what it does to the step's memory, and what training measured, in one HTML file."""
+"""Self-contained HTML pages: that of a plan, what it does to the step's memory, and what training measured.
+
+A page makes no requests, and its content security policy forbids them: `default-src 'none'`, and only the script with
+the given hash may run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+import base64
+import hashlib
+import importlib.resources
+import json
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from memfit.foundations import format_bytes
+from memfit.report.charts import Chart, chart_html, css_name, key_html
+from memfit.report.summary import MISSING, clean, seconds_text
+from memfit.version import __version__
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
 from memfit.ir import Comparison, ModuleRow, Plan, RunRecord, Views, write_atomic
-from memfit.report.axes import MAX_POINTS, draws_budget, second_axis
-from memfit.report.charts import Bar, Chart, bars_html
+from memfit.report.charts import MAX_POINTS, Bar, bars_html, draws_budget, second_axis
 from memfit.report.figures import curve_chart, frontier_chart, shown_categories, timeline_chart
 from memfit.report.next_steps import Report, next_steps
-from memfit.report.pages import markup, render_page
 from memfit.report.summary import (
     change_text,
     comparison_lines,
@@ -25,12 +41,87 @@ from memfit.report.summary import (
     ratio_text,
     region_groups,
     retries_text,
-    seconds_text,
     share_text,
     solver_text,
     waiting_text,
 )
 from memfit.report.verdict import offers, plan_verdict
+
+
+def render_page(template: str, charts: Mapping[str, Chart], **context: Any) -> str:
+    """Return a page of a template in this package, with charts by the name of their element."""
+
+    def draw(name: str, text: str) -> str:
+        return markup(chart_html(charts[name], name, text))
+
+    return (
+        _environment()
+        .get_template(template)
+        .render(
+            context,
+            version=__version__,
+            charts=charts,
+            draw=draw,
+            symbols=lambda name: markup(key_html(charts[name])),
+            hover=markup(_embedded({name: chart.hover for name, chart in charts.items()})),
+            style=markup(resource("page.css") + resource("charts.css")),
+            script=markup(resource("page.js")),
+        )
+    )
+
+
+def markup(text: str) -> str:
+    """Return text that templates insert as HTML."""
+    from markupsafe import Markup  # a part of Jinja, imported late for the same reason
+
+    return Markup(text)
+
+
+def chart_page(chart: Chart, title: str, heading: str, text: str) -> str:
+    """Return a page with one chart: its title, the heading, and a description for screen readers."""
+    return render_page("chart.html.j2", {"chart": chart}, name="chart", title=title, heading=heading, text=text)
+
+
+def resource(name: str) -> str:
+    """Return a file of this package: a template, a style sheet or the script."""
+    return importlib.resources.files("memfit.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _environment() -> Environment:
+    import jinja2  # imported late, since it would slow down the import of memfit
+
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(resource),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "bytes": format_bytes,
+        "clean": clean,
+        "css_name": css_name,
+        "hash": _script_hash,
+        "number": _number_text,
+        "seconds": seconds_text,
+    }
+    return environment
+
+
+def _script_hash(script: str) -> str:
+    """Return the hash of an inline script for a content security policy."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(str(script).encode()).digest()).decode()
+
+
+def _embedded(record: Any) -> str:
+    """Return JSON for a script element, without characters that could end the element."""
+    text = json.dumps(record, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _number_text(value: float | None) -> str:
+    return MISSING if value is None or not math.isfinite(value) else f"{value:.5g}"
+
 
 _MAX_ROWS, _MAX_MODULES = 400, 1000
 _Row = TypeVar("_Row")

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from memfit.foundations import format_bytes
-from memfit.ir import NUMERICS, Candidate, Numerics, Plan, RunRecord, Views
-from memfit.report.summary import is_allowed, levers_text, microbatches, seconds_text, share_text
+from memfit.ir import NUMERICS, Candidate, Numerics, Plan, RunRecord, Views, allows
+from memfit.report.summary import levers_text, microbatches, seconds_text, share_text
 from memfit.report.verdict import beside_text
 
 _UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024), ("B", 1))
@@ -158,7 +158,7 @@ def _retried(report: Report) -> Iterator[NextStep]:
 def _leaner_budget(plan: Plan) -> int:
     """Return the budget of the next leaner point of the frontier; without one, a tenth less."""
     ours = plan.predicted.peak_bytes
-    leaner = [c for c in plan.frontier if is_allowed(c, plan.allowed) and c.peak_bytes < 0.98 * ours]
+    leaner = [c for c in plan.frontier if allows(plan.allowed, c.numerics) and c.peak_bytes < 0.98 * ours]
     return max((_upper_bytes(plan, c) for c in leaner), default=int(0.9 * plan.budget_bytes))
 
 
@@ -208,7 +208,9 @@ def _faster(report: Report) -> Iterator[NextStep]:
     """Recommend the next faster point of the frontier, with its budget."""
     plan = report.plan
     ours = plan.predicted
-    faster = [c for c in plan.frontier if is_allowed(c, plan.allowed) and c.step_seconds < _FASTER * ours.step_seconds]
+    faster = [
+        c for c in plan.frontier if allows(plan.allowed, c.numerics) and c.step_seconds < _FASTER * ours.step_seconds
+    ]
     if not faster:
         return
     best = min(faster, key=lambda c: c.held_bytes)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from memfit.foundations import format_bytes, format_seconds
-from memfit.ir import NUMERICS, Candidate, Comparison, Numerics, Plan, Prediction, Region, RunRecord, uses_text
+from memfit.ir import Candidate, Comparison, Plan, Prediction, Region, RunRecord, uses_text
 
 MISSING = "—"
 _MUCH_WAITING = 0.2
@@ -204,11 +204,6 @@ def _runs(numbers: Sequence[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
-def is_allowed(candidate: Candidate, allowed: Numerics) -> bool:
-    """Return whether a candidate's class is within what the user allowed."""
-    return NUMERICS.index(candidate.numerics) <= NUMERICS.index(allowed)
 
 
 def chosen_index(plan: Plan) -> int | None:

@@ -1,3 +1,4 @@
+from .candidates import Ints as Ints
 from .candidates import Option as Option
 from .candidates import options as options
 from .candidates import refusals as refusals
@@ -9,7 +10,6 @@ from .frontiers import dominates as dominates
 from .frontiers import fastest as fastest
 from .frontiers import frontier as frontier
 from .frontiers import undominated as undominated
-from .highs import Ints as Ints
 from .milp import COARSE as COARSE
 from .milp import Choice as Choice
 from .milp import Solver as Solver

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
 from memfit.ir import (
@@ -29,8 +30,8 @@ from memfit.ir import (
     stall_seconds,
     transfers,
 )
-from memfit.solver.highs import Ints
 
+Ints = npt.NDArray[np.int64]
 _LEAST_SHARE = 0.002
 _NESTED_LEAST_SHARE = 0.05
 _KEEP_SETS = 768

@@ -33,7 +33,7 @@ from memfit.ir import (
     recomputed_runs,
     repeats,
 )
-from memfit.solver.candidates import Option
+from memfit.solver.candidates import Ints, Option
 
 NO_ROOM = 2**62
 """The peak of a choice that exceeds the host's budget."""
@@ -112,8 +112,8 @@ class Problem:
     options: list[Option]
     reasons: list[frozenset[Activity]]
     conflicts: list[frozenset[int]]
-    base: npt.NDArray[np.int64]
-    columns: npt.NDArray[np.int64]
+    base: Ints
+    columns: Ints
     rows: list[Row]
     plain_seconds: float
     host_budget_bytes: int = 0
@@ -127,17 +127,17 @@ class Problem:
         self.row_axis, self.row_option, self.row_bytes = np.array(self.rows, np.int64).reshape(-1, 3).T
         self.host_bytes = np.array([o.host_bytes for o in self.options], np.int64)
 
-    def peak_bytes(self, x: npt.NDArray[np.int64]) -> int:
+    def peak_bytes(self, x: Ints) -> int:
         """Return the peak of a choice of options; `NO_ROOM` for one that exceeds the host's budget."""
         if int(self.host_bytes @ x) > self.host_budget_bytes:
             return NO_ROOM
         return int(self.row_peaks(x).max(initial=0))
 
-    def row_peaks(self, x: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def row_peaks(self, x: Ints) -> Ints:
         """Return the bytes at every row for a choice; rows of recomputations not chosen count as their point."""
         return self.live_bytes(x, self.kept(x))
 
-    def kept(self, x: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def kept(self, x: Ints) -> Ints:
         """Return the value of each z for a choice of options: whether one of its activities is 1."""
         rows, columns, signs = self._terms
         changes = np.bincount(rows, signs * x[columns], len(self._constants)).astype(np.int64)
@@ -152,11 +152,11 @@ class Problem:
         chosen = np.append(x, 0)[self.row_option]  # -1, no option, takes the last
         return live[self.row_axis] + np.where(self.row_option >= 0, self.row_bytes * chosen, 0)
 
-    def seconds(self, x: npt.NDArray[np.int64]) -> float:
+    def seconds(self, x: Ints) -> float:
         """Return the step's time for a choice of options."""
         return self.plain_seconds + float(sum(o.seconds for o, chosen in zip(self.options, x, strict=True) if chosen))
 
-    def regions(self, x: npt.NDArray[np.int64]) -> tuple[Region, ...]:
+    def regions(self, x: Ints) -> tuple[Region, ...]:
         """Return the regions of a choice of options, for a plan."""
         return tuple(r for o, chosen in zip(self.options, x, strict=True) if chosen for r in o.regions)
 
@@ -182,7 +182,7 @@ class _Builder:
         self._lay_out_axis()
         self.base = np.zeros(self.length + 1, np.int64)
         self.x = np.zeros((len(options), self.length + 1), np.int64)
-        self.z: dict[frozenset[Activity], npt.NDArray[np.int64]] = {}
+        self.z: dict[frozenset[Activity], Ints] = {}
 
     def _lay_out_axis(self) -> None:
         """Assign a place to each operator, and before it one to each recomputation that may start there."""
@@ -293,7 +293,7 @@ class _Builder:
             column = self.z.setdefault(reasons, np.zeros(self.length + 1, np.int64))
             self._mark(column, first, last, nbytes)
 
-    def _mark(self, line: npt.NDArray[np.int64], first: int, last: int, nbytes: int) -> None:
+    def _mark(self, line: Ints, first: int, last: int, nbytes: int) -> None:
         if last >= first:
             line[first] += nbytes
             line[min(last, self.length - 1) + 1] -= nbytes
