@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
 from memfit.ir.codec import Shown
@@ -130,6 +132,14 @@ class CostTable(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Return an operator's share of a step's time, dispatch included: compiled code launches kernels by itself."""
         dispatch_seconds = 0.0 if is_kernel(signature) else self.dispatch_seconds
         return self.of(signature).seconds + dispatch_seconds
+
+    def op_seconds(self, trace: Trace) -> npt.NDArray[np.float64]:
+        """Return the seconds of each operator of a trace."""
+        return np.array([self.seconds_of(text) for text in trace.signatures], np.float64)[trace.op_signatures]
+
+    def op_workspaces(self, trace: Trace) -> npt.NDArray[np.int64]:
+        """Return the bytes that each operator of a trace allocates beyond its outputs."""
+        return np.array([self.of(text).workspace_bytes for text in trace.signatures], np.int64)[trace.op_signatures]
 
 
 _UNKNOWN = OpCost(0.0, 0, False)

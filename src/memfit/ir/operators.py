@@ -346,28 +346,3 @@ def is_unmeasurable(signature: str) -> bool:
     """Tell whether an operator can't be measured by itself: it takes other ranks, or was put in on paper."""
     on_paper = any(of(signature) is not None for of in (collective, copy_on_paper, share_on_paper, waited))
     return on_paper or is_bubble(signature)
-
-
-class Communicator:
-    """The times of collectives on a communicator that runs beside the computation."""
-
-    def __init__(self) -> None:
-        self._free = 0.0
-        self._gathers: list[float] = []
-        self._reduced = 0.0
-
-    def send(self, name: str, seconds: float, now: float) -> None:
-        """Begin a collective as soon as those before it are through."""
-        self._free = max(self._free, now) + seconds
-        if name == GATHER:
-            self._gathers.append(self._free)
-        else:
-            self._reduced = self._free
-
-    def wait_seconds(self, name: str, now: float, *, is_update: bool) -> float:
-        """Return how long an operator waits for what it needs."""
-        if is_update:
-            return max(0.0, self._free - now)
-        if name == SHARDS_OUT and self._gathers:
-            return max(0.0, self._gathers.pop(0) - now)
-        return max(0.0, self._reduced - now) if name == SHARDS_IN else 0.0

@@ -158,10 +158,10 @@ def _parameter_bytes(trace: Trace) -> dict[str, int]:
 
 def _forward_seconds(trace: Trace, costs: CostTable) -> dict[str, float]:
     total: dict[str, float] = defaultdict(float)
-    for op, times in zip(trace.ops, repeats(trace), strict=True):
+    for op, seconds in zip(trace.ops, (repeats(trace) * costs.op_seconds(trace)).tolist(), strict=True):
         if op.phase == "forward":
             for fqn in _around(trace, op.call):
-                total[fqn] += float(times) * costs.seconds_of(trace.signatures[op.signature])
+                total[fqn] += seconds
     return total
 
 

@@ -265,9 +265,8 @@ def throughput(
 def seconds_by_class(trace: Trace, costs: CostTable) -> dict[str, float]:
     """Return a step's seconds by class of operator, largest first; the optimizer's operators are one class."""
     total: dict[str, float] = defaultdict(float)
-    for op, times in zip(trace.ops, repeats(trace), strict=True):
-        kind = OPTIMIZER if op.phase == "optimizer" else operator_class(op.name)
-        total[kind] += float(times) * costs.seconds_of(trace.signatures[op.signature])
+    for op, seconds in zip(trace.ops, (repeats(trace) * costs.op_seconds(trace)).tolist(), strict=True):
+        total[OPTIMIZER if op.phase == "optimizer" else operator_class(op.name)] += seconds
     return dict(sorted(total.items(), key=lambda item: -item[1]))
 
 

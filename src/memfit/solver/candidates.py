@@ -138,8 +138,7 @@ class _Finder:
         trace = regions.trace
         refused = refusals(regions)
         self.allowed = {fqn for fqn in regions.calls if fqn and fqn not in refused and fqn not in excluded}
-        self.seconds = np.array([costs.seconds_of(trace.signatures[op.signature]) for op in trace.ops])
-        self.workspace = [costs.of(trace.signatures[op.signature]).workspace_bytes for op in trace.ops]
+        self.seconds, self.workspace = costs.op_seconds(trace), costs.op_workspaces(trace).tolist()
         self.weighted = self.seconds * repeats(trace)
         self.forward_bytes = sum(s.nbytes for s in trace.storages if s.category == "activations")
         self.mutated = {m for op in trace.ops for m in op.mutates}

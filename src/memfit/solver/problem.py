@@ -197,8 +197,8 @@ class _Builder:
         return self.op_axis[op] if op < len(self.op_axis) else self.length - 1
 
     def build(self, host_budget_bytes: int) -> Problem:
-        workspace = [self.costs.of(self.trace.signatures[op.signature]).workspace_bytes for op in self.trace.ops]
-        seconds = np.array([self.costs.seconds_of(self.trace.signatures[op.signature]) for op in self.trace.ops])
+        workspaces, seconds = self.costs.op_workspaces(self.trace), self.costs.op_seconds(self.trace)
+        workspace: list[int] = workspaces.tolist()
         for op, overhead in captured_overheads(self.trace, self.costs, recomputed_runs(self.trace)).items():
             seconds[op] += overhead
         for index in range(len(self.trace.storages)):
@@ -213,7 +213,7 @@ class _Builder:
                 peak = int(added) + self.regions.generator_state_bytes * again.states
                 rows.append(Row(self.gap_axis[again.order], j, peak))
         base = np.cumsum(self.base)[: self.length] + self.costs.resident_workspace_bytes
-        base[self.op_axis] += np.array(workspace, np.int64)
+        base[self.op_axis] += workspaces
         columns = np.empty((len(self.options) + len(self.z), self.length), np.int64)
         for changes, line in zip(itertools.chain(self.x, self.z.values()), columns, strict=True):
             np.cumsum(changes[: self.length], out=line)
