@@ -79,16 +79,16 @@ def test_pytorch_finds_what_the_simulator_counted(settings: AllocatorSettings, c
     report = replay(events, settings)
     data = snapshot(events, settings)
     segments = data["segments"]
-    assert sum(viz.calc_active(segment) for segment in segments) == report.end_allocated_bytes > 0
+    assert sum(viz.calc_active(segment) for segment in segments) == report.allocated_bytes > 0
     summary = viz.segsum(data)  # checks the sums of each segment itself
     requested = sum(segment["requested_size"] for segment in segments)
     assert f"segments: {len(segments)}\n" in summary
-    assert f"total_reserved: {viz.Bytes(report.end_reserved_bytes)}\n" in summary
+    assert f"total_reserved: {viz.Bytes(report.reserved_bytes)}\n" in summary
     assert f"total_allocated: {viz.Bytes(requested)}\n" in summary
     for listing in (viz.memory(data, unchanged), viz.segments(data, unchanged)):
-        assert sizes(listing) == report.end_reserved_bytes
+        assert sizes(listing) == report.reserved_bytes
         assert sizes("\n".join(line for line in listing.splitlines() if ";active_allocated;" in line)) == (
-            report.end_allocated_bytes
+            report.allocated_bytes
         )
         assert ";active_allocated;step:0:parameters " in listing
     text = viz.trace(data)
@@ -157,11 +157,11 @@ def test_the_command_line_reads_the_file(
         return capsys.readouterr().out
 
     report = replay(program(), settings)
-    assert f"total_reserved: {viz.Bytes(report.end_reserved_bytes)}" in run("stats", path)
+    assert f"total_reserved: {viz.Bytes(report.reserved_bytes)}" in run("stats", path)
     assert " entries" in run("trace", path)
     for kind in ("memory", "segments"):
         run(kind, path, "-o", output)
-        assert sizes(output.read_text()) == report.end_reserved_bytes
+        assert sizes(output.read_text()) == report.reserved_bytes
     for options in (["trace_plot"], ["trace_plot", "-s"], ["trace_plot", "-f"], ["segment_plot"]):
         run(*options, path, "-o", output)
         assert "MemoryViz.js" in output.read_text()
@@ -217,7 +217,7 @@ def test_running_out_of_memory_ends_the_history() -> None:
     last = data["device_traces"][0][-1]
     assert report.oom is not None
     assert (last["action"], last["user_metadata"]) == ("oom", report.oom.label)
-    assert last["device_free"] == 60 * MIB - report.end_reserved_bytes
+    assert last["device_free"] == 60 * MIB - report.reserved_bytes
     assert "raise OutOfMemoryError" in viz.trace(data)
 
 

@@ -3,7 +3,6 @@ from .allocation_events import allocations as allocations
 from .allocation_events import allocations_of as allocations_of
 from .caching_allocator import AllocationEvent as AllocationEvent
 from .caching_allocator import CachingAllocator as CachingAllocator
-from .caching_allocator import LiveStorages as LiveStorages
 from .caching_allocator import MemoryBlock as MemoryBlock
 from .caching_allocator import replay as replay
 from .codec import View as View

@@ -109,12 +109,11 @@ class Regions:
         self.trace = trace
         self.generator_state_bytes = _GENERATOR_STATE_BYTES if trace.device == "cpu" else 0
         self.saves_of: dict[int, list[int]] = defaultdict(list)
-        for index, save in enumerate(trace.saves):
-            for around in trace.call_chain(save.call):
-                self.saves_of[around].append(index)
         self.saves_of_storage: dict[int, list[int]] = defaultdict(list)
         for index, save in enumerate(trace.saves):
             self.saves_of_storage[save.storage].append(index)
+            for around in trace.call_chain(save.call):
+                self.saves_of[around].append(index)
         self.calls: dict[str, list[RegionCall]] = defaultdict(list)
         self._forward: dict[str, list[int]] = defaultdict(list)
         for index, call in enumerate(trace.calls):
@@ -136,20 +135,14 @@ class Regions:
                 raise KeyError(modules[0])
             return self.calls[modules[0]]
         if modules not in self._runs:
-            self._runs[modules] = self._run_calls(modules)
+            together = list(zip(*(self._forward[fqn] for fqn in modules), strict=False))
+            are_as_many = all(len(self._forward[fqn]) == len(together) for fqn in modules)
+            are_runs = all(self.follows(a, b) for calls in together for a, b in itertools.pairwise(calls))
+            found = map(self._region_call, together if are_as_many and are_runs else [])
+            self._runs[modules] = [region for region in found if region is not None]
         if not self._runs[modules]:
             raise KeyError(", ".join(modules))
         return self._runs[modules]
-
-    def _run_calls(self, modules: tuple[str, ...]) -> list[RegionCall]:
-        """Return the calls of a run of modules; none if they are not always called together."""
-        together = list(zip(*(self._forward[fqn] for fqn in modules), strict=False))
-        if any(len(self._forward[fqn]) != len(together) for fqn in modules):
-            return []
-        if not all(self.follows(a, b) for calls in together for a, b in itertools.pairwise(calls)):
-            return []
-        region_calls = [self._region_call(calls) for calls in together]
-        return [region for region in region_calls if region is not None]
 
     def follows(self, call: int, later: int) -> bool:
         """Tell whether a module call comes just after another, with no operator in between."""
@@ -288,41 +281,31 @@ def recomputations(
     depth: int = 0,
 ) -> Iterator[Recomputation]:
     """Yield the recomputations of a region call, which keeps operators, and of the calls inside it, which keep none."""
-    children = [c for c in inside if not any(regions.contains(other, c) for other in inside)]
-    yield _recomputation(regions, region, kept, children, depth)
-    for child in children:
-        within = [c for c in inside if regions.contains(child, c)]
-        yield from recomputations(regions, child, frozenset(), within, depth + 1)
-
-
-def _recomputation(
-    regions: Regions, region: RegionCall, kept: frozenset[int], children: Sequence[RegionCall], depth: int
-) -> Recomputation:
     trace = regions.trace
-    deaths: dict[int, list[int]] = defaultdict(list)
+    children = [c for c in inside if not any(regions.contains(other, c) for other in inside)]
+    deaths: dict[int, int] = {}
     taken_by: dict[int, RegionCall] = {}
-    elsewhere = {save for child in children for save in child.saves}
     cut = max((child.start for child in children), default=region.start)
-    for index in region.saves:
-        if index not in elsewhere:
-            save = trace.saves[index]
-            deaths[save.storage].append(save.death)
-            cut = max(cut, save.at)
+    elsewhere = {save for child in children for save in child.saves}
+    for save in (trace.saves[index] for index in region.saves if index not in elsewhere):
+        deaths[save.storage] = max(save.death, deaths.get(save.storage, -1))
+        cut = max(cut, save.at)
     for child in sorted(children, key=lambda child: child.recompute_at):
         taken_by |= dict.fromkeys(child.inputs, child)
         for save in (trace.saves[index] for index in child.saves):
             if save.storage in child.inputs:
-                deaths[save.storage].append(save.death)
+                deaths[save.storage] = max(save.death, deaths.get(save.storage, -1))
     cut = min(cut, region.stop)
-    last = {storage: max(ends) for storage, ends in deaths.items()}
     copies = tuple(
-        RecomputedCopy(storage, op, released(regions, storage, cut), last.get(storage, -1), taken_by.get(storage))
+        RecomputedCopy(storage, op, released(regions, storage, cut), deaths.get(storage, -1), taken_by.get(storage))
         for op in range(region.start, cut)
         if op not in kept
         for storage in trace.births[op]
     )
-    states = 1 + sum(len(child.calls) for child in children)
-    return Recomputation(region, depth, cut, kept, copies, states)
+    yield Recomputation(region, depth, cut, kept, copies, states=1 + sum(len(child.calls) for child in children))
+    for child in children:
+        within = [c for c in inside if regions.contains(child, c)]
+        yield from recomputations(regions, child, frozenset(), within, depth + 1)
 
 
 def released(regions: Regions, storage: int, cut: int) -> int:
@@ -430,7 +413,9 @@ class Transfer:
 def transfers(regions: Regions, region: RegionCall, kept: frozenset[int], prefetch: str) -> tuple[Transfer, ...]:
     """Return the storages of a region call that wait in host memory."""
     trace = regions.trace
-    fetched = _fetched(regions, region, prefetch)
+    later = next((call for call in regions.later_siblings(region) if trace.fqn_of(call) == prefetch), -1)
+    start = regions.backward_start.get(later, -1)
+    fetched = start if start < region.recompute_at else -1
     deaths: dict[int, int] = {}
     for save in (trace.saves[index] for index in region.saves):
         deaths[save.storage] = max(save.death, deaths.get(save.storage, -1))
@@ -443,14 +428,6 @@ def transfers(regions: Regions, region: RegionCall, kept: frozenset[int], prefet
             if trace.storages[storage].nbytes >= LEAST_BYTES and storage not in moved:
                 moved[storage] = Transfer(storage, call, end - 1, fetched, deaths.get(storage, -1))
     return tuple(moved.values())
-
-
-def _fetched(regions: Regions, region: RegionCall, prefetch: str) -> int:
-    for call in regions.later_siblings(region):
-        if regions.trace.fqn_of(call) == prefetch:
-            start = regions.backward_start.get(call, -1)
-            return start if start < region.recompute_at else -1
-    return -1
 
 
 def host_bytes(regions: Regions, moved: Sequence[Transfer]) -> int:

@@ -13,20 +13,18 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from memfit.errors import SimulatedOutOfMemoryError
 from memfit.ir import (
     AllocationEvent,
     AllocatorSettings,
-    CachingAllocator,
-    LiveStorages,
     MemoryBlock,
     Timeline,
+    replay,
     write_atomic,
 )
 from memfit.version import __version__
@@ -76,14 +74,8 @@ def snapshot(
 ) -> dict[str, Any]:
     """Return the records of `write_snapshot`."""
     history = _History(seconds)
-    allocator = CachingAllocator(settings, capacity_bytes, total_bytes=total_bytes, trace=history.record)
-    live = LiveStorages(allocator)
-    for event in events:
-        history.begin(event)
-        try:
-            live.apply(event)
-        except SimulatedOutOfMemoryError:
-            break
+    limits: dict[str, Any] = {"capacity_bytes": capacity_bytes, "total_bytes": total_bytes}
+    allocator = replay(history.of(events), settings, **limits, trace=history.record)
     expandable = settings.expandable_segments
     return {
         "segments": [record for head in allocator.segments.values() for record in _segments(head, history, expandable)],
@@ -111,12 +103,14 @@ class _History:
         self._event: AllocationEvent | None = None
         self._events = 0
 
-    def begin(self, event: AllocationEvent) -> None:
-        """Set the event of the next actions."""
-        if self._event is not None and event.point < self._event.point:
-            self._earlier_steps += self._starts[-1]
-        self._event = event
-        self._events += 1
+    def of(self, events: Iterable[AllocationEvent]) -> Iterator[AllocationEvent]:
+        """Yield events, each the one of the next actions."""
+        for event in events:
+            if self._event is not None and event.point < self._event.point:
+                self._earlier_steps += self._starts[-1]
+            self._event = event
+            self._events += 1
+            yield event
 
     def record(self, action: str, address: int, size: int, stream: int) -> None:
         """Record an action; see `allocator.caching_allocator.Tracer`."""
