@@ -115,6 +115,7 @@ from .surveys import Misfit as Misfit
 from .surveys import Outcome as Outcome
 from .surveys import Price as Price
 from .surveys import Rung as Rung
+from .surveys import pareto as pareto
 from .throughputs import AttentionShape as AttentionShape
 from .throughputs import Matmul as Matmul
 from .throughputs import Throughput as Throughput

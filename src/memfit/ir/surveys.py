@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
-from typing import Literal
+import math
+from collections.abc import Callable, Iterable
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -80,6 +81,20 @@ class Ladder(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def top(self) -> Rung:
         """The last rung that was kept, with the levers of all that pay."""
         return next(rung for rung in reversed(self.rungs) if rung.outcome == "kept")
+
+
+_Item = TypeVar("_Item")
+
+
+def pareto(items: Iterable[_Item], size: Callable[[_Item], float], value: Callable[[_Item], float]) -> list[_Item]:
+    """Return the items than which no other is as small in size and in value, from the smallest size on."""
+    found: list[_Item] = []
+    least = math.inf
+    for item in sorted(items, key=lambda item: (size(item), value(item))):
+        if not found or value(item) < least:
+            found.append(item)
+            least = value(item)
+    return found
 
 
 class Price(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -209,7 +224,7 @@ class Fleet(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def front(self) -> list[FleetRow]:
         """The rows than which no other has as few cards in as few hours, from the fewest cards to the most."""
-        return pareto(self.rows, lambda row: float(row.ranks))
+        return pareto(self.rows, lambda row: row.ranks, lambda row: row.hours)
 
     @property
     def front_by_cost(self) -> list[FleetRow]:
@@ -217,7 +232,7 @@ class Fleet(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         priced = [row for row in self.rows if row.cost is not None]
         if len({row.currency for row in priced}) > 1:
             return []
-        return pareto(priced, lambda row: row.cost or 0.0)
+        return pareto(priced, lambda row: row.cost or 0.0, lambda row: row.hours)
 
     def answers(self) -> dict[str, object]:
         """Return the answers as plain values, for JSON."""
@@ -228,15 +243,6 @@ class Fleet(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "front": [_plain(row) for row in self.front],
             "front_by_cost": [_plain(row) for row in self.front_by_cost],
         }
-
-
-def pareto(rows: Sequence[FleetRow], size: Callable[[FleetRow], float]) -> list[FleetRow]:
-    """Return the rows than which no other has as small a size in as few hours, the smallest first."""
-    found: list[FleetRow] = []
-    for row in sorted(rows, key=lambda row: (size(row), row.hours)):
-        if not found or row.hours < found[-1].hours:
-            found.append(row)
-    return found
 
 
 def _plain(row: FleetRow | None) -> dict[str, object] | None:

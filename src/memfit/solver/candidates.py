@@ -24,6 +24,7 @@ from memfit.ir import (
     fetch_stall_seconds,
     host_bytes,
     overhead_seconds,
+    pareto,
     recomputations,
     repeats,
     repeats_of,
@@ -359,7 +360,7 @@ def keep_sets(worth: Sequence[Worth], most: int) -> list[tuple[int, ...]]:
     states = [_State(0, 0.0, 0)]
     for bit, candidate in enumerate(ranked):
         grown = [_State(s.nbytes + candidate.nbytes, s.seconds + candidate.seconds, s.kept | 1 << bit) for s in states]
-        states = _spread(_undominated([*states, *grown]), _MOST_STATES)
+        states = _spread(pareto([*states, *grown], lambda s: s.nbytes, lambda s: -s.seconds), _MOST_STATES)
     chosen = _spread([s for s in states if s.kept], most)
     return [tuple(sorted(w.op for bit, w in enumerate(ranked) if s.kept >> bit & 1)) for s in chosen]
 
@@ -385,15 +386,6 @@ def every_keep_set(worth: Sequence[Worth], added: Ints, changes: Ints) -> list[t
         for candidate in undominated
         if candidate
     ]
-
-
-def _undominated(states: list[_State]) -> list[_State]:
-    """Return the undominated states, sorted by bytes and seconds."""
-    undominated: list[_State] = []
-    for state in sorted(states, key=lambda s: (s.nbytes, -s.seconds)):
-        if not undominated or state.seconds > undominated[-1].seconds:
-            undominated.append(state)
-    return undominated
 
 
 def _spread(states: list[_State], most: int) -> list[_State]:
