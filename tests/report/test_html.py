@@ -26,12 +26,11 @@ from memfit.report.charts import (
     Shape,
     bucket_extremes,
     bucket_maxima,
-    byte_unit,
+    byte_axis,
     chart_html,
     css_name,
     label,
     second_axis,
-    second_unit,
     steps_to,
 )
 from memfit.report.figures import curve_chart, frontier_chart, timeline_chart, total_bytes
@@ -503,11 +502,12 @@ def test_lines_of_evaluations_break_no_curve(plan: Plan, views: Views, metrics: 
     ("largest", "unit"), [(0, "B"), (1023, "B"), (2**20, "MiB"), (2**30 - 1, "MiB"), (2**30, "GiB"), (2**43, "TiB")]
 )
 def test_axes_are_in_binary_units(largest: int, unit: str) -> None:
-    assert byte_unit(largest)[0] == unit
+    assert byte_axis(largest, "peak").title == f"peak ({unit})"
 
 
 def test_axes_of_seconds() -> None:
-    assert [second_unit(t)[0] for t in (0.0, 5e-4, 0.5, 2.0, 500.0)] == ["µs", "µs", "ms", "s", "min"]
+    axes = [second_axis(t, "step") for t in (0.0, 5e-4, 0.5, 2.0, 500.0)]
+    assert [axis.title for axis in axes] == [f"step ({unit})" for unit in ("µs", "µs", "ms", "s", "min")]
 
 
 # The file

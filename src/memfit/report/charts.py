@@ -51,16 +51,12 @@ class Axis:
     def ticks(self) -> list[tuple[float, str]]:
         """Return the positions of ticks, in units of `GRID`, and their labels."""
         low, high = self.low / self.size, self.high / self.size
-        step = nice_step((high - low) / _TICKS)
+        least = (high - low) / _TICKS
+        power = 10.0 ** math.floor(math.log10(least))
+        step = next(power * n for n in (1, 2, 5, 10) if power * n >= least * (1 - 1e-9))
         digits = max(0, -math.floor(math.log10(step)))
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
         return [(self.at(n * step * self.size), f"{n * step:,.{digits}f}") for n in range(first, last + 1)]
-
-
-def nice_step(step: float) -> float:
-    """Return the least of 1, 2 and 5 times a power of ten that is not below a step (> 0)."""
-    power = 10.0 ** math.floor(math.log10(step))
-    return next(power * n for n in (1, 2, 5, 10) if power * n >= step * (1 - 1e-9))
 
 
 def label(text: str, width: int = 64) -> str:
@@ -74,25 +70,16 @@ def css_name(category: str) -> str:
     return "--c-" + re.sub("[^a-z0-9]+", "-", category.lower())
 
 
-def byte_unit(largest_bytes: float) -> tuple[str, int]:
-    """Return the unit for an axis up to a number of bytes, and its bytes."""
-    return next((name, size) for name, size in _BYTE_UNITS if largest_bytes >= size or size == 1)
-
-
-def second_unit(largest_seconds: float) -> tuple[str, float]:
-    """Return the unit for an axis up to a number of seconds, and its seconds."""
-    return next((name, size) for name, least, size in _SECOND_UNITS if largest_seconds >= least)
-
-
 def byte_axis(high_bytes: float, title: str, largest_bytes: float | None = None) -> Axis:
     """Return an axis of bytes from 0, in the unit for its largest value."""
-    unit, size = byte_unit(high_bytes if largest_bytes is None else largest_bytes)
+    most = high_bytes if largest_bytes is None else largest_bytes
+    unit, size = next((name, size) for name, size in _BYTE_UNITS if most >= size or size == 1)
     return Axis(0.0, max(1.0, high_bytes), f"{title} ({unit})", size)
 
 
 def second_axis(high_seconds: float, title: str) -> Axis:
     """Return an axis of seconds from 0."""
-    unit, size = second_unit(high_seconds)
+    unit, size = next((name, size) for name, least, size in _SECOND_UNITS if high_seconds >= least)
     return Axis(0.0, max(1e-9, high_seconds), f"{title} ({unit})", size)
 
 
@@ -203,23 +190,27 @@ class Chart:
 
 def chart_html(chart: Chart, name: str, text: str) -> str:
     """Return a chart as an element with the id `name` ("" for none) and the description `text` for screen readers."""
-    grid = "".join(f"M0 {GRID - at:.0f}h{GRID}" for at, _ in chart.y.ticks())
+    x_ticks, y_ticks = chart.x.ticks(), chart.y.ticks()
+    grid = "".join(f"M0 {GRID - at:.0f}h{GRID}" for at, _ in y_ticks)
     drawn = [f'<path class="grid" d="{grid}"/>', *map(_shape, chart.shapes), *map(_rule, chart.rules)]
-    over = [*(_tick("tx", "left", at, tick) for at, tick in chart.x.ticks())]
-    over += [_tick("ty", "bottom", at, tick) for at, tick in chart.y.ticks()]
+    over = [f'<span class="tx" style="left:{_percent(at)}">{html.escape(tick)}</span>' for at, tick in x_ticks]
+    over += [f'<span class="ty" style="bottom:{_percent(at)}">{html.escape(tick)}</span>' for at, tick in y_ticks]
     over += [*map(_note, chart.notes), *map(_mark, chart.marks)]
     spans = "".join(f"M{start:.0f} 0H{end:.0f}" for start, end in chart.spans)
     strip = f'<svg class="strip" viewBox="0 -1 {GRID} 2" preserveAspectRatio="none"><path d="{spans}"/></svg>'
     heads = "".join(f'<span style="left:{_percent(at)}">{html.escape(tick)}</span>' for at, tick in chart.headings)
     identity = f' id="{name}"' if name else ""
-    ranges = f'data-x="{_range(chart.x)}" data-y="{_range(chart.y)}"'
+    low_x, high_x, low_y, high_y = (
+        f"{end / axis.size:.9g}" for axis in (chart.x, chart.y) for end in (axis.low, axis.high)
+    )
     return (
         f'<div class="plot"{identity} role="img" aria-label="{html.escape(text)}">'
         f'<div class="yt">{html.escape(chart.y.title)}</div>'
         + (f'<div class="heads">{heads}</div>' if heads else "")
         + (strip if heads or spans else "")
-        + f'<div class="box" {ranges}><svg class="shapes" viewBox="0 0 {GRID} {GRID}" preserveAspectRatio="none">'
-        f'{"".join(drawn)}</svg>{"".join(over)}</div><div class="xt">{html.escape(chart.x.title)}</div></div>'
+        + f'<div class="box" data-x="{low_x} {high_x}" data-y="{low_y} {high_y}">'
+        f'<svg class="shapes" viewBox="0 0 {GRID} {GRID}" preserveAspectRatio="none">{"".join(drawn)}</svg>'
+        f'{"".join(over)}</div><div class="xt">{html.escape(chart.x.title)}</div></div>'
     )
 
 
@@ -257,18 +248,15 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
     parts: list[str] = []
     at: tuple[int, int] | None = None
     for x, y in points:
-        if y != y:
+        if math.isnan(y):
             at = None
             continue
         here = round(x), GRID - round(y)
         if at is None:
             parts.append(f"M{here[0]} {here[1]}h0")
-        elif here[1] == at[1]:
-            parts.append(f"h{here[0] - at[0]}")
-        elif here[0] == at[0]:
-            parts.append(f"v{here[1] - at[1]}")
         else:
-            parts.append(f"l{here[0] - at[0]} {here[1] - at[1]}")
+            right, down = here[0] - at[0], here[1] - at[1]
+            parts.append(f"h{right}" if not down else f"v{down}" if not right else f"l{right} {down}")
         at = here
     return "".join(parts)
 
@@ -278,34 +266,25 @@ def _rule(rule: ChartRule) -> str:
     return f'<path class="rule {rule.kind}" d="{path}"/>'
 
 
-def _tick(kind: str, side: str, at: float, said: str) -> str:
-    return f'<span class="{kind}" style="{side}:{_percent(at)}">{html.escape(said)}</span>'
-
-
 def _note(note: Note) -> str:
     look = f"note {note.kind} {note.side} {'above' if note.above else 'below'}"
-    return f'<span class="{look}" style="{_place(note.x, note.y)}">{html.escape(note.text)}</span>'
+    return f'<span class="{look}" style="{_place(note)}">{html.escape(note.text)}</span>'
 
 
 def _mark(mark: Mark) -> str:
     written = f"<b>{html.escape(mark.text)}</b>" if mark.text else ""
     side = " left" if mark.x > 0.55 * GRID else ""
     tip = f' title="{html.escape(mark.tip)}"' if mark.tip else ""
-    where = _place(mark.x, mark.y)
     series = f' data-name="{html.escape(mark.series)}"' if mark.series else ""
-    return f'<span class="mark {mark.symbol}{side}" style="{where}"{series}{tip}>{mark.icon}{written}</span>'
+    return f'<span class="mark {mark.symbol}{side}" style="{_place(mark)}"{series}{tip}>{mark.icon}{written}</span>'
 
 
-def _place(x: float, y: float) -> str:
-    return f"left:{_percent(x)};bottom:{_percent(y)}"
+def _place(shown: Mark | Note) -> str:
+    return f"left:{_percent(shown.x)};bottom:{_percent(shown.y)}"
 
 
 def _percent(at: float) -> str:
     return f"{100 * at / GRID:.2f}%"
-
-
-def _range(axis: Axis) -> str:
-    return f"{axis.low / axis.size:.9g} {axis.high / axis.size:.9g}"
 
 
 class Bar(NamedTuple):
