@@ -149,22 +149,6 @@ def test_the_leanest_is_the_leanest_of_all(name: str, seed: int) -> None:
     assert 0 < Solver(problem).peak_floor_bytes <= lowest
 
 
-@pytest.mark.parametrize(("name", "seed"), CASES)
-def test_what_keeps_least_keeps_least_of_all_that_are_leanest(name: str, seed: int) -> None:
-    problem = small(name, seed)
-
-    def kept(x: Ints) -> int:
-        return int((problem.base + np.concatenate([x, problem.kept(x)]) @ problem.columns).sum())
-
-    solver = Solver(problem)
-    choice, lowest = solver.least_kept(), solver.leanest()
-    check(problem, choice)
-    assert choice.peak_bytes <= lowest.peak_bytes
-    every_x = (np.array(bits, np.int64) for bits in itertools.product((0, 1), repeat=len(problem.options)))
-    leanest = [kept(x) for x in every_x if legal(problem, x) and problem.peak_bytes(x) <= lowest.peak_bytes]
-    assert kept(choice.x) <= min(leanest) * 1.001
-
-
 def test_time_never_grows_with_the_budget() -> None:
     trace = plain_trace("unet", "bf16-mixed", 2, large=True)
     costs = with_workspaces(trace)

@@ -88,7 +88,11 @@ def fastest(
     bounds = {i: b for i, c in enumerate(combinations) if (b := c.solver.bound(budget_bytes)) is not None}
     several = len(bounds) > 1  # a single one need not be solved coarsely first
     points = _compared(combinations, budget_bytes, bounds, deadline) if several else {}
-    index = _simplest(points) if several else next(iter(bounds), None)
+    if several:  # the first of those that are about as fast as the fastest
+        within = min((c.step_seconds for c in points.values()), default=0.0) * (1 + SIMPLER_WITHIN)
+        index = next((i for i in sorted(points) if points[i].step_seconds <= within), None)
+    else:
+        index = next(iter(bounds), None)
     if index is None:
         return None
     left = max(deadline - thread_time(), _LEAST_SECONDS)
@@ -118,12 +122,6 @@ def _compared(
             points[index] = candidate
             bounds[index] = max(bounds[index], candidate.bound_seconds)
     return points
-
-
-def _simplest(found: dict[int, Candidate]) -> int | None:
-    """Return the index of the first point that is about as fast as the fastest; None without points."""
-    within = min((c.step_seconds for c in found.values()), default=0.0) * (1 + SIMPLER_WITHIN)
-    return next((i for i in sorted(found) if found[i].step_seconds <= within), None)
 
 
 def frontier(

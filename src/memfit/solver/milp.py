@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from time import perf_counter, thread_time
@@ -202,8 +202,7 @@ class _Goal:
     Attributes:
         cost: Coefficient of each option, each keeper, and one more variable: in `fastest` that is always 1 with the
             plain step's time as coefficient, so that the objective is the step's time; in `leanest` it is the peak.
-        scale: Factor of the seconds (`fastest`), or of the bytes at all points (`least_kept`), in the objective; the
-            peak in MiB is not scaled (`leanest`).
+        scale: Factor of the seconds in the objective (`fastest`); the peak in MiB is not scaled (`leanest`).
         budget_bytes: Upper limit of the rows; None for the last variable.
     """
 
@@ -301,27 +300,25 @@ class Solver:
         if self._lowest is None and time_limit_seconds <= 0:
             x = min(self._found, key=self.problem.peak_bytes)
             return Choice(x, self.problem.peak_bytes(x), self.problem.seconds(x), "feasible", 0.0)
-        if self._lowest is None or (self._lowest.status != "optimal" and time_limit_seconds > self._lowest_seconds):
-            self._lowest, self._lowest_seconds = self._solve_leanest(time_limit_seconds), time_limit_seconds
-        return self._lowest
-
-    def least_kept(self, time_limit_seconds: float = 10.0) -> Choice:
-        """Return a choice of the lowest peak that keeps the fewest bytes, summed over all points of the step.
-
-        It is near the lowest measured peak even where the problem overestimates bytes at some points.
-        """
-        lowest = self.leanest(time_limit_seconds)
+        known = self._lowest
+        if known is not None and (known.status == "optimal" or time_limit_seconds <= self._lowest_seconds):
+            return known
+        self._lowest_seconds = time_limit_seconds
         if not self._n_x:
-            return lowest
-        kept = self.problem.columns.sum(axis=1).astype(np.float64)
-        scale = 1.0 / max(float(np.abs(kept).max()), 1.0)
-        goal = _Goal(np.append(kept, self.problem.base.sum()) * scale, scale, lowest.peak_bytes)
-        options, rows = np.arange(self._n_x), list(self._active)
-        x, _ = self._among(options, goal, rows, np.inf, FINE, thread_time() + time_limit_seconds)
-        if x is None:
-            return lowest
+            nothing = self._nothing_to_choose()
+            self._lowest = replace(nothing, bound=float(nothing.peak_bytes))
+            return self._lowest
+        goal = self._peak_goal()
+        deadline = thread_time() + time_limit_seconds
+        relaxed = self._relaxed(goal, deadline) or _Relaxed(0.0, np.ones(self._n_x), np.zeros(self._n_x))
+        start = min(self._found, key=lambda x: self._value(goal, x))
+        x, bound = self._best(goal, relaxed, start, _PEAK_TOLERANCE, deadline)
+        assert x is not None  # the search starts from a choice
         self._found.append(x)
-        return replace(lowest, x=x, peak_bytes=self.problem.peak_bytes(x), seconds=self.problem.seconds(x))
+        peak, bound = self.problem.peak_bytes(x), max(0.0, bound - _TIE) * _UNIT
+        proven = bound >= peak * (1 - _PEAK_TOLERANCE)
+        self._lowest = Choice(x, peak, self.problem.seconds(x), "optimal" if proven else "feasible", bound)
+        return self._lowest
 
     @cached_property
     def peak_floor_bytes(self) -> float:
@@ -341,21 +338,6 @@ class Solver:
         scale = 1.0 / max(max(slower), 1e-12)
         cost = np.concatenate([slower, np.zeros(self._n_z), [self.problem.plain_seconds]]) * scale
         return _Goal(cost, scale, budget_bytes)
-
-    def _solve_leanest(self, time_limit_seconds: float) -> Choice:
-        if not self._n_x:
-            nothing = self._nothing_to_choose()
-            return replace(nothing, bound=float(nothing.peak_bytes))
-        goal = self._peak_goal()
-        deadline = thread_time() + time_limit_seconds
-        relaxed = self._relaxed(goal, deadline) or _Relaxed(0.0, np.ones(self._n_x), np.zeros(self._n_x))
-        start = min(self._found, key=lambda x: self._value(goal, x))
-        lowest, bound = self._best(goal, relaxed, start, _PEAK_TOLERANCE, deadline)
-        assert lowest is not None  # the search starts from a choice
-        self._found.append(lowest)
-        peak, bound = self.problem.peak_bytes(lowest), max(0.0, bound - _TIE) * _UNIT
-        status: Literal["optimal", "feasible"] = "optimal" if bound >= peak * (1 - _PEAK_TOLERANCE) else "feasible"
-        return Choice(lowest, peak, self.problem.seconds(lowest), status, bound)
 
     def _value(self, goal: _Goal, x: Ints) -> float:
         last = 1.0 if goal.budget_bytes is not None else self.problem.peak_bytes(x) / _UNIT
@@ -457,13 +439,15 @@ class Solver:
     ) -> MilpResult:
         """Run HiGHS over the allowed options, the keepers, and one more variable, which is continuous.
 
-        Without a tolerance the relaxed problem is solved. Thread and wall time are added up for `_limit_seconds`.
+        Without a tolerance the relaxed problem is solved. HiGHS's limit is in wall time, its only clock: it is larger
+        on a busy machine.
         """
         low, high = (1.0, 1.0) if goal.budget_bytes is not None else (0.0, np.inf)
         lower = np.append(np.zeros(self._n_x + self._n_z), low)
         upper = np.concatenate([allowed, np.ones(self._n_z), [high]])
         whole = np.arange(len(lower)) < len(lower) - 1  # keepers follow from options, but branching on them is faster
         own, wall = thread_time(), perf_counter()
+        busy = max(1.0, self._wall_seconds / self._own_seconds) if self._own_seconds else 1.0  # by other programs
         solution = minimized(
             goal.cost,
             limits + self._structure,
@@ -471,16 +455,11 @@ class Solver:
             upper,
             whole=None if tolerance is None else whole,
             gap=tolerance or 0.0,
-            time_limit_seconds=self._limit_seconds(deadline),
+            time_limit_seconds=busy * max(_LEAST_SECONDS, deadline - own),
         )
         self._own_seconds += thread_time() - own
         self._wall_seconds += perf_counter() - wall
         return solution
-
-    def _limit_seconds(self, deadline: float) -> float:
-        """Return HiGHS's limit in wall time, its only clock: more on a busy machine."""
-        busy = max(1.0, self._wall_seconds / self._own_seconds) if self._own_seconds else 1.0
-        return busy * max(_LEAST_SECONDS, deadline - thread_time())
 
     def _structural_constraints(self) -> Rows:
         """Return rows for: at most one option of a conflict, z at least each of its activities, the host's budget."""
@@ -531,13 +510,11 @@ def policies(problem: Problem) -> list[Ints]:
     for j, option in enumerate(problem.options):
         names = tuple(re.sub(r"\d+", "#", fqn) for fqn in option.modules)
         kinds[names, option.regions[0].keep, option.regions[0].offload, len(option.regions)].append(j)
-    repeated = [members for members in kinds.values() if len(members) > 1]
-    return [np.zeros(len(problem.options), np.int64), *(_all_of(members, problem) for members in repeated)]
-
-
-def _all_of(members: Iterable[int], problem: Problem) -> Ints:
-    x = np.zeros(len(problem.options), np.int64)
-    for j in members:
-        if not any(x[sorted(conflict)].any() for conflict in problem.conflicts if j in conflict):
-            x[j] = 1
-    return x
+    choices = [np.zeros(len(problem.options), np.int64)]
+    for members in kinds.values():
+        if len(members) > 1:
+            choices.append(np.zeros(len(problem.options), np.int64))
+            for j in members:
+                if not any(choices[-1][sorted(conflict)].any() for conflict in problem.conflicts if j in conflict):
+                    choices[-1][j] = 1
+    return choices
