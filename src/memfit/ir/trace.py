@@ -324,24 +324,6 @@ _op_key = operator.attrgetter("name", "call", "phase", "microbatch", "mutates", 
 _life = operator.attrgetter("birth", "death", "release", "category", "owner", "parameter")
 
 
-def between(low: Trace, high: Trace, microbatch_size: int) -> Trace | None:
-    """Return the trace of another microbatch size, from two of one program; None where they are not of one.
-
-    Args:
-        low: Of fewer samples in a microbatch than `high`.
-        microbatch_size: Samples of the wanted step's microbatch; `batch_size` is then that of as many microbatches
-            as `high` has.
-    """
-    first, last = low.microbatch_size, high.microbatch_size
-    if not is_one_program(low, high) or any(operator_class(op.name) == RECURRENT for op in low.ops):
-        return None
-    line = _Line(first, last, microbatch_size)
-    try:
-        return line.trace(low, high)
-    except _NotWholeError:
-        return None
-
-
 def is_one_program(one: Trace, other: Trace) -> bool:
     """Tell whether two steps run the same operators, with storages that live as long."""
     return (
@@ -368,75 +350,74 @@ class _NotWholeError(Exception):
     """A number would not be whole, or two texts differ."""
 
 
-class _Line:
-    """The straight line through the numbers of two sizes, at a third."""
+def between(low: Trace, high: Trace, microbatch_size: int) -> Trace | None:
+    """Return the trace of another microbatch size, from two of one program; None where they are not of one.
 
-    def __init__(self, low: int, high: int, at: int) -> None:
-        self.low, self.high, self.at = low, high, at
+    The program of a step hardly depends on how many samples it has: the same operators, with tensors of other shapes.
+    Every number that differs (a dimension, a stride, bytes, operations) is taken to be affine in the number of samples,
+    which it is where samples are one dimension of a tensor. Where the two programs differ, a number would not be whole,
+    or libraries size their buffers as they like (recurrent layers), nothing is made up.
 
-    def trace(self, low: Trace, high: Trace) -> Trace:
-        signatures: list[str] = []
-        works: list[Work] = []
-        known: dict[tuple[int, int], int] = {}
-        ops = []
-        for a, b in zip(low.ops, high.ops, strict=True):
-            pair = a.signature, b.signature
+    Args:
+        low: Of fewer samples in a microbatch than `high`.
+        microbatch_size: Samples of the wanted step's microbatch; `batch_size` is then that of as many microbatches
+            as `high` has.
+    """
+    if not is_one_program(low, high) or any(operator_class(op.name) == RECURRENT for op in low.ops):
+        return None
+    part, whole = microbatch_size - low.microbatch_size, high.microbatch_size - low.microbatch_size
+
+    def value(a: Any, b: Any) -> Any:
+        if a == b:
+            return a
+        if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+            return [value(*pair) for pair in zip(a, b, strict=True)]
+        if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+            return {name: value(a[name], b[name]) for name in a}
+        if type(a) is int and type(b) is int:
+            steps, rest = divmod((b - a) * part, whole)
+            if not rest:
+                return a + steps
+        elif isinstance(a, float | int) and isinstance(b, float | int) and type(a) is not bool:
+            return a + (b - a) * part / whole  # a factor, which costs nothing
+        raise _NotWholeError
+
+    def storage(a: Storage, b: Storage) -> Storage:
+        if a.nbytes == b.nbytes:
+            return a
+        try:
+            shape = tuple(value(list(a.shape), list(b.shape)))
+        except _NotWholeError:
+            shape = ()
+        return replace(a, nbytes=value(a.nbytes, b.nbytes), shape=shape)
+
+    signatures: list[str] = []
+    works: list[Work] = []
+    known: dict[tuple[int, int], int] = {}
+    try:
+        for pair in ((a.signature, b.signature) for a, b in zip(low.ops, high.ops, strict=True)):
             if pair not in known:
                 known[pair] = len(signatures)
-                signatures.append(self.text(low.signatures[a.signature], high.signatures[b.signature]))
-                works.append(self.work(low.works[a.signature], high.works[b.signature]))
-            ops.append(replace(a, signature=known[pair]))
-        return replace(
-            low,
-            ops=ops,
-            storages=[
-                a if a.nbytes == b.nbytes else replace(a, nbytes=self.whole(a.nbytes, b.nbytes), shape=self.shape(a, b))
-                for a, b in zip(low.storages, high.storages, strict=True)
-            ],
-            signatures=signatures,
-            works=works,
-            batch_size=self.at * high.microbatches,
-            microbatch_size=self.at,
-            scale_microbatches=high.microbatches,
-            notes=high.notes,
-            slack=max(low.slack, high.slack),
-        )
-
-    def shape(self, low: Storage, high: Storage) -> tuple[int, ...]:
-        """Return the shape of a storage, () where it is not on the line."""
-        try:
-            return tuple(self.whole(a, b) for a, b in zip(low.shape, high.shape, strict=True))
-        except (_NotWholeError, ValueError):
-            return ()
-
-    def whole(self, low: int, high: int) -> int:
-        steps, rest = divmod((high - low) * (self.at - self.low), self.high - self.low)
-        if rest:
-            raise _NotWholeError
-        return low + steps
-
-    def work(self, low: Work, high: Work) -> Work:
-        flops = self.whole(low.flops, high.flops)
-        read_bytes, write_bytes = (
-            self.whole(low.read_bytes, high.read_bytes),
-            self.whole(low.write_bytes, high.write_bytes),
-        )
-        return Work(flops, read_bytes, write_bytes, high.dtype, high.kernel)
-
-    def text(self, low: str, high: str) -> str:
-        if low == high:
-            return low
-        return json.dumps(self.value(json.loads(low), json.loads(high)), separators=(",", ":"))
-
-    def value(self, low: Any, high: Any) -> Any:
-        if low == high:
-            return low
-        if isinstance(low, list) and isinstance(high, list) and len(low) == len(high):
-            return [self.value(a, b) for a, b in zip(low, high, strict=True)]
-        if isinstance(low, dict) and isinstance(high, dict) and low.keys() == high.keys():
-            return {name: self.value(low[name], high[name]) for name in low}
-        if type(low) is int and type(high) is int:
-            return self.whole(low, high)
-        if isinstance(low, float | int) and isinstance(high, float | int) and type(low) is not bool:
-            return low + (high - low) * (self.at - self.low) / (self.high - self.low)  # a factor, which costs nothing
-        raise _NotWholeError
+                text, other = low.signatures[pair[0]], high.signatures[pair[1]]
+                if text != other:
+                    text = json.dumps(value(json.loads(text), json.loads(other)), separators=(",", ":"))
+                a, b = low.works[pair[0]], high.works[pair[1]]
+                numbers = ((a.flops, b.flops), (a.read_bytes, b.read_bytes), (a.write_bytes, b.write_bytes))
+                signatures.append(text)
+                works.append(Work(*(value(*each) for each in numbers), b.dtype, b.kernel))
+        storages = [storage(a, b) for a, b in zip(low.storages, high.storages, strict=True)]
+    except _NotWholeError:
+        return None
+    ops = zip(low.ops, high.ops, strict=True)
+    return replace(
+        low,
+        ops=[replace(a, signature=known[a.signature, b.signature]) for a, b in ops],
+        storages=storages,
+        signatures=signatures,
+        works=works,
+        batch_size=microbatch_size * high.microbatches,
+        microbatch_size=microbatch_size,
+        scale_microbatches=high.microbatches,
+        notes=high.notes,
+        slack=max(low.slack, high.slack),
+    )
