@@ -116,10 +116,20 @@ class Views(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def module_table(plain: Trace, planned: Trace, costs: CostTable, regions: Iterable[Region]) -> list[ModuleRow]:
     """Return a row for each module that keeps activations or holds parameters, in the model's order."""
-    before, after = kept_bytes(plain), kept_bytes(planned)
-    parameters = _parameter_bytes(plain)
-    seconds = _forward_seconds(plain, costs)
-    actions = {module: _action(region) for region in regions for module in region.modules}
+    before, after = _kept_bytes(plain), _kept_bytes(planned)
+    parameters: dict[str, int] = defaultdict(int)
+    for storage in plain.storages:
+        if storage.category == "parameters" and storage.owner >= 0:
+            for fqn in enclosing(plain.modules[storage.owner].fqn):
+                parameters[fqn] += storage.nbytes
+    seconds: dict[str, float] = defaultdict(float)
+    for op, of_op in zip(plain.ops, (repeats(plain) * costs.op_seconds(plain)).tolist(), strict=True):
+        for fqn in _around(plain, op.call) if op.phase == "forward" else ():
+            seconds[fqn] += of_op
+    actions: dict[str, str] = {}
+    for region in regions:
+        text = f"recomputed, keeps {len(region.keep)} operators" if region.keep else "recomputed"
+        actions |= dict.fromkeys(region.modules, f"{text}, offloaded" if region.offload else text)
     kinds = {module.fqn: module.kind for module in plain.modules if before[module.fqn] or parameters[module.fqn]}
     return [
         ModuleRow(fqn or "(model)", kind, parameters[fqn], before[fqn], after[fqn], seconds[fqn], actions.get(fqn, ""))
@@ -127,12 +137,7 @@ def module_table(plain: Trace, planned: Trace, costs: CostTable, regions: Iterab
     ]
 
 
-def _action(region: Region) -> str:
-    text = f"recomputed, keeps {len(region.keep)} operators" if region.keep else "recomputed"
-    return f"{text}, offloaded" if region.offload else text
-
-
-def kept_bytes(trace: Trace) -> dict[str, int]:
+def _kept_bytes(trace: Trace) -> dict[str, int]:
     """Return, by module, the bytes allocated in its forward pass that are alive when the first backward pass starts."""
     start = next((i for i, op in enumerate(trace.ops) if op.phase == "backward"), len(trace.ops))
     total: dict[str, int] = defaultdict(int)
@@ -145,24 +150,6 @@ def kept_bytes(trace: Trace) -> dict[str, int]:
 
 def _around(trace: Trace, call: int) -> set[str]:
     return {trace.modules[trace.calls[c].module].fqn for c in trace.call_chain(call)}
-
-
-def _parameter_bytes(trace: Trace) -> dict[str, int]:
-    total: dict[str, int] = defaultdict(int)
-    for storage in trace.storages:
-        if storage.category == "parameters" and storage.owner >= 0:
-            for fqn in enclosing(trace.modules[storage.owner].fqn):
-                total[fqn] += storage.nbytes
-    return total
-
-
-def _forward_seconds(trace: Trace, costs: CostTable) -> dict[str, float]:
-    total: dict[str, float] = defaultdict(float)
-    for op, seconds in zip(trace.ops, (repeats(trace) * costs.op_seconds(trace)).tolist(), strict=True):
-        if op.phase == "forward":
-            for fqn in _around(trace, op.call):
-                total[fqn] += seconds
-    return total
 
 
 class GradientDifference(Shown, frozen=True, kw_only=True):

@@ -118,16 +118,11 @@ def _attention_flops(shape: AttentionShape, backward: bool) -> Flops:
     scores = shape.batch * shape.heads * shape.queries * shape.keys
     forward = 2 * scores * (shape.dim + shape.value_dim)
     again = 2 * scores * shape.dim if backward else 0
-    model = 2 * forward if backward else forward
-    return Flops(model, int((model + again) * visible_share(shape)))
-
-
-def visible_share(shape: AttentionShape) -> float:
-    """Return the share of the blocks of the score matrix that the kernel visits."""
-    if not shape.causal:
-        return 1.0
-    rows, columns = math.ceil(shape.queries / _BLOCK), math.ceil(shape.keys / _BLOCK)
-    return sum(min(row + 1, columns) for row in range(rows)) / max(1, rows * columns)
+    model, visible = 2 * forward if backward else forward, 1.0
+    if shape.causal:  # the share of the blocks of the score matrix that the kernel visits
+        rows, columns = math.ceil(shape.queries / _BLOCK), math.ceil(shape.keys / _BLOCK)
+        visible = sum(min(row + 1, columns) for row in range(rows)) / max(1, rows * columns)
+    return Flops(model, int((model + again) * visible))
 
 
 def _recurrent_flops(given: Arguments) -> int:
@@ -240,9 +235,25 @@ def throughput(
         tokens_per_sample: Tokens in a sample; None without tokens.
         matmul: Whether float32 products may use TF32.
     """
-    by_class = seconds_by_class(trace, costs)
+    times = repeats(trace)
+    total: dict[str, float] = defaultdict(float)
+    for op, of_op in zip(trace.ops, (times * costs.op_seconds(trace)).tolist(), strict=True):
+        total[OPTIMIZER if op.phase == "optimizer" else operator_class(op.name)] += of_op
+    by_class = dict(sorted(total.items(), key=lambda item: -item[1]))
     seconds = step_seconds if step_seconds is not None else sum(by_class.values())
-    model, hardware, dtype, kind = _flops(trace)
+    model = hardware = 0
+    by_kind: dict[tuple[str, str], int] = defaultdict(int)
+    for op, often in zip(trace.ops, times, strict=True):
+        kind = operator_class(op.name)
+        if op.phase == "optimizer" or kind not in _COUNTED:
+            continue
+        work = trace.works[op.signature]
+        count = call_flops(op.name, trace.signatures[op.signature], work)
+        hardware += int(often * count.hardware)
+        if op.phase != "recompute":
+            model += int(often * count.model)
+            by_kind[work.dtype, kind] += int(often * count.model)
+    dtype, kind = max(by_kind, key=lambda k: by_kind[k], default=("float32", MATRIX))
     peak = peak_flops(device, dtype, kind, matmul)
     samples = trace.batch_size / seconds if seconds else 0.0
     known = bool(peak and seconds)
@@ -260,29 +271,3 @@ def throughput(
         model_utilisation=model / seconds / peak if known else None,
         hardware_utilisation=hardware / seconds / peak if known else None,
     )
-
-
-def seconds_by_class(trace: Trace, costs: CostTable) -> dict[str, float]:
-    """Return a step's seconds by class of operator, largest first; the optimizer's operators are one class."""
-    total: dict[str, float] = defaultdict(float)
-    for op, seconds in zip(trace.ops, (repeats(trace) * costs.op_seconds(trace)).tolist(), strict=True):
-        total[OPTIMIZER if op.phase == "optimizer" else operator_class(op.name)] += seconds
-    return dict(sorted(total.items(), key=lambda item: -item[1]))
-
-
-def _flops(trace: Trace) -> tuple[int, int, str, str]:
-    """Return a step's model and hardware operations, and the dtype and class of most model operations."""
-    model = hardware = 0
-    by_kind: dict[tuple[str, str], int] = defaultdict(int)
-    for op, times in zip(trace.ops, repeats(trace), strict=True):
-        kind = operator_class(op.name)
-        if op.phase == "optimizer" or kind not in _COUNTED:
-            continue
-        work = trace.works[op.signature]
-        count = call_flops(op.name, trace.signatures[op.signature], work)
-        hardware += int(times * count.hardware)
-        if op.phase != "recompute":
-            model += int(times * count.model)
-            by_kind[work.dtype, kind] += int(times * count.model)
-    dtype, kind = max(by_kind, key=lambda k: by_kind[k], default=("float32", MATRIX))
-    return model, hardware, dtype, kind

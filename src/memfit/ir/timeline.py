@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from memfit.ir.codec import Shown
@@ -58,7 +57,9 @@ class Timeline(Shown, frozen=True, kw_only=True):
         stage = "optimizer step" if passes[at] == "optimizer" else f"{passes[at]} pass"
         operator = operator_text(self.labels[at].rpartition(" · ")[2])
         again = ", recomputed" if self.phases[at] == "recompute" else ""
-        return f"{part} of the {stage}{_within(self.modules[at])} ({operator}{again})"
+        fqn = self.modules[at]
+        within = f", in {'module ' * fqn[0].isdecimal()}{fqn}" if fqn else ""
+        return f"{part} of the {stage}{within} ({operator}{again})"
 
 
 def operator_text(name: str) -> str:
@@ -66,19 +67,11 @@ def operator_text(name: str) -> str:
     return base_name(name).lstrip("_")
 
 
-def _within(fqn: str) -> str:
-    if not fqn:
-        return ""
-    return f", in module {fqn}" if fqn[0].isdecimal() else f", in {fqn}"
-
-
-_MOST_PARTS = 3
-_LEAST_SHARE = 0.05
+_MOST_PARTS, _LEAST_SHARE = 3, 0.05
 _TAKES_LOGITS = ("log_softmax", "nll_loss_forward", "nll_loss2d_forward")
 _MAKES_LOGITS = ("log_softmax", "log_softmax_backward_data", "nll_loss_backward", "nll_loss2d_backward")
 _SOFTMAX = ("softmax", "safe_softmax")
 _CASTS = ("to_copy", "copy")
-_Group = tuple[str, int]
 _Size = tuple[int, tuple[int, ...]]  # elements, and the last two dimensions
 
 
@@ -116,26 +109,30 @@ def peak_parts(trace: Trace, timeline: Timeline) -> tuple[PeakPart, ...]:
         return ()
     peak = timeline.peak_index
     logits, scores = _logits(trace), _scores(trace)
-    groups: dict[_Group, list[_Held]] = defaultdict(list)
+    groups: dict[tuple[str, int], list[_Held]] = defaultdict(list)  # by kind, and elements where there may be several
     for index, storage in enumerate(trace.storages):
         if storage.nbytes and max(storage.birth, 0) <= peak <= storage.death:
-            op = trace.ops[storage.birth] if storage.birth >= 0 else None
+            elements, op = math.prod(storage.shape), trace.ops[storage.birth] if storage.birth >= 0 else None
+            if storage.category not in ("activations", "temporaries"):
+                group = storage.category, 0
+            elif index in logits:
+                group = "logits", elements
+            elif len(storage.shape) > 2 and (elements, storage.shape[-2:]) in scores:
+                group = "attention scores", elements
+            else:
+                kinds = {"backward": "activation gradients", "optimizer": "temporaries of the update"}
+                group = kinds.get(op.phase if op else "forward", "activations"), 0
             made = () if op is None else (operator_text(op.name), trace.fqn_of(op.call))
-            groups[_group(trace, index, logits, scores)].append(_Held(storage.shape, storage.nbytes, *made))
-    workspace = timeline.live_bytes[WORKSPACE][peak]
-    if workspace:
+            groups[group].append(_Held(storage.shape, storage.nbytes, *made))
+    if workspace := timeline.live_bytes[WORKSPACE][peak]:
         groups[WORKSPACE, 0].append(_Held((), workspace, operator_text(trace.ops[peak].name)))
-    total = {group: _bytes(members) for group, members in groups.items()}
+    total = {group: sum(held.nbytes for held in members) for group, members in groups.items()}
     largest = sorted(total, key=lambda group: -total[group])[:_MOST_PARTS]
     return tuple(
         PeakPart(kind=group[0], text=_text(group[0], groups[group]), nbytes=total[group])
         for i, group in enumerate(largest)
         if not i or total[group] >= _LEAST_SHARE * timeline.peak_bytes
     )
-
-
-def _bytes(members: Iterable[_Held]) -> int:
-    return sum(held.nbytes for held in members)
 
 
 def _logits(trace: Trace) -> set[int]:
@@ -181,40 +178,22 @@ def _scores(trace: Trace) -> set[_Size]:
     return found
 
 
-def _group(trace: Trace, index: int, logits: set[int], scores: set[_Size]) -> _Group:
-    """Return the kind of a storage; of logits and scores also the number of elements, for each of several."""
-    storage = trace.storages[index]
-    if storage.category not in ("activations", "temporaries"):
-        return storage.category, 0
-    elements = math.prod(storage.shape)
-    if index in logits:
-        return "logits", elements
-    if len(storage.shape) > 2 and (elements, storage.shape[-2:]) in scores:
-        return "attention scores", elements
-    phase = trace.ops[storage.birth].phase if storage.birth >= 0 else "forward"
-    return {"backward": "activation gradients", "optimizer": "temporaries of the update"}.get(phase, "activations"), 0
-
-
 def _text(kind: str, members: list[_Held]) -> str:
     if kind == WORKSPACE:
         return f"workspace of {members[0].operator}"
     if kind in ("logits", "attention scores"):
-        shape = max((held.shape for held in members), key=len)
-        return f"{kind} of {_shape_text(shape)}{_count_text(len(members))}"
+        count = f" ({len(members)} tensors)" if len(members) > 1 else ""
+        return f"{kind} of {_shape_text(max((held.shape for held in members), key=len))}{count}"
     if kind not in ("activations", "activation gradients"):
         return kind
     alike: dict[tuple[str, tuple[int, ...]], list[_Held]] = defaultdict(list)
     for held in members:
         alike[held.operator, held.shape].append(held)
-    (operator, shape), most = max(alike.items(), key=lambda item: _bytes(item[1]))
+    (operator, shape), most = max(alike.items(), key=lambda item: sum(held.nbytes for held in item[1]))
     places = list(dict.fromkeys(held.fqn for held in most))
     where = places[0] or "the loss" if len(places) == 1 else f"{places[0]} to {places[-1]}"
     within = "in" if len(alike) == 1 else "the largest in"
     return f"{kind}, {within} {where} ({', '.join(filter(None, [operator, _shape_text(shape)]))})"
-
-
-def _count_text(count: int) -> str:
-    return f" ({count} tensors)" if count > 1 else ""
 
 
 def _shape_text(shape: tuple[int, ...]) -> str:
