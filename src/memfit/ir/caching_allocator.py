@@ -299,7 +299,6 @@ class CachingAllocator:
         return block
 
     def _take_new(self, pool: Pool, size: int) -> MemoryBlock | None:
-        """Take a block of a new segment, after releasing the cache if necessary."""
         if self._allowed_bytes is not None and self.settings.garbage_collection_threshold:
             self._collect_garbage(self._allowed_bytes)
         block = self._grow(pool, size)

@@ -114,6 +114,9 @@ def write_atomic(path: str | Path, data: bytes) -> Path:
 
 
 _MOST_FIELDS = 12
+_short = reprlib.Repr()  # shortens long values at any depth
+_short.maxlevel, _short.maxlist, _short.maxtuple, _short.maxdict = 3, 3, 3, 4
+_short.maxstring, _short.maxother = 60, 200
 _Item = TypeVar("_Item")
 
 
@@ -131,9 +134,6 @@ class View(NamedTuple):
     html: Callable[[Any], str] | None = None
 
 
-_NOTHING = View()
-
-
 _views: dict[type, View] = {}
 
 
@@ -146,8 +146,18 @@ class Shown(msgspec.Struct, frozen=True):
     """A record with a `repr` of one line, and the text and HTML registered with `show_with`."""
 
     def __repr__(self) -> str:
+        """Return its line, or its type and the fields that are not at their defaults, with long values shortened."""
         line = _view(self).line
-        return fields_line(self) if line is None else f"<{type(self).__name__} {line(self)}>"
+        if line is not None:
+            return f"<{type(self).__name__} {line(self)}>"
+        parts = []
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            default = field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
+            if default is msgspec.NODEFAULT or value != default:
+                parts.append(f"{field.name}={_short.repr(value)}")
+        more = [f"and {len(parts) - _MOST_FIELDS} more"] if len(parts) > _MOST_FIELDS else []
+        return f"{type(self).__name__}({', '.join([*parts[:_MOST_FIELDS], *more])})"
 
     def __str__(self) -> str:
         text = _view(self).text
@@ -171,21 +181,4 @@ class ShownList(list[_Item]):
 
 
 def _view(record: Any) -> View:
-    return _views.get(type(record), _NOTHING)
-
-
-_short = reprlib.Repr()  # shortens long values at any depth
-_short.maxlevel, _short.maxlist, _short.maxtuple, _short.maxdict = 3, 3, 3, 4
-_short.maxstring, _short.maxother = 60, 200
-
-
-def fields_line(record: msgspec.Struct) -> str:
-    """Return a record's type and the fields that are not at their defaults, with long values shortened."""
-    parts = []
-    for field in msgspec.structs.fields(record):
-        value = getattr(record, field.name)
-        default = field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
-        if default is msgspec.NODEFAULT or value != default:
-            parts.append(f"{field.name}={_short.repr(value)}")
-    more = [f"and {len(parts) - _MOST_FIELDS} more"] if len(parts) > _MOST_FIELDS else []
-    return f"{type(record).__name__}({', '.join([*parts[:_MOST_FIELDS], *more])})"
+    return _views.get(type(record), View())

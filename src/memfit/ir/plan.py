@@ -434,6 +434,5 @@ def at_point(plan: Plan, candidate: Candidate, note: str) -> Plan:
 
 
 def _upper_bytes(plan: Plan, candidate: Candidate) -> int:
-    """Return what is held against a budget, of a point of a plan's frontier."""
     upper = plan.predicted.peak_upper_bytes / plan.predicted.peak_bytes
     return candidate.peak_upper_bytes or int(candidate.peak_bytes * upper)

@@ -239,7 +239,6 @@ class RecomputedCopy(NamedTuple):
 
     @property
     def survives(self) -> bool:
-        """Whether it outlives its recomputation."""
         return self.death >= 0 or self.taken_by is not None
 
 

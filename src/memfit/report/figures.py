@@ -171,7 +171,6 @@ def frontier_chart(plan: Plan) -> Chart:
 
 
 def _point_text(plan: Plan, point: Candidate | Prediction) -> str:
-    """Return what a pointer is told about a point."""
     speed = beside_text(point.step_seconds, plan.plain.step_seconds, "plain")
     lines = [f"{format_bytes(point.peak_bytes)}, {seconds_text(point.step_seconds)} ({speed})"]
     if isinstance(point, Prediction):

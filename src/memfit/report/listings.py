@@ -191,7 +191,6 @@ def verification_table(verification: Verification) -> Group:
 
 
 def _facts(title: str | Text) -> Table:
-    """Return a table of names and values, without rows yet."""
     return Table(Column(style="bold"), Column(), title=title, title_justify="left", show_header=False)
 
 

@@ -87,7 +87,6 @@ def _plan(report: Report, budget_bytes: int, numerics: Numerics | None = None) -
 
 
 def _measured(report: Report) -> int | None:
-    """Return the largest measured peak of the planned step."""
     peaks = [report.run.measured_peak_bytes if report.run else None]
     peaks.append(report.views.comparison.planned_peak_bytes if report.views.comparison else None)
     return max((count for count in peaks if count is not None), default=None)

@@ -90,7 +90,6 @@ def ladder_chart(ladder: Ladder) -> Chart:
 
 
 def _after_ladder(ladder: Ladder) -> list[NextStep]:
-    """Return the next steps after a ladder: a plan, a larger batch, and the proposed levers."""
     plain, top = ladder.rungs[0], ladder.top
     steps = []
     if top.peak_bytes is not None and top.step_seconds is not None and top is not plain:

@@ -190,7 +190,6 @@ class _Finder:
         return module
 
     def _worthwhile(self, runs: Iterator[tuple[str, ...]], seen: Collection[object] = ()) -> list[tuple[str, ...]]:
-        """Return the regions that hold enough bytes, the first of those with the same operators."""
         worthwhile: list[tuple[str, ...]] = []
         extents = set(seen)
         for modules in runs:

@@ -99,7 +99,6 @@ class Controller:
         self._ceiling_bytes = min(self._ceiling_bytes, took * (1 - 1e-6))
 
     def _bound(self, bucket: int, arm: int, seconds: float) -> float:
-        """Return a lower confidence bound on the logarithm of a plan's time."""
         belief = self._beliefs.get((bucket, arm), Belief())
         precision = PRIOR_SPREAD**-2 + belief.count * NOISE**-2
         mean = (PRIOR_SPREAD**-2 * self._common[bucket].mean + belief.count * NOISE**-2 * belief.mean) / precision

@@ -270,7 +270,6 @@ class Solver:
         return None if best is None else self._choice(best, max(self.problem.plain_seconds, bound / goal.scale))
 
     def _known(self, budget_bytes: int) -> Ints | None:
-        """Return the fastest choice within a budget among those found for any budget."""
         fitting = [x for x in self._found if self.problem.peak_bytes(x) <= budget_bytes]
         return min(fitting, key=self.problem.seconds, default=None)
 
@@ -427,7 +426,6 @@ class Solver:
         return self._choice(np.zeros(0, np.int64), self.problem.plain_seconds)
 
     def _choice(self, x: Ints, bound: float) -> Choice:
-        """Return a choice, with a lower bound on the seconds of all choices."""
         self._found.append(x)
         seconds = self.problem.seconds(x)
         bound = min(bound, seconds)
