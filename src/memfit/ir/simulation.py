@@ -237,7 +237,8 @@ class Replay:
         """The bytes of each life."""
         if self.regions.generator_state_bytes or not self.trace.storages:  # some lives are of no storage
             return np.array([life.nbytes for life in self.lives()], np.int64)
-        return self.trace.storage_bytes[self._spans[0]]
+        found: npt.NDArray[np.int64] = self.trace.storage_bytes[self._spans[0]]
+        return found
 
     @functools.cached_property
     def _total(self) -> npt.NDArray[np.int64]:
