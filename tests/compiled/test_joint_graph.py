@@ -14,7 +14,7 @@ from torch._functorch.partitioners import default_partition
 from memfit._torch.compilers import aot_autograd_eager
 from memfit.compiled.joint_graph import _RECOMPUTED, JointGraph, _must_run_once, mark_kept, mark_recomputed
 from memfit.compiled.joint_rewriter import inlined_nodes
-from memfit.ir.kernels import reused_bytes_of
+from memfit.ir.costs import reused_bytes_of
 
 
 class Block(nn.Module):

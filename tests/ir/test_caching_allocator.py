@@ -353,31 +353,25 @@ def events(*rows: tuple[int, int, float]) -> list[AllocationEvent]:
 STEP = events((-1, 1, 12), (0, 2, 0.5), (1, 3, 30), (1, -2, 0.5), (2, -3, 30), (2, 4, 8), (3, -4, 8))
 
 
-def test_peaks_and_where_they_are() -> None:
-    report = replay(STEP, AllocatorSettings(), history=True)
-    assert report.peak_allocated_bytes == report.peak_requested_bytes == 42.5 * MIB
-    assert (report.peak_allocated_event, report.peak_reserved_event) == (2, 2)
-    assert report.peak_reserved_bytes == 44 * MIB
-    assert [n / MIB for n in report.allocated_bytes] == [12, 12.5, 42.5, 42, 12, 20, 12]
-    assert [n / MIB for n in report.reserved_bytes] == [12, 14, 44, 44, 44, 44, 44]
-    assert (report.end_allocated_bytes, report.end_reserved_bytes) == (12 * MIB, 44 * MIB)
-    assert (report.num_ooms, report.oom) == (0, None)
+def test_events_are_applied_one_by_one() -> None:
+    after = [replay(STEP[: n + 1], AllocatorSettings()) for n in range(len(STEP))]
+    assert [a.allocated_bytes / MIB for a in after] == [12, 12.5, 42.5, 42, 12, 20, 12]
+    assert [a.reserved_bytes / MIB for a in after] == [12, 14, 44, 44, 44, 44, 44]
+    assert after[-1].peak_allocated_bytes == after[-1].peak_requested_bytes == 42.5 * MIB
+    assert after[-1].peak_reserved_bytes == 44 * MIB
+    assert (after[-1].num_ooms, after[-1].oom) == (0, None)
 
 
 def test_a_replay_ends_where_more_is_reserved_than_is_of_interest() -> None:
-    report = replay(STEP, AllocatorSettings(), history=True, until_reserved_bytes=14 * MIB)
-    assert [n / MIB for n in report.reserved_bytes] == [12, 14, 44]
-    assert report.peak_reserved_bytes > 14 * MIB and report.num_ooms == 0
-    whole = replay(STEP, AllocatorSettings(), until_reserved_bytes=44 * MIB)
-    assert whole == replay(STEP, AllocatorSettings())
+    part = replay(STEP, AllocatorSettings(), until_reserved_bytes=14 * MIB)
+    assert (sorted(part.blocks), part.num_ooms) == ([1, 2, 3], 0) and part.peak_reserved_bytes > 14 * MIB
+    assert sorted(replay(STEP, AllocatorSettings(), until_reserved_bytes=44 * MIB).blocks) == [1]
 
 
 def test_a_second_step_uses_the_names_and_the_memory_again() -> None:
-    once, twice = (replay(STEP + STEP[1:] * n, AllocatorSettings(), history=True) for n in (0, 1))
+    once, twice = (replay(STEP + STEP[1:] * n, AllocatorSettings()) for n in (0, 1))
     assert twice.peak_allocated_bytes == once.peak_allocated_bytes
     assert twice.peak_reserved_bytes == once.peak_reserved_bytes
-    assert len(twice.reserved_bytes) == 13
-    assert replay(STEP, AllocatorSettings()).reserved_bytes == []
 
 
 def test_running_out_ends_the_replay_at_the_point_where_it_happens() -> None:
@@ -390,7 +384,7 @@ def test_running_out_ends_the_replay_at_the_point_where_it_happens() -> None:
 
 def test_empty_storages_are_passed_over() -> None:
     assert replay(events((0, 1, 0), (0, 1, 0), (1, -1, 0)), AllocatorSettings()).peak_reserved_bytes == 0
-    assert replay([], AllocatorSettings()).peak_allocated_event is None
+    assert replay([], AllocatorSettings()).peak_allocated_bytes == 0
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 from memfit import ir
-from memfit.ir import Candidate, Devices, Frontier, Levers, Plan, Prediction, Region, Solution, View, display, show_with
-from memfit.ir.display import Shown, ShownList
+from memfit.ir import Candidate, Devices, Frontier, Levers, Plan, Prediction, Region, Solution, View, show_with
+from memfit.ir.codec import Shown, ShownList
+from memfit.report import show_records
 
 
 class Long(Shown, frozen=True, kw_only=True):
@@ -26,10 +27,8 @@ class Long(Shown, frozen=True, kw_only=True):
 
 @pytest.fixture
 def views() -> Iterator[None]:
-    before = dict(display._views)
     yield
-    display._views.clear()
-    display._views.update(before)
+    show_records()
 
 
 def a_plan(points: int = 3) -> Plan:

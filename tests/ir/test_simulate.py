@@ -19,7 +19,7 @@ from memfit.ir import (
     allocations_of,
     captured_overheads,
     is_one_program,
-    kernels,
+    kernel_text,
     recomputed_runs,
     repeats,
     simulate,
@@ -221,7 +221,7 @@ def test_what_compiled_code_computes_again_costs_its_kernels_alone() -> None:
     applied = captured(BUILDERS["transformer"](**LARGE["transformer"]), regions=[Region(("blocks.0",))])
     (run,) = recomputed_runs(applied)
     assert captured_overheads(applied, ONLY_OVERHEAD, [run]) == {run[0]: 1.0}
-    fused = replace(applied, signatures=[kernels.kernel_text((signature,)) for signature in applied.signatures])
+    fused = replace(applied, signatures=[kernel_text((signature,)) for signature in applied.signatures])
     assert captured_overheads(fused, ONLY_OVERHEAD, [run]) == {}
 
 

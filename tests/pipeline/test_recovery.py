@@ -371,7 +371,7 @@ import resource, sys, torch, memfit
 from msgspec.structs import replace
 from torch import nn
 from memfit.ir.plan import Candidate, Levers
-from memfit.ir.remat import Region
+from memfit.ir.regions import Region
 from memfit.workload.description import fingerprint
 
 def workload(samples):

@@ -7,8 +7,8 @@ import re
 from msgspec.structs import replace
 
 from memfit.ir import Fleet, Misfit, Sharding
-from memfit.report import GRID
-from memfit.report.fleets import LogAxis, answer_lines, fleet_chart, fleet_page, fleet_text, shown_rows
+from memfit.report import GRID, show_records
+from memfit.report.surveys import LogAxis, answer_lines, fleet_chart, fleet_page, shown_rows
 from tests.ir.test_fleet import fleet_of, row
 
 
@@ -25,7 +25,8 @@ def some() -> Fleet:
 
 
 def test_the_table_has_the_answers_and_the_front() -> None:
-    text = fleet_text(some())
+    show_records()
+    text = str(some())
     assert "Fewest cards: 1 × <big>, in 20.0 h (14.0 h to 26.0 h)" in text
     assert "Cheapest: 8 × small, for 36.00 EUR" in text
     assert "Fastest: 4 × <big>, in 6.0 h" in text

@@ -19,8 +19,20 @@ from memfit.errors import OutputError
 from memfit.foundations import format_bytes
 from memfit.ir import TIMELINE_CATEGORIES, Evaluation, Event, Levers, ModuleRow, Plan, RunRecord, Timeline, Views
 from memfit.report import GRID, Axis, write
-from memfit.report.axes import bucket_extremes, bucket_maxima, byte_unit, css_name, label, second_axis, second_unit
-from memfit.report.charts import Chart, Mark, Note, Shape, chart_html, steps_to
+from memfit.report.charts import (
+    Chart,
+    Mark,
+    Note,
+    Shape,
+    bucket_extremes,
+    bucket_maxima,
+    byte_axis,
+    chart_html,
+    css_name,
+    label,
+    second_axis,
+    steps_to,
+)
 from memfit.report.figures import curve_chart, frontier_chart, timeline_chart, total_bytes
 from memfit.report.html import render
 from tests.report.conftest import run_before
@@ -490,11 +502,12 @@ def test_lines_of_evaluations_break_no_curve(plan: Plan, views: Views, metrics: 
     ("largest", "unit"), [(0, "B"), (1023, "B"), (2**20, "MiB"), (2**30 - 1, "MiB"), (2**30, "GiB"), (2**43, "TiB")]
 )
 def test_axes_are_in_binary_units(largest: int, unit: str) -> None:
-    assert byte_unit(largest)[0] == unit
+    assert byte_axis(largest, "peak").title == f"peak ({unit})"
 
 
 def test_axes_of_seconds() -> None:
-    assert [second_unit(t)[0] for t in (0.0, 5e-4, 0.5, 2.0, 500.0)] == ["µs", "µs", "ms", "s", "min"]
+    axes = [second_axis(t, "step") for t in (0.0, 5e-4, 0.5, 2.0, 500.0)]
+    assert [axis.title for axis in axes] == [f"step ({unit})" for unit in ("µs", "µs", "ms", "s", "min")]
 
 
 # The file

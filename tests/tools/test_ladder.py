@@ -16,7 +16,7 @@ from memfit.errors import BudgetError, UsageError, WorkloadError
 from memfit.hardware import find_device
 from memfit.ir import Ladder, Levers, Rung
 from memfit.levers import NotOffered
-from memfit.report.ladders import ladder_page, ladder_text
+from memfit.report.surveys import ladder_page
 from memfit.tools._ladder import PAYS, _Climb, pays
 from memfit.workload import Workload
 from tests.measuring import step_peak_bytes
@@ -117,7 +117,6 @@ def test_what_pays(peak: float, step: float, speed: float) -> None:
 def test_a_ladder_prints_writes_and_reads_back() -> None:
     ladder = climbed()
     assert ir.codec.decode(ir.codec.encode(ladder), Ladder, source="a test") == ladder
-    assert str(ladder) == ladder_text(ladder)
     page = ladder_page(ladder)
     for found in ladder.rungs:
         assert found.name in str(ladder)

@@ -24,7 +24,7 @@ IMPORTED = (
     "memfit.cli.training",
     "memfit.hardware.process",
     "memfit.recipes",
-    "memfit.report.pages",
+    "memfit.report.html",
     "pydantic.type_adapter",  # which Typer's newest asks for as it reads a command line
     "pytest",
     "torch._dynamo",

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 import msgspec
 
 from memfit.errors import SimulatedOutOfMemoryError
 from memfit.foundations import format_bytes
-from memfit.ir.settings import (
+from memfit.ir.device import (
     MIN_BLOCK_BYTES,
     ROUND_LARGE_BYTES,
     SMALL_BYTES,
@@ -30,6 +31,7 @@ Tracer = Callable[[str, int, int, int], None]
 """Called with an action of PyTorch's memory history, an address, a size, and a stream."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class MemoryBlock:
     """A part of a segment: in use, free, or (in an expandable segment only) unmapped.
 
@@ -40,23 +42,25 @@ class MemoryBlock:
         freed_at: The allocator's count of lookups when it was freed.
     """
 
-    __slots__ = ("address", "allocated", "freed_at", "mapped", "next", "pool", "prev", "requested", "size")
-
-    def __init__(self, pool: Pool, address: int, size: int, *, mapped: bool = True) -> None:
-        self.pool = pool
-        self.address = address
-        self.size = size
-        self.requested = 0
-        self.allocated = False
-        self.mapped = mapped
-        self.prev: MemoryBlock | None = None
-        self.next: MemoryBlock | None = None
-        self.freed_at = 0
+    pool: Pool
+    address: int
+    size: int
+    mapped: bool = True
+    requested: int = 0
+    allocated: bool = False
+    prev: MemoryBlock | None = None
+    next: MemoryBlock | None = None
+    freed_at: int = 0
 
     @property
     def is_split(self) -> bool:
         """Whether its segment has other blocks."""
         return self.prev is not None or self.next is not None
+
+    @property
+    def room_bytes(self) -> int:
+        """The size that it could grow to within its expandable segment, where it is free."""
+        return self.size + (self.next.size if self.next is not None and not self.next.mapped else 0)
 
     def split(self, size: int) -> MemoryBlock:
         """Shrink to the first `size` bytes, and return the remainder as a new block after this one."""
@@ -84,6 +88,7 @@ class MemoryBlock:
             block = block.next
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Pool:
     """The free blocks of one stream, small or large.
 
@@ -95,14 +100,11 @@ class Pool:
         unmapped: Unmapped blocks, sorted by address.
     """
 
-    __slots__ = ("free", "page_bytes", "small", "stream", "unmapped")
-
-    def __init__(self, *, small: bool, stream: int, page_bytes: int) -> None:
-        self.small = small
-        self.stream = stream
-        self.page_bytes = page_bytes
-        self.free: list[tuple[int, int, MemoryBlock]] = []
-        self.unmapped: list[tuple[int, MemoryBlock]] = []
+    small: bool
+    stream: int
+    page_bytes: int
+    free: list[tuple[int, int, MemoryBlock]] = field(default_factory=list)
+    unmapped: list[tuple[int, MemoryBlock]] = field(default_factory=list)
 
     def add(self, block: MemoryBlock) -> MemoryBlock:
         """Merge a free or unmapped block with neighbours of its kind, add it to its list, and return it."""
@@ -128,6 +130,28 @@ class Pool:
             del self.unmapped[bisect_left(self.unmapped, (block.address,))]
 
 
+class AllocationEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The allocation or free of a storage on the device. Sequences are in execution order.
+
+    Attributes:
+        point: Index of its operator in the step; -1 before the first step.
+        storage: Number of the storage. A number may be reused after its free, as by the next step.
+        nbytes: Requested bytes; events of 0 bytes are ignored.
+        alloc: Whether it is allocated; else it is freed.
+        category: Its category, one of `ir.timeline.TIMELINE_CATEGORIES`.
+        label: The operator: "phase · module FQN · operator", as in `ir.timeline.Timeline.labels`.
+        stream: The CUDA stream of the allocation.
+    """
+
+    point: int
+    storage: int
+    nbytes: int
+    alloc: bool
+    category: str
+    label: str
+    stream: int = 0
+
+
 class CachingAllocator:
     """PyTorch's caching allocator of one CUDA device, without the device.
 
@@ -146,6 +170,8 @@ class CachingAllocator:
         num_alloc_retries: Number of times that the cache was released and the allocation retried.
         num_ooms: Number of requests that failed.
         segments: The first block of each segment, by address. An expandable segment includes unmapped blocks.
+        blocks: The blocks of the storages alive, by their numbers, of events that were applied.
+        oom: The event that failed, which ends a `replay`.
     """
 
     def __init__(
@@ -163,6 +189,8 @@ class CachingAllocator:
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self.num_alloc_retries = self.num_ooms = 0
         self.segments: dict[int, MemoryBlock] = {}
+        self.blocks: dict[int, MemoryBlock] = {}
+        self.oom: AllocationEvent | None = None
         total = capacity_bytes if total_bytes is None else total_bytes
         limited = settings.memory_fraction < 1 and total is not None
         self._allowed_bytes = int(settings.memory_fraction * total) if limited and total is not None else None
@@ -171,6 +199,23 @@ class CachingAllocator:
         self._pools: dict[tuple[bool, int], Pool] = {}
         self._next_address = _FIRST_ADDRESS
         self._lookups = 0
+
+    def apply(self, event: AllocationEvent) -> None:
+        """Allocate or free the storage of an event.
+
+        Raises:
+            SimulatedOutOfMemoryError: The device is full.
+            ValueError: A storage is allocated twice, or freed while not allocated.
+        """
+        if event.nbytes == 0:
+            return
+        if event.alloc == (event.storage in self.blocks):
+            verb, state = ("allocated", "is allocated already") if event.alloc else ("freed", "is not allocated")
+            raise ValueError(f"storage {event.storage} is {verb} at point {event.point}, but {state}")
+        if event.alloc:
+            self.blocks[event.storage] = self.malloc(event.nbytes, event.stream)
+        else:
+            self.free(self.blocks.pop(event.storage))
 
     def malloc(self, nbytes: int, stream: int = 0) -> MemoryBlock:
         """Return a block for a request of at least one byte. (PyTorch does not call its allocator for zero bytes.)
@@ -186,15 +231,18 @@ class CachingAllocator:
         if block is None:
             raise self._out_of_memory(size, stream)
         block.allocated = True
-        if self._splits(pool, size, block.size - size):
+        rest, most = block.size - size, self.settings.max_split_bytes
+        if pool.small or self.settings.expandable_segments:
+            is_split = rest >= MIN_BLOCK_BYTES
+        else:
+            is_split = rest > SMALL_BYTES and (most is None or size < most)
+        if is_split:
             pool.add(block.split(size))
         block.requested = nbytes
         self.allocated_bytes += block.size
         self.requested_bytes += nbytes
-        if self.allocated_bytes > self.peak_allocated_bytes:
-            self.peak_allocated_bytes = self.allocated_bytes
-        if self.requested_bytes > self.peak_requested_bytes:
-            self.peak_requested_bytes = self.requested_bytes
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        self.peak_requested_bytes = max(self.peak_requested_bytes, self.requested_bytes)
         self._trace("alloc", block.address, nbytes, stream)
         return block
 
@@ -212,29 +260,19 @@ class CachingAllocator:
 
     def empty_cache(self) -> None:
         """Return free memory to the device: whole segments, or whole pages of expandable ones."""
-        for small in (False, True):
-            for pool in self._pools_of(small):
-                for _, _, block in list(pool.free):
-                    if self.settings.expandable_segments:
-                        self._unmap(block)
-                    elif not block.is_split:
-                        self._release(block)
+        for key in sorted(self._pools):
+            for _, _, block in list(self._pools[key].free):
+                if self.settings.expandable_segments:
+                    self._unmap(block)
+                elif not block.is_split:
+                    self._release(block)
 
     def _pool(self, small: bool, stream: int) -> Pool:
         pool = self._pools.get((small, stream))
         if pool is None:
             page_bytes = SMALL_SEGMENT_BYTES if small else self.settings.large_segment_bytes
-            pool = self._pools[small, stream] = Pool(small=small, stream=stream, page_bytes=page_bytes)
+            pool = self._pools[small, stream] = Pool(small, stream, page_bytes)
         return pool
-
-    def _pools_of(self, small: bool) -> list[Pool]:
-        return [self._pools[key] for key in sorted(self._pools) if key[0] == small]
-
-    def _splits(self, pool: Pool, size: int, rest: int) -> bool:
-        if pool.small or self.settings.expandable_segments:
-            return rest >= MIN_BLOCK_BYTES
-        most = self.settings.max_split_bytes
-        return rest > SMALL_BYTES and (most is None or size < most)
 
     def _take_free(self, pool: Pool, size: int) -> MemoryBlock | None:
         """Take the best fit: the smallest free block that is large enough, at the lowest address."""
@@ -244,7 +282,7 @@ class CachingAllocator:
         if i == len(free):
             return None
         if self.settings.expandable_segments:
-            while i + 1 < len(free) and _room_bytes(free[i + 1][2]) < _room_bytes(free[i][2]):
+            while i + 1 < len(free) and free[i + 1][2].room_bytes < free[i][2].room_bytes:
                 i += 1
         block = free[i][2]
         most = self.settings.max_split_bytes
@@ -258,7 +296,6 @@ class CachingAllocator:
         return block
 
     def _take_new(self, pool: Pool, size: int) -> MemoryBlock | None:
-        """Take a block of a new segment, after releasing the cache if necessary."""
         if self._allowed_bytes is not None and self.settings.garbage_collection_threshold:
             self._collect_garbage(self._allowed_bytes)
         block = self._grow(pool, size)
@@ -321,7 +358,8 @@ class CachingAllocator:
         """Release large segments that were unused for longer than the mean, until the threshold is met."""
         threshold = int(self.settings.garbage_collection_threshold * allowed_bytes)
         excess = self.reserved_bytes - threshold
-        unused = [block for pool in self._pools_of(False) for _, _, block in pool.free if not block.is_split]
+        large = [self._pools[key] for key in sorted(self._pools) if not key[0]]
+        unused = [block for pool in large for _, _, block in pool.free if not block.is_split]
         while excess > 0 and unused:
             mean = sum(self._lookups - block.freed_at for block in unused) / len(unused)
             old = [block for block in unused if self._lookups - block.freed_at >= mean]
@@ -413,139 +451,30 @@ class CachingAllocator:
         )
 
 
-def _room_bytes(block: MemoryBlock) -> int:
-    """Return the size that a free block could grow to within its expandable segment."""
-    return block.size + (block.next.size if block.next is not None and not block.next.mapped else 0)
-
-
-class AllocationEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The allocation or free of a storage on the device. Sequences are in execution order.
-
-    Attributes:
-        point: Index of its operator in the step; -1 before the first step.
-        storage: Number of the storage. A number may be reused after its free, as by the next step.
-        nbytes: Requested bytes; events of 0 bytes are ignored.
-        alloc: Whether it is allocated; else it is freed.
-        category: Its category, one of `ir.timeline.TIMELINE_CATEGORIES`.
-        label: The operator: "phase · module FQN · operator", as in `ir.timeline.Timeline.labels`.
-        stream: The CUDA stream of the allocation.
-    """
-
-    point: int
-    storage: int
-    nbytes: int
-    alloc: bool
-    category: str
-    label: str
-    stream: int = 0
-
-
-class AllocatorReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The statistics of the caching allocator over a sequence of events.
-
-    Attributes:
-        peak_allocated_bytes: Equivalent of `torch.cuda.max_memory_allocated`.
-        peak_reserved_bytes: Equivalent of `torch.cuda.max_memory_reserved`.
-        peak_requested_bytes: Equivalent of "requested_bytes.all.peak" of `torch.cuda.memory_stats`.
-        peak_allocated_event: Index of the first event at the peak of allocated bytes; None without events.
-        peak_reserved_event: Index of the first event at the peak of reserved bytes; None without events.
-        end_allocated_bytes: Allocated bytes after the last event.
-        end_reserved_bytes: Reserved bytes after the last event.
-        num_alloc_retries: Number of times that the cache was released and the allocation retried.
-        num_ooms: 1 if a request failed, which ends the replay; else 0.
-        oom: The event that failed.
-        allocated_bytes: Allocated bytes after each event, with `history`.
-        reserved_bytes: Reserved bytes after each event, with `history`.
-    """
-
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    peak_requested_bytes: int
-    peak_allocated_event: int | None
-    peak_reserved_event: int | None
-    end_allocated_bytes: int
-    end_reserved_bytes: int
-    num_alloc_retries: int
-    num_ooms: int
-    oom: AllocationEvent | None = None
-    allocated_bytes: list[int] = []
-    reserved_bytes: list[int] = []
-
-
-class LiveStorages:
-    """The storages alive in a simulated allocator."""
-
-    def __init__(self, allocator: CachingAllocator) -> None:
-        self.allocator = allocator
-        self.blocks: dict[int, MemoryBlock] = {}
-
-    def apply(self, event: AllocationEvent) -> None:
-        """Apply an event: allocate or free its storage.
-
-        Raises:
-            SimulatedOutOfMemoryError: The device is full.
-            ValueError: A storage is allocated twice, or freed while not allocated.
-        """
-        if event.nbytes == 0:
-            return
-        if not event.alloc:
-            block = self.blocks.pop(event.storage, None)
-            if block is None:
-                raise ValueError(f"storage {event.storage} is freed at point {event.point}, but is not allocated")
-            self.allocator.free(block)
-        elif event.storage in self.blocks:
-            raise ValueError(f"storage {event.storage} is allocated at point {event.point}, but is allocated already")
-        else:
-            self.blocks[event.storage] = self.allocator.malloc(event.nbytes, event.stream)
-
-
 def replay(
     events: Iterable[AllocationEvent],
     settings: AllocatorSettings,
     capacity_bytes: int | None = None,
     *,
     total_bytes: int | None = None,
-    history: bool = False,
     until_reserved_bytes: float = math.inf,
-) -> AllocatorReport:
-    """Return the caching allocator's statistics over events. Running out of memory is reported, not raised.
+    trace: Tracer | None = None,
+) -> CachingAllocator:
+    """Return the caching allocator after events. Running out of memory ends them, and is not raised.
 
     Args:
-        capacity_bytes: Most bytes that the device gives; None for no limit.
-        total_bytes: The device's memory, of which `settings.memory_fraction` is a share;
-            `capacity_bytes` by default.
-        history: Whether to report allocated and reserved bytes after each event.
-        until_reserved_bytes: The replay ends where more are reserved, and the report is of what came before.
+        until_reserved_bytes: The replay ends where more are reserved, too.
 
     Raises:
         ValueError: A storage is allocated twice, or freed while not allocated.
     """
-    allocator = CachingAllocator(settings, capacity_bytes, total_bytes=total_bytes)
-    live = LiveStorages(allocator)
-    allocated: list[int] = []
-    reserved: list[int] = []
-    oom = None
+    allocator = CachingAllocator(settings, capacity_bytes, total_bytes=total_bytes, trace=trace)
     for event in events:
         try:
-            live.apply(event)
+            allocator.apply(event)
         except SimulatedOutOfMemoryError:
-            oom = event
+            allocator.oom = event
             break
-        allocated.append(allocator.allocated_bytes)
-        reserved.append(allocator.reserved_bytes)
         if allocator.reserved_bytes > until_reserved_bytes:
             break
-    return AllocatorReport(
-        peak_allocated_bytes=allocator.peak_allocated_bytes,
-        peak_reserved_bytes=allocator.peak_reserved_bytes,
-        peak_requested_bytes=allocator.peak_requested_bytes,
-        peak_allocated_event=allocated.index(max(allocated)) if allocated else None,
-        peak_reserved_event=reserved.index(max(reserved)) if reserved else None,
-        end_allocated_bytes=allocator.allocated_bytes,
-        end_reserved_bytes=allocator.reserved_bytes,
-        num_alloc_retries=allocator.num_alloc_retries,
-        num_ooms=allocator.num_ooms,
-        oom=oom,
-        allocated_bytes=allocated if history else [],
-        reserved_bytes=reserved if history else [],
-    )
+    return allocator

@@ -12,10 +12,11 @@ import msgspec
 from memfit.errors import InfeasibleError
 from memfit.foundations import Budget, format_bytes, public, read_budget
 from memfit.ir import codec
-from memfit.ir.display import Shown, ShownList
-from memfit.ir.remat import Region
-from memfit.ir.sharding import Sharding
+from memfit.ir.codec import Shown, ShownList
+from memfit.ir.regions import Region
 from memfit.ir.throughputs import Throughput
+from memfit.ir.timeline import PeakPart
+from memfit.ir.trace import Sharding
 
 Precision = Literal["32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true"]
 CompilerLever = Literal["none", "inductor", "inductor-channels-last"]
@@ -102,21 +103,6 @@ def freest(uses: Iterable[LeverUse]) -> Numerics:
     return max((use.numerics for use in uses), key=NUMERICS.index, default="exact")
 
 
-class PeakPart(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Tensors of one kind that are alive at a step's peak.
-
-    Attributes:
-        kind: "logits", "attention scores", "activations", "activation gradients", "workspaces", or another category of
-            the timeline. What shrinks them depends on it.
-        text: The tensors, in words ("logits of 8 × 48 × 16,384").
-        nbytes: Their bytes together.
-    """
-
-    kind: str
-    text: str
-    nbytes: int
-
-
 class Prediction(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The predicted memory and time of a step.
 
@@ -126,12 +112,9 @@ class Prediction(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
             peak. memfit compares it with the budget. On the CPU the measured peak is at most this in 98 % of steps like
             those of `benchmarks.zoo`, on which the error was calibrated (`memfit.cost.error_bars`).
         step_seconds: Seconds of one optimizer update at the global batch.
-        by_category: Bytes at the peak, by category.
         where: The place of the peak: pass, module and operator.
         peak_reserved_bytes: Memory that PyTorch's allocator reserves on a GPU; None elsewhere.
         device_bytes: The device's memory for a step; None if not recorded.
-        throughput: The throughput of the step; None if not recorded.
-        notes: Assumptions of the prediction.
         after_step_bytes: Bytes still allocated after the step; None if not recorded.
         phase_seconds: Parts of `step_seconds`, by phase ("forward", "backward", "recompute", "optimizer").
         context_bytes: GPU memory of the process outside of the allocator: the driver's context, the libraries' handles
@@ -176,8 +159,6 @@ class Candidate(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A point of the frontier.
 
     Attributes:
-        levers: The settings of the plan.
-        uses: The used levers, in words.
         numerics: The freest class of its levers.
         budget_bytes: The budget that it was solved for.
         peak_bytes: Peak allocated: the prediction for the step captured with the levers if `is_captured`, else the
@@ -216,7 +197,6 @@ class Solution(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
             captured step of the plan; else "feasible".
         bound_seconds: A lower bound on the step time of every plan that fits, in the solver's model.
         gap: (step_seconds − bound) / step_seconds.
-        solve_seconds: Seconds that the solver needed.
     """
 
     status: Literal["optimal", "feasible"]
@@ -229,9 +209,6 @@ class MeasuredStep(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """A plan that memfit ran for a few steps, on copies of the workload, before it chose one.
 
     Attributes:
-        levers: The settings of the plan.
-        uses: The used levers, in words.
-        predicted_seconds: The predicted seconds of its step.
         measured_seconds: The median of its measured seconds.
         steps: Number of timed steps (> 0).
     """
@@ -448,6 +425,5 @@ def at_point(plan: Plan, candidate: Candidate, note: str) -> Plan:
 
 
 def _upper_bytes(plan: Plan, candidate: Candidate) -> int:
-    """Return what is held against a budget, of a point of a plan's frontier."""
     upper = plan.predicted.peak_upper_bytes / plan.predicted.peak_bytes
     return candidate.peak_upper_bytes or int(candidate.peak_bytes * upper)

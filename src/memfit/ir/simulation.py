@@ -11,16 +11,30 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from memfit.ir.collectives import SHARDS_IN, SHARDS_OUT, SMALL_BYTES, Communicator, collective, is_collective
-from memfit.ir.kernels import is_kernel
-from memfit.ir.offload import COPY_IN, COPY_OUT, WAIT, Transfer, stall_seconds, transfers
-from memfit.ir.operator_costs import CostTable
-from memfit.ir.recompute import Keepers, Recomputation, recomputations, released
-from memfit.ir.remat import Region, RegionCall, Regions, enclosing
+from memfit.ir.costs import CostTable, is_kernel
+from memfit.ir.operators import GATHER, SHARDS_IN, SHARDS_OUT, SMALL_BYTES, collective, is_collective
+from memfit.ir.regions import (
+    COPY_IN,
+    COPY_OUT,
+    WAIT,
+    Keepers,
+    Recomputation,
+    Region,
+    RegionCall,
+    Regions,
+    Transfer,
+    enclosing,
+    recomputations,
+    released,
+    repeats_of,
+    stall_seconds,
+    transfers,
+)
 from memfit.ir.timeline import TIMELINE_CATEGORIES, WORKSPACE, Timeline
-from memfit.ir.trace import Trace
+from memfit.ir.trace import Trace, later_microbatches
 
 _AMID_RECOMPUTATION = frozenset({"aten.detach.default", COPY_OUT, COPY_IN, WAIT, SHARDS_OUT, SHARDS_IN})
+_OF_THE_PROGRAM = ("_spans", "_is_run", "_meets", "_copies_out", "_repeated", "_own_recomputations")
 
 
 def simulate(trace: Trace, costs: CostTable, regions: Sequence[Region] = ()) -> Timeline:
@@ -35,21 +49,6 @@ def simulate(trace: Trace, costs: CostTable, regions: Sequence[Region] = ()) -> 
     return Replay(trace, costs, regions).timeline()
 
 
-def repeats(trace: Trace) -> npt.NDArray[np.float64]:
-    """Return how often each operator runs in the real step: the second microbatch stands for later ones."""
-    return np.where(trace.is_of_second, later_microbatches(trace), 1.0)
-
-
-def later_microbatches(trace: Trace) -> float:
-    """Return the microbatches of the real step that the second one stands for, itself included.
-
-    A last one of fewer samples is a part of one.
-    """
-    if trace.microbatches == trace.scale_microbatches:  # all were captured, each as it is
-        return 1.0
-    return trace.batch_size / trace.microbatch_size + 1 - trace.microbatches
-
-
 class Life(NamedTuple):
     """A storage, alive from point `first` (-1: before the step) through point `last`."""
 
@@ -61,39 +60,35 @@ class Life(NamedTuple):
 
 
 class Replay:
-    """A trace with recomputations inserted: its operators in their new order, and the lives of its storages."""
+    """A trace with recomputations inserted: its operators in their new order, and the lives of its storages.
+
+    Attributes:
+        points: The operator of each point of the new step, and its recomputation; None for the captured ones.
+        position: The point of each operator of the trace, and one past the last.
+    """
 
     def __init__(self, trace: Trace, costs: CostTable, regions: Sequence[Region]) -> None:
         self.trace, self.costs, self._asked = trace, costs, tuple(regions)
         self.regions = Regions(trace)
         named = {call: region for region in regions for call in self.regions.calls_of(region.modules)}
-        self.outermost = [call for call in named if not any(self.regions.contains(outer, call) for outer in named)]
-        self.keepers = Keepers(self.regions, self.outermost)
-        self.kept = {call: self.regions.kept_ops(call, named[call].keep) for call in self.outermost}
+        outermost = [call for call in named if not any(self.regions.contains(outer, call) for outer in named)]
+        self.kept = {call: self.regions.kept_ops(call, named[call].keep) for call in outermost}
         self.moved = {
             call: transfers(self.regions, call, self.kept[call], named[call].prefetch)
-            for call in self.outermost
+            for call in outermost
             if named[call].offload
         }
-        self.moves_of: dict[int, dict[RegionCall, Transfer]] = defaultdict(dict)
-        for call, moved in self.moved.items():
-            for transfer in moved:
-                self.moves_of[transfer.storage][call] = transfer
-        self.recomputations: list[Recomputation] = []
-        for region in self.outermost:
+        found: list[Recomputation] = []
+        for region in outermost:
             inside = [call for call in named if self.regions.contains(region, call)]
-            self.recomputations += recomputations(self.regions, region, self.kept[region], inside)
-        self.recomputations.sort(key=lambda again: again.order)
-        self._lay_out()
-
-    def _lay_out(self) -> None:
-        """Number the points of the new step: its operators, with each recomputation before `recompute_at`."""
+            found += recomputations(self.regions, region, self.kept[region], inside)
+        self.recomputations = sorted(found, key=lambda again: again.order)
         self.points: list[tuple[int, Recomputation | None]] = []
         self.position: list[int] = []
         self.segment: dict[RegionCall, int] = {}
         self.segment_end: dict[RegionCall, int] = {}
-        pending = list(reversed(self.recomputations))
-        for op in range(len(self.trace.ops)):
+        pending = self.recomputations[::-1]
+        for op in range(len(trace.ops)):
             while pending and pending[-1].region.recompute_at <= op:
                 again = pending.pop()
                 self.segment[again.region] = len(self.points)
@@ -112,22 +107,56 @@ class Replay:
     @functools.cached_property
     def _lives(self) -> list[Life]:
         """The life of each storage, by its own number or that of the storage it copies; -1 for other memory."""
-        found = []
-        for index, storage in enumerate(self.trace.storages):
+        trace, state_bytes = self.trace, self.regions.generator_state_bytes
+        found: list[Life] = []
+
+        def add(storage: int, first: int, last: int) -> None:
+            record = trace.storages[storage]
+            found.append(Life(storage, record.nbytes, record.category, first, last))
+
+        keepers = Keepers(self.regions, self.kept)
+        moves: dict[int, dict[RegionCall, Transfer]] = defaultdict(dict)
+        for call, moved in self.moved.items():
+            for move in moved:
+                moves[move.storage][call] = move
+        for index, storage in enumerate(trace.storages):
             first = -1 if storage.birth < 0 else self.position[storage.birth]
-            found.append(Life(index, storage.nbytes, storage.category, first, self._last_point(index)))
+            add(index, first, self._last_point(index, keepers, moves.get(index, {})))
         for again in self.recomputations:
-            found += [*self._copies(again), *self._fetched(again.region), *self._generator_states(again)]
+            region, start = again.region, self.segment[again.region]
+            for copy in again.copies:
+                last = start - region.start + copy.released
+                if copy.death >= 0:
+                    last = max(last, self.position[copy.death])
+                if copy.taken_by is not None:
+                    last = max(last, self.segment_end[copy.taken_by])
+                add(copy.storage, start - region.start + copy.born, last)
+            for move in self.moved.get(region, ()):  # what is copied back from host memory
+                first = self.position[move.fetched - 1] + 1 if move.fetched >= 0 else start
+                death = self.position[move.death] if move.death >= 0 else -1
+                add(move.storage, first, max(self.segment_end[region], death))
+            if state_bytes:  # of the generator: from each call until the last save dies, and while it recomputes
+                for index in region.calls:
+                    first, last = self.position[trace.calls[index].start], self.position[region.end]
+                    found.append(Life(-1, state_bytes, "activations", first, last))
+                last = max(start, self.segment_end[region])
+                found.append(Life(-1, state_bytes * again.states, "activations", start, last))
         return found
 
-    def _generator_states(self, again: Recomputation) -> Iterator[Life]:
-        """Yield the generator's states that checkpointing keeps until the last save dies, and while it recomputes."""
-        nbytes, start, region = self.regions.generator_state_bytes, self.segment[again.region], again.region
-        if nbytes:
-            for call in region.calls:
-                first, last = self.position[self.trace.calls[call].start], self.position[region.end]
-                yield Life(-1, nbytes, "activations", first, last)
-            yield Life(-1, nbytes * again.states, "activations", start, max(start, self.segment_end[region]))
+    def _last_point(self, index: int, keepers: Keepers, moves: dict[RegionCall, Transfer]) -> int:
+        """Return the last point at which the original of a storage is alive."""
+        storage = self.trace.storages[index]
+        if not self.kept or storage.birth < 0 or self.trace.ops[storage.birth].phase != "forward":
+            return self.position[storage.death]
+        ends = [self.position[storage.release], *(self.position[move.landed] for move in moves.values())]
+        for keeper in keepers.of(index):
+            lost = any(storage.birth not in self.kept[region] or region in moves for region in keeper.lost_in)
+            if not lost and keeper.needs not in moves:
+                ends.append(self.position[keeper.end])
+        for region, kept in self.kept.items():  # kept outputs live until the recomputation takes them
+            if storage.birth in kept and region not in moves:
+                ends.append(self.segment[region] + released(self.regions, index, region.cut) - region.start)
+        return max(ends)
 
     def under(self, costs: CostTable, trace: Trace | None = None) -> Replay:
         """Return the same replay with other costs, as on another device, or of another step of the same program.
@@ -135,52 +164,46 @@ class Replay:
         Only bytes and costs are other ones then: when storages are born and die is not replayed again.
 
         Args:
-            trace: A step of the same program (`interpolation.is_one_program`), as of other samples or ranks; None for
-                the same.
+            trace: A step of the same program (`is_one_program`), as of other samples or ranks; None for the same.
         """
         if trace is not None and self.moved:  # what waits in host memory depends on its bytes
             return Replay(trace, costs, self._asked)
-        # Copies share them.
-        _ = self._spans, self._is_run, self._meets, self._copies_out, self._is_again, self._own_recomputations
-        if trace is None:
-            _ = self._total, self._signatures
+        of_the_trace = ("_total", "_signatures")
+        for name in (*_OF_THE_PROGRAM, *(of_the_trace if trace is None else ())):
+            getattr(self, name)  # copies share them
         other = copies.copy(self)
         other.costs = costs
         if trace is not None:
             other.trace = trace
-            for name in ("_nbytes", "_total", "_signatures"):
+            for name in (*of_the_trace, "_nbytes"):
                 vars(other).pop(name, None)
         return other
 
     @functools.cached_property
     def _ops(self) -> npt.NDArray[np.int64]:
-        """The operator of each point."""
         return np.array([op for op, _ in self.points], np.int64)
 
     @functools.cached_property
     def _signatures(self) -> npt.NDArray[np.int64]:
-        """The signature of each point's operator."""
         return self.trace.op_signatures[self._ops]
 
     @functools.cached_property
-    def _is_again(self) -> npt.NDArray[np.bool_]:
+    def _repeated(self) -> npt.NDArray[np.bool_]:
         """Whether the operator of each point stands for those of later microbatches too."""
         return self.trace.is_of_second[self._ops]
 
     @functools.cached_property
     def _own_recomputations(self) -> list[list[int]]:
-        """The recomputations that the captured step has itself."""
         return recomputed_runs(self.trace)
 
     @functools.cached_property
     def _copies_out(self) -> bool:
-        """Whether something is copied to the host."""
         return any(op.name == COPY_OUT for op in self.trace.ops)
 
     @functools.cached_property
     def _is_run(self) -> npt.NDArray[np.bool_]:
         """Whether the operator of each point runs there: what was kept does not run again."""
-        return np.array([self._runs(point) for point in range(len(self.points))], np.bool_)
+        return np.array([again is None or op not in again.kept for op, again in self.points], np.bool_)
 
     @functools.cached_property
     def _meets(self) -> list[int]:
@@ -197,25 +220,25 @@ class Replay:
 
     @functools.cached_property
     def labels(self) -> list[str]:
-        """The label of the operator at each point."""
-        return [self.label(point) for point in range(len(self.points))]
+        """The label of the operator at each point: "phase · module FQN · operator"."""
+        ops = ((self.trace.ops[op], "recompute" if again else self.trace.ops[op].phase) for op, again in self.points)
+        return [" · ".join(filter(None, (phase, self.trace.fqn_of(op.call), op.name))) for op, phase in ops]
 
     @functools.cached_property
-    def _spans(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _spans(self) -> npt.NDArray[np.int64]:
         """By life: its storage, the point at which it begins, and that at which it has ended."""
         count = len(self.points)
-        return (
-            np.array([life.name for life in self._lives], np.int64),
-            np.array([max(life.first, 0) for life in self._lives], np.int64),
-            np.array([min(life.last, count - 1) + 1 for life in self._lives], np.int64),
-        )
+        spans = [(life.name, max(life.first, 0), min(life.last, count - 1) + 1) for life in self._lives]
+        found: npt.NDArray[np.int64] = np.array(spans, np.int64).reshape(-1, 3).T
+        return found
 
     @functools.cached_property
     def _nbytes(self) -> npt.NDArray[np.int64]:
         """The bytes of each life."""
         if self.regions.generator_state_bytes or not self.trace.storages:  # some lives are of no storage
             return np.array([life.nbytes for life in self.lives()], np.int64)
-        return self.trace.storage_bytes[self._spans[0]]
+        found: npt.NDArray[np.int64] = self.trace.storage_bytes[self._spans[0]]
+        return found
 
     @functools.cached_property
     def _total(self) -> npt.NDArray[np.int64]:
@@ -236,30 +259,31 @@ class Replay:
         found: npt.NDArray[np.int64] = np.array(of_signature, np.int64)[self._signatures] * self._is_run
         return found
 
-    def live(self) -> dict[str, npt.NDArray[np.int64]]:
-        """Return the bytes alive at every point, by category, workspaces included."""
-        categories = np.array([life.category for life in self._lives])
-        found = {name: self._summed(np.where(categories == name, self._nbytes, 0)) for name in TIMELINE_CATEGORIES}
-        return found | {WORKSPACE: self.workspaces() + self.costs.resident_workspace_bytes}
-
     def peak_bytes(self) -> int:
         """Return the most bytes alive at a point."""
         return int((self._total + self.workspaces()).max()) + self.costs.resident_workspace_bytes
 
     def step_seconds(self) -> float:
-        """Return the time of the whole step."""
-        return float(self._seconds() @ self._weights()) + self._stall_seconds()
+        """Return the time of the whole step, with every microbatch."""
+        return self._step_seconds(self._seconds())
 
-    def _weights(self) -> npt.NDArray[np.float64]:
-        """Return how often each point runs in the real step."""
-        return np.where(self._is_again, later_microbatches(self.trace), 1.0)
+    def _step_seconds(self, seconds: npt.NDArray[np.float64]) -> float:
+        total = float(seconds @ np.where(self._repeated, later_microbatches(self.trace), 1.0))
+        if not self.moved:
+            return total
+        of_ops = self.costs.op_seconds(self.trace)
+        return total + sum(
+            repeats_of(self.trace, call) * stall_seconds(self.regions, self.costs, of_ops, call, moved)
+            for call, moved in self.moved.items()
+        )
 
     def timeline(self) -> Timeline:
         """Return memory and time at every point."""
-        live = self.live()
-        seconds = self._seconds()
+        categories = np.array([life.category for life in self._lives])
+        live = {name: self._summed(np.where(categories == name, self._nbytes, 0)) for name in TIMELINE_CATEGORIES}
+        live[WORKSPACE] = self.workspaces() + self.costs.resident_workspace_bytes
         total = np.sum(list(live.values()), axis=0)
-        peak = int(np.argmax(total))
+        peak, seconds = int(np.argmax(total)), self._seconds()
         return Timeline(
             live_bytes={name: values.tolist() for name, values in live.items()},
             labels=self.labels,
@@ -268,60 +292,28 @@ class Replay:
             seconds=seconds.tolist(),
             peak_bytes=int(total[peak]),
             peak_index=peak,
-            step_seconds=float(seconds @ self._weights()) + self._stall_seconds(),
+            step_seconds=self._step_seconds(seconds),
         )
 
-    def _last_point(self, index: int) -> int:
-        """Return the last point at which the original of a storage is alive."""
-        storage = self.trace.storages[index]
-        if not self.kept or storage.birth < 0 or self.trace.ops[storage.birth].phase != "forward":
-            return self.position[storage.death]
-        last = self.position[storage.release]
-        moves = self.moves_of.get(index, {})
-        for keeper in self.keepers.of(index):
-            lost = any(storage.birth not in self.kept[region] or region in moves for region in keeper.lost_in)
-            if not lost and keeper.needs not in moves:
-                last = max(last, self.position[keeper.end])
-        last = max([last, *(self.position[move.landed] for move in moves.values())])
-        for region, kept in self.kept.items():  # kept outputs live until the recomputation takes them
-            if storage.birth in kept and region not in moves:
-                taken = released(self.regions, index, region.cut) - region.start
-                last = max(last, self.segment[region] + taken)
-        return last
-
-    def _copies(self, again: Recomputation) -> Iterator[Life]:
-        base = self.segment[again.region] - again.region.start
-        for copy in again.copies:
-            last = base + copy.released
-            if copy.death >= 0:
-                last = max(last, self.position[copy.death])
-            if copy.taken_by is not None:
-                last = max(last, self.segment_end[copy.taken_by])
-            storage = self.trace.storages[copy.storage]
-            yield Life(copy.storage, storage.nbytes, storage.category, base + copy.born, last)
-
-    def _fetched(self, region: RegionCall) -> Iterator[Life]:
-        """Yield the lives of the storages that a region call copies back from host memory."""
-        for move in self.moved.get(region, ()):
-            storage = self.trace.storages[move.storage]
-            first = self.position[move.fetched - 1] + 1 if move.fetched >= 0 else self.segment[region]
-            last = max(self.segment_end[region], self.position[move.death] if move.death >= 0 else -1)
-            yield Life(move.storage, storage.nbytes, storage.category, first, last)
-
-    def _runs(self, point: int) -> bool:
-        op, again = self.points[point]
-        return again is None or op not in again.kept
-
-    def _point_seconds(self) -> list[float]:
-        """Return the seconds of each point; copies between host and device run in parallel until a wait."""
+    def _seconds(self) -> npt.NDArray[np.float64]:
+        """Return the seconds of each point, the overhead of a recomputation with its first one."""
         of_signature = [self.costs.seconds_of(text) for text in self.trace.signatures]
-        seconds: list[float] = (np.array(of_signature, np.float64)[self._signatures] * self._is_run).tolist()
-        if self.trace.device == "cpu":
-            return seconds
-        if self.trace.sharding is not None:
-            seconds = self._beside_communication(seconds)
-        if not self._copies_out:
-            return seconds
+        found = np.array(of_signature, np.float64)[self._signatures] * self._is_run
+        if self.trace.device != "cpu" and (self.trace.sharding is not None or self._copies_out):
+            seconds: list[float] = found.tolist()
+            if self.trace.sharding is not None:
+                self._wait_for_ranks(seconds)
+            if self._copies_out:
+                self._wait_for_copies(seconds)
+            found = np.array(seconds, np.float64)
+        for op, overhead in captured_overheads(self.trace, self.costs, self._own_recomputations).items():
+            found[self.position[op]] += overhead
+        for again in self.recomputations:
+            found[self.segment[again.region]] += overhead_seconds(self.costs, again)
+        return found
+
+    def _wait_for_copies(self, seconds: list[float]) -> None:
+        """Have copies between host and device run in parallel until a wait."""
         now = sent = fetched = 0.0
         arrival: dict[int, float] = {}
         for point, (index, _) in enumerate(self.points):
@@ -336,50 +328,31 @@ class Replay:
                 there = max((arrival[s] for s in op.mutates), default=sent)
                 seconds[point] = max(0.0, there - now)
             now += seconds[point]
-        return seconds
 
-    def _beside_communication(self, seconds: list[float]) -> list[float]:
-        """Return the seconds of each point with collectives beside the computation: those that something waits."""
-        communicator, found = Communicator(), list(seconds)
+    def _wait_for_ranks(self, seconds: list[float]) -> None:
+        """Have collectives run beside the computation, one after the other, until something waits for them."""
         before = np.concatenate([[0.0], np.cumsum(seconds)])  # what the points take by themselves
         shift = 0.0  # of the time, by what is sent meanwhile and what is waited for
+        free = reduced = 0.0  # when the communicator is through, and with the last reduction
+        gathers: list[float] = []
         for point in self._meets:
             op = self.trace.ops[self._ops[point]]
             own, now = seconds[point], float(before[point]) + shift
             sent = collective(self.trace.signatures[op.signature]) if is_collective(op.name) else None
             if sent is not None and sent.nbytes > SMALL_BYTES:
-                communicator.send(op.name, own, now)
-                own = 0.0
-            own += communicator.wait_seconds(op.name, now, is_update=op.phase == "optimizer")
+                free, own = max(free, now) + own, 0.0
+                if op.name == GATHER:
+                    gathers.append(free)
+                else:
+                    reduced = free
+            if op.phase == "optimizer":
+                own += max(0.0, free - now)
+            elif op.name == SHARDS_OUT and gathers:
+                own += max(0.0, gathers.pop(0) - now)
+            elif op.name == SHARDS_IN:
+                own += max(0.0, reduced - now)
             shift += own - seconds[point]
-            found[point] = own
-        return found
-
-    def _seconds(self) -> npt.NDArray[np.float64]:
-        """Return the seconds of each point, the overhead of a recomputation with its first one."""
-        seconds = np.array(self._point_seconds(), np.float64)
-        for op, overhead in captured_overheads(self.trace, self.costs, self._own_recomputations).items():
-            seconds[self.position[op]] += overhead
-        for again in self.recomputations:
-            seconds[self.segment[again.region]] += overhead_seconds(self.costs, again)
-        return seconds
-
-    def _stall_seconds(self) -> float:
-        """Return the seconds for which the step waits for tensors that regions keep in host memory."""
-        if not self.moved:
-            return 0.0
-        seconds = np.array([self.costs.seconds_of(self.trace.signatures[op.signature]) for op in self.trace.ops])
-        return sum(
-            repeats_of(self.trace, call) * stall_seconds(self.regions, self.costs, seconds, call, moved)
-            for call, moved in self.moved.items()
-        )
-
-    def label(self, point: int) -> str:
-        """Return a label of the operator at a point."""
-        op, again = self.points[point]
-        record = self.trace.ops[op]
-        phase = "recompute" if again else record.phase
-        return " · ".join(part for part in (phase, self.trace.fqn_of(record.call), record.name) if part)
+            seconds[point] = own
 
 
 def overhead_seconds(costs: CostTable, again: Recomputation) -> float:
@@ -424,8 +397,3 @@ def recomputed_runs(trace: Trace) -> list[list[int]]:
         elif op.name not in _AMID_RECOMPUTATION and not is_collective(op.name):
             follows = False
     return runs
-
-
-def repeats_of(trace: Trace, region: RegionCall) -> float:
-    """Return how often a region call runs in the real step: the second microbatch stands for later ones."""
-    return later_microbatches(trace) if trace.calls[region.calls[0]].microbatch == 1 else 1.0

@@ -8,15 +8,76 @@ storages that outlive it have death `len(ops)`.
 from __future__ import annotations
 
 import functools
+import json
 import math
-from typing import Literal, get_args
+import operator
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
-from memfit.ir.display import Shown
-from memfit.ir.sharding import Sharding
+from memfit.ir.codec import Shown
+from memfit.ir.operators import RECURRENT, operator_class
+
+Mode = Literal["ddp", "zero1", "zero2", "zero3"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+Reduces = Literal["each", "last"]
+_MIB = 2**20
+
+
+class Sharding(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How ranks share a step, on PyTorch's own engines.
+
+    Attributes:
+        world_size: Number of ranks (> 0).
+        mode: What is sharded among them: "ddp" nothing (`DistributedDataParallel`), "zero1" the optimizer's state
+            (`ZeroRedundancyOptimizer`, on paper only), "zero2" everything, with parameters that stay gathered from the
+            forward to the backward pass (`fully_shard(reshard_after_forward=False)`), "zero3" everything
+            (`fully_shard`).
+        units: For zero2 and zero3, FQNs of the modules that `fully_shard` is called on, besides the whole step. None:
+            the repeated blocks (`sharding.groups.repeated_blocks`).
+        kept: For zero3, the units that stay gathered all the same.
+        replicas: Copies of what is sharded (> 0, divides `world_size`): hybrid sharding where above 1.
+        reduces: Which microbatches' gradients are sent: "each", or only the "last", with all of them held until then.
+        param_dtype: For zero2 and zero3, the dtype that parameters are gathered and computed with ("bfloat16",
+            "float16"); None for their own.
+        reduce_dtype: The dtype that gradients are sent in; None for `param_dtype`.
+        offload: Whether shards, their gradients and their updates are in the host's memory.
+        gradient_as_bucket_view: For ddp and zero1, the argument of DistributedDataParallel.
+        bucket_cap_bytes: For ddp and zero1, the size from which a bucket is full.
+        first_bucket_bytes: The same for the first bucket.
+        shard_itemsize: On paper, bytes per element of the sharded parameters, where their dtype differs from the
+            trace's: 4 for `param_dtype="bfloat16"`, with a trace of the model in bf16. None: as in the trace.
+        reduce_itemsize: On paper, bytes per element of the gradients during reduction. None: as in the trace.
+    """
+
+    world_size: int
+    mode: Mode
+    units: tuple[str, ...] | None = None
+    kept: tuple[str, ...] = ()
+    replicas: int = 1
+    reduces: Reduces = "each"
+    param_dtype: Literal["bfloat16", "float16"] | None = None
+    reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    offload: bool = False
+    gradient_as_bucket_view: bool = False
+    bucket_cap_bytes: int = 25 * _MIB
+    first_bucket_bytes: int = _MIB
+    shard_itemsize: int | None = None
+    reduce_itemsize: int | None = None
+
+    @property
+    def shards(self) -> int:
+        """Ranks among which one copy of the state is cut."""
+        return self.world_size // self.replicas
+
+    @property
+    def is_fully_sharded(self) -> bool:
+        """Whether `fully_shard` runs it."""
+        return self.mode in ("zero2", "zero3")
+
 
 Phase = Literal["forward", "backward", "recompute", "optimizer"]
 Category = Literal["parameters", "buffers", "gradients", "optimizer state", "inputs", "activations", "temporaries"]
@@ -167,9 +228,7 @@ class Trace(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=T
     Attributes:
         microbatches: Number of recorded microbatches: at most two, of which the second stands for later ones; all where
             they differ, as sparse gradients do, which grow with each.
-        scale_microbatches: Number of microbatches of the real step.
         fingerprint: Hash of the workload's parameters, modules, batch shapes and optimizer.
-        precision: Precision of the step.
         signatures: The distinct operator calls, as text that `cost` can run again.
         works: The work of a call, by signature.
         notes: Assumptions made while capturing, for the reader.
@@ -242,3 +301,121 @@ class Trace(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=T
             if storage.birth >= 0:
                 born[storage.birth].append(index)
         return born
+
+
+def repeats(trace: Trace) -> npt.NDArray[np.float64]:
+    """Return how often each operator runs in the real step: the second microbatch stands for later ones."""
+    return np.where(trace.is_of_second, later_microbatches(trace), 1.0)
+
+
+def later_microbatches(trace: Trace) -> float:
+    """Return the microbatches of the real step that the second one stands for, itself included.
+
+    A last one of fewer samples is a part of one.
+    """
+    if trace.microbatches == trace.scale_microbatches:  # all were captured, each as it is
+        return 1.0
+    return trace.batch_size / trace.microbatch_size + 1 - trace.microbatches
+
+
+_op_key = operator.attrgetter("name", "call", "phase", "microbatch", "mutates", "random")
+_life = operator.attrgetter("birth", "death", "release", "category", "owner", "parameter")
+
+
+def is_one_program(one: Trace, other: Trace) -> bool:
+    """Tell whether two steps run the same operators, with storages that live as long."""
+    return (
+        one.precision == other.precision
+        and one.microbatches == other.microbatches
+        and one.calls == other.calls
+        and one.modules == other.modules
+        and one.parameters == other.parameters
+        and one.saves == other.saves
+        and len(one.ops) == len(other.ops)
+        and all(map(operator.eq, map(_op_key, one.ops), map(_op_key, other.ops)))
+        and len(one.storages) == len(other.storages)
+        and all(map(operator.eq, map(_life, one.storages), map(_life, other.storages)))
+    )
+
+
+def of_samples(trace: Trace, batch_size: int) -> Trace:
+    """Return a step of two microbatches that stands for one of more samples: as many microbatches as they need."""
+    count = -(-batch_size // trace.microbatch_size)
+    return replace(trace, batch_size=batch_size, scale_microbatches=count)
+
+
+class _NotWholeError(Exception):
+    """A number would not be whole, or two texts differ."""
+
+
+def between(low: Trace, high: Trace, microbatch_size: int) -> Trace | None:
+    """Return the trace of another microbatch size, from two of one program; None where they are not of one.
+
+    The program of a step hardly depends on how many samples it has: the same operators, with tensors of other shapes.
+    Every number that differs (a dimension, a stride, bytes, operations) is taken to be affine in the number of samples,
+    which it is where samples are one dimension of a tensor. Where the two programs differ, a number would not be whole,
+    or libraries size their buffers as they like (recurrent layers), nothing is made up.
+
+    Args:
+        low: Of fewer samples in a microbatch than `high`.
+        microbatch_size: Samples of the wanted step's microbatch; `batch_size` is then that of as many microbatches
+            as `high` has.
+    """
+    if not is_one_program(low, high) or any(operator_class(op.name) == RECURRENT for op in low.ops):
+        return None
+    part, whole = microbatch_size - low.microbatch_size, high.microbatch_size - low.microbatch_size
+
+    def value(a: Any, b: Any) -> Any:
+        if a == b:
+            return a
+        if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+            return [value(*pair) for pair in zip(a, b, strict=True)]
+        if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+            return {name: value(a[name], b[name]) for name in a}
+        if type(a) is int and type(b) is int:
+            steps, rest = divmod((b - a) * part, whole)
+            if not rest:
+                return a + steps
+        elif isinstance(a, float | int) and isinstance(b, float | int) and type(a) is not bool:
+            return a + (b - a) * part / whole  # a factor, which costs nothing
+        raise _NotWholeError
+
+    def storage(a: Storage, b: Storage) -> Storage:
+        if a.nbytes == b.nbytes:
+            return a
+        try:
+            shape = tuple(value(list(a.shape), list(b.shape)))
+        except _NotWholeError:
+            shape = ()
+        return replace(a, nbytes=value(a.nbytes, b.nbytes), shape=shape)
+
+    signatures: list[str] = []
+    works: list[Work] = []
+    known: dict[tuple[int, int], int] = {}
+    try:
+        for pair in ((a.signature, b.signature) for a, b in zip(low.ops, high.ops, strict=True)):
+            if pair not in known:
+                known[pair] = len(signatures)
+                text, other = low.signatures[pair[0]], high.signatures[pair[1]]
+                if text != other:
+                    text = json.dumps(value(json.loads(text), json.loads(other)), separators=(",", ":"))
+                a, b = low.works[pair[0]], high.works[pair[1]]
+                flops, read = value(a.flops, b.flops), value(a.read_bytes, b.read_bytes)
+                signatures.append(text)
+                works.append(Work(flops, read, value(a.write_bytes, b.write_bytes), b.dtype, b.kernel))
+        storages = [storage(a, b) for a, b in zip(low.storages, high.storages, strict=True)]
+    except _NotWholeError:
+        return None
+    ops = zip(low.ops, high.ops, strict=True)
+    return replace(
+        low,
+        ops=[replace(a, signature=known[a.signature, b.signature]) for a, b in ops],
+        storages=storages,
+        signatures=signatures,
+        works=works,
+        batch_size=microbatch_size * high.microbatches,
+        microbatch_size=microbatch_size,
+        scale_microbatches=high.microbatches,
+        notes=high.notes,
+        slack=max(low.slack, high.slack),
+    )

@@ -3,7 +3,7 @@
 What makes it quick:
 
 1. The program of a rank depends on its own samples only, and hardly on their number: two sizes are captured, and others
-   lie between them (`ir.interpolation`). Cards with the same kernels share the captures.
+   lie between them (`ir.trace`). Cards with the same kernels share the captures.
 2. Which modules are worth recomputing is solved once, as a menu from none of them to the lowest peak. Which point of
    the menu a card needs is found by halving.
 3. Sharding is done on paper. When storages are born and die is replayed once for each program: samples, ranks and cards

@@ -8,22 +8,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from memfit.foundations import format_bytes, format_seconds
-from memfit.ir import NUMERICS, Candidate, Comparison, Numerics, Plan, Prediction, Region, RunRecord, uses_text
+from memfit.ir import Candidate, Comparison, LeverUse, Plan, Prediction, Region, RunRecord, uses_text
 
 MISSING = "—"
 _MUCH_WAITING = 0.2
 _MANY_TIMES = 2.0  # from here on times are told as multiples
 _NO_GAP = 1e-3  # as near as the solver goes
 _Group = tuple[tuple[str, ...], str]  # the parts of an FQN, and what is done with the module
-
-
-class LeverRow(NamedTuple):
-    """A lever that is used, how it is set, and its class."""
-
-    name: str
-    setting: str
-    numerics: str
 
 
 class MeasuredRow(NamedTuple):
@@ -99,9 +93,9 @@ def microbatches(plan: Plan) -> int:
     return -(-plan.batch_size // max(1, plan.levers.microbatch_size))
 
 
-def lever_rows(plan: Plan) -> list[LeverRow]:
+def lever_rows(plan: Plan) -> list[LeverUse]:
     """Return the levers that a plan uses, how they are set, and their classes."""
-    return [LeverRow(clean(use.name), clean(use.setting), use.numerics) for use in plan.uses]
+    return [replace(use, name=clean(use.name), setting=clean(use.setting)) for use in plan.uses]
 
 
 def measured_plan_rows(plan: Plan) -> list[MeasuredRow]:
@@ -144,15 +138,41 @@ def keep_text(keep: Sequence[str], offload: bool = False) -> str:
 
 def region_groups(regions: Iterable[Region]) -> list[RegionGroup]:
     """Return regions with repeated siblings folded: those alike but for a number in their FQN become one."""
-    groups = {(_path(region), _action(region)): 1 for region in regions}
+    groups: dict[_Group, int] = {}
+    for region in regions:
+        first, last = (clean(fqn).split(".") for fqn in (region.modules[0], region.modules[-1]))
+        action = keep_text(region.keep, region.offload)
+        if len(region.modules) > 1:
+            action = action.replace("recomputed", "recomputed together", 1)
+            if len(first) == len(last):
+                first = [a if a == b else f"{a} to {b}" for a, b in zip(first, last, strict=True)]
+        groups[tuple(first), action] = 1
     for position in reversed(range(max((len(fqn) for fqn, _ in groups), default=0))):
         groups = _fold(groups, position)
     return [RegionGroup(_named(fqn), n, action) for (fqn, action), n in groups.items()]
 
 
-def _action(region: Region) -> str:
-    text = keep_text(region.keep, region.offload)
-    return text.replace("recomputed", "recomputed together", 1) if len(region.modules) > 1 else text
+def _fold(groups: dict[_Group, int], position: int) -> dict[_Group, int]:
+    """Fold the groups that differ only in a number at one position of their FQN, and hold as many modules each."""
+    families: dict[tuple[object, ...], list[_Group]] = {}
+    for (fqn, action), count in groups.items():
+        numbered = position < len(fqn) and fqn[position].isdecimal()
+        rest = (fqn[:position], None, fqn[position + 1 :]) if numbered else (fqn,)
+        families.setdefault((rest, action, count), []).append((fqn, action))
+    folded = {}
+    for members in families.values():
+        fqn, action = members[0]
+        if len(members) > 1:
+            runs: list[list[int]] = []  # of ascending numbers: "0 to 2, 5"
+            for number in sorted(int(member[position]) for member, _ in members):
+                if runs and number == runs[-1][-1] + 1:
+                    runs[-1].append(number)
+                else:
+                    runs.append([number])
+            said = ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+            fqn = (*fqn[:position], said, *fqn[position + 1 :])
+        folded[fqn, action] = sum(groups[member] for member in members)
+    return folded
 
 
 def _named(path: Sequence[str]) -> str:
@@ -168,47 +188,6 @@ def _named(path: Sequence[str]) -> str:
         else:
             names.append(part)
     return " in ".join(reversed([*segments, ".".join(names)] if names else segments))
-
-
-def _path(region: Region) -> tuple[str, ...]:
-    """Return the parts of a region's FQN; where modules are recomputed together, from the first to the last."""
-    first, last = (clean(fqn).split(".") for fqn in (region.modules[0], region.modules[-1]))
-    if len(region.modules) == 1 or len(first) != len(last):
-        return tuple(first)
-    return tuple(a if a == b else f"{a} to {b}" for a, b in zip(first, last, strict=True))
-
-
-def _fold(groups: dict[_Group, int], position: int) -> dict[_Group, int]:
-    """Fold the groups that differ only in a number at one position of their FQN, and hold as many modules each."""
-    families: dict[tuple[object, ...], list[_Group]] = {}
-    for (fqn, action), count in groups.items():
-        numbered = position < len(fqn) and fqn[position].isdecimal()
-        rest = (fqn[:position], None, fqn[position + 1 :]) if numbered else (fqn,)
-        families.setdefault((rest, action, count), []).append((fqn, action))
-    folded = {}
-    for members in families.values():
-        fqn, action = members[0]
-        if len(members) > 1:
-            runs = _runs(sorted(int(member[position]) for member, _ in members))
-            fqn = (*fqn[:position], runs, *fqn[position + 1 :])
-        folded[fqn, action] = sum(groups[member] for member in members)
-    return folded
-
-
-def _runs(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as runs: "0 to 2, 5"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
-def is_allowed(candidate: Candidate, allowed: Numerics) -> bool:
-    """Return whether a candidate's class is within what the user allowed."""
-    return NUMERICS.index(candidate.numerics) <= NUMERICS.index(allowed)
 
 
 def chosen_index(plan: Plan) -> int | None:
@@ -271,31 +250,33 @@ def comparison_rows(plan: Plan, comparison: Comparison | None, run: RunRecord | 
     if comparison is None and run_peak_bytes is None and run_seconds is None:
         return []
     plain, planned, budget = plan.plain, plan.predicted, plan.budget_bytes
+    peaks, steps = measured_rows(comparison) if comparison else (None, None)
     rows = [_both("Peak, predicted", plain.peak_bytes, planned.peak_bytes, format_bytes)]
-    if comparison:
+    if comparison and peaks:
         measured = comparison.plain_peak_bytes, comparison.planned_peak_bytes
         errors = change_text(plain.peak_bytes, measured[0]), change_text(planned.peak_bytes, measured[1])
-        rows.append(_both("Peak, measured", *measured, format_bytes))
-        rows.append(ComparisonRow("Prediction error", *errors, ""))
         fits = fit_text(measured[0], budget), fit_text(measured[1], budget)
+        rows += [peaks, ComparisonRow("Prediction error", *errors, "")]
         rows.append(ComparisonRow(f"Budget {format_bytes(budget)}", *fits, ""))
     if run_peak_bytes is not None:
         rows.append(ComparisonRow("Peak, training run", "", format_bytes(run_peak_bytes), ""))
         rows.append(ComparisonRow("Prediction error", "", change_text(planned.peak_bytes, run_peak_bytes), ""))
     rows.append(_both("Step, predicted", plain.step_seconds, planned.step_seconds, seconds_text))
-    if comparison:
-        times = comparison.plain_step_seconds, comparison.planned_step_seconds
-        rows.append(_both("Step, measured", *times, seconds_text))
+    rows += [steps] if steps else []
     if run_seconds is not None:
         rows.append(ComparisonRow("Step, training run", "", seconds_text(run_seconds), ""))
     return rows
 
 
 def measured_rows(comparison: Comparison) -> list[ComparisonRow]:
-    """Return the lines of what was measured side by side."""
+    """Return the lines of what was measured side by side: peaks, then times."""
     peaks = comparison.plain_peak_bytes, comparison.planned_peak_bytes
     times = comparison.plain_step_seconds, comparison.planned_step_seconds
     return [_both("Peak, measured", *peaks, format_bytes), _both("Step, measured", *times, seconds_text)]
+
+
+def _both(what: str, plain: float, planned: float, shown: Callable[[float], str]) -> ComparisonRow:
+    return ComparisonRow(what, shown(plain), shown(planned), ratio_text(planned, plain))
 
 
 def waiting_text(run: RunRecord) -> str | None:
@@ -322,10 +303,6 @@ def retries_text(run: RunRecord) -> str | None:
     )
 
 
-def _both(what: str, plain: float, planned: float, shown: Callable[[float], str]) -> ComparisonRow:
-    return ComparisonRow(what, shown(plain), shown(planned), ratio_text(planned, plain))
-
-
 def loss_rows(comparison: Comparison) -> list[tuple[int, str, str, str]]:
     """Return the number of each step, the losses of the plain and the planned one, and their difference."""
     pairs = zip(comparison.plain_losses, comparison.planned_losses, strict=False)
@@ -337,35 +314,25 @@ def loss_rows(comparison: Comparison) -> list[tuple[int, str, str, str]]:
 
 def comparison_lines(comparison: Comparison, plan: Plan | None = None) -> list[str]:
     """Return the sentences below a comparison: of the losses, of times unlike the predicted ones, of the machine."""
-    notes = [f"{note[0].upper()}{note[1:]}." for note in comparison.notes]
-    return [f"Losses on the same data: {loss_text(comparison)}.", *_unlike_predicted(comparison, plan), *notes]
-
-
-def _unlike_predicted(comparison: Comparison, plan: Plan | None) -> list[str]:
-    """Return a sentence for each step that took another time than predicted, beyond the error that was stated."""
-    if plan is None:
-        return []
-    lines = []
-    steps = (
-        ("plain", comparison.plain_step_seconds, plan.plain),
-        ("planned", comparison.planned_step_seconds, plan.predicted),
-    )
+    lines = []  # for each step that took another time than predicted, beyond the error that was stated
+    times = comparison.plain_step_seconds, comparison.planned_step_seconds
+    steps = zip(("plain", "planned"), times, (plan.plain, plan.predicted), strict=True) if plan else ()
     for name, seconds, predicted in steps:
         error = predicted.throughput.step_error if predicted.throughput else 0.0
-        if not error or not predicted.step_seconds or abs(seconds / predicted.step_seconds - 1) <= error:
-            continue
-        ratio = seconds / predicted.step_seconds
-        change = share_text(seconds - predicted.step_seconds, predicted.step_seconds)
-        took = f"{change} less than predicted" if ratio < 1 else f"{change} longer than predicted"
-        took = f"{ratio:,.1f} times as long as predicted" if ratio >= _MANY_TIMES else took
-        lines.append(f"The {name} step took {took}, more than the stated error of {error:.0%}.")
+        ratio = seconds / predicted.step_seconds if predicted.step_seconds else 1.0
+        if error and not abs(ratio - 1) <= error:  # also where a time is no number
+            change = share_text(seconds - predicted.step_seconds, predicted.step_seconds)
+            took = f"{change} less than predicted" if ratio < 1 else f"{change} longer than predicted"
+            took = f"{ratio:,.1f} times as long as predicted" if ratio >= _MANY_TIMES else took
+            lines.append(f"The {name} step took {took}, more than the stated error of {error:.0%}.")
     if lines and not comparison.notes:
         count = max(1, len(comparison.plain_losses) - 1)
         lines.append(
             f"memfit saw no other program, and compared only {count} step{'s' * (count != 1)} of each: compare"
             " more steps."
         )
-    return lines
+    notes = [f"{note[0].upper()}{note[1:]}." for note in comparison.notes]
+    return [f"Losses on the same data: {loss_text(comparison)}.", *lines, *notes]
 
 
 def loss_text(comparison: Comparison) -> str:

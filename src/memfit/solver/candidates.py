@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
 from memfit.ir import (
@@ -23,14 +25,15 @@ from memfit.ir import (
     fetch_stall_seconds,
     host_bytes,
     overhead_seconds,
+    pareto,
     recomputations,
     repeats,
     repeats_of,
     stall_seconds,
     transfers,
 )
-from memfit.solver.highs import Ints
 
+Ints = npt.NDArray[np.int64]
 _LEAST_SHARE = 0.002
 _NESTED_LEAST_SHARE = 0.05
 _KEEP_SETS = 768
@@ -92,26 +95,21 @@ def refusals(regions: Regions) -> dict[str, str]:
                 break
             if trace.ops[region.recompute_at].phase == "forward":
                 refused[fqn] = "is differentiated within the loss, so the loss would run it again"
-                continue
-            changed = next((name for c in region.calls if (name := trace.calls[c].changed)), "")
-            if changed:
+            elif changed := next(filter(None, (trace.calls[c].changed for c in region.calls)), ""):
                 refused[fqn] = f"reads {changed}, and this has changed before it would run again"
-                continue
-            culprit = _writes_outside(trace, region)
-            if culprit is not None:
+            elif culprit := _writes_outside(trace, region):
                 refused[fqn] = f"writes to tensors made before it ({culprit}), and a recomputation would write again"
     return refused
 
 
-def _writes_outside(trace: Trace, region: RegionCall) -> str | None:
-    """Return an operator of a region call that writes to an earlier storage, except running statistics; or None."""
-    for index in range(region.start, region.stop):
-        for mutated in trace.ops[index].mutates:
-            storage = trace.storages[mutated]
-            statistics = storage.owner >= 0 and trace.modules[storage.owner].tracks_statistics
-            if storage.birth < region.start and not (storage.category == "buffers" and statistics):
-                return trace.ops[index].name
-    return None
+def _writes_outside(trace: Trace, region: RegionCall) -> str:
+    """Return an operator of a region call that writes to an earlier storage, except running statistics; "" for none."""
+    for op in trace.ops[region.start : region.stop]:
+        for storage in (trace.storages[mutated] for mutated in op.mutates):
+            is_statistics = storage.owner >= 0 and trace.modules[storage.owner].tracks_statistics
+            if storage.birth < region.start and not (storage.category == "buffers" and is_statistics):
+                return op.name
+    return ""
 
 
 def options(
@@ -137,8 +135,7 @@ class _Finder:
         trace = regions.trace
         refused = refusals(regions)
         self.allowed = {fqn for fqn in regions.calls if fqn and fqn not in refused and fqn not in excluded}
-        self.seconds = np.array([costs.seconds_of(trace.signatures[op.signature]) for op in trace.ops])
-        self.workspace = [costs.of(trace.signatures[op.signature]).workspace_bytes for op in trace.ops]
+        self.seconds, self.workspace = costs.op_seconds(trace), costs.op_workspaces(trace).tolist()
         self.weighted = self.seconds * repeats(trace)
         self.forward_bytes = sum(s.nbytes for s in trace.storages if s.category == "activations")
         self.mutated = {m for op in trace.ops for m in op.mutates}
@@ -183,19 +180,16 @@ class _Finder:
         first, *later_calls = self.regions.calls_of(region.modules)
         kept = self.regions.kept_ops(first, region.keep)
         module = ""
-        for fqn in self._followers(first):
+        later = [set(map(self.trace.fqn_of, self.regions.later_siblings(call))) for call in later_calls]
+        for fqn in map(self.trace.fqn_of, self.regions.later_siblings(first)):
             moved = transfers(self.regions, first, kept, fqn)
-            if moved and moved[0].fetched >= 0 and all(fqn in self._followers(call) for call in later_calls):
+            if moved and moved[0].fetched >= 0 and all(fqn in followers for followers in later):
                 module = fqn
                 if fetch_stall_seconds(self.regions, self.costs, self.seconds, first, moved) == 0:
                     break
         return module
 
-    def _followers(self, call: RegionCall) -> Iterator[str]:
-        return map(self.trace.fqn_of, self.regions.later_siblings(call))
-
     def _worthwhile(self, runs: Iterator[tuple[str, ...]], seen: Collection[object] = ()) -> list[tuple[str, ...]]:
-        """Return the regions that hold enough bytes, the first of those with the same operators."""
         worthwhile: list[tuple[str, ...]] = []
         extents = set(seen)
         for modules in runs:
@@ -216,29 +210,11 @@ class _Finder:
 
     def _runs(self) -> Iterator[tuple[str, ...]]:
         """Yield runs of modules called one after the other; of long chains, only some."""
-        for chain in self._chains():
-            count = len(chain)
-            stride = -(-count // _LONGEST_CHAIN)
-            for length in range(2, count + 1):
-                if length <= _LONGEST_CHAIN // 2 or length % stride == 0:
-                    for start in range(0, count - length + 1, stride):
-                        modules = tuple(chain[start : start + length])
-                        if self._is_run(modules):
-                            yield modules
-
-    def _is_run(self, modules: tuple[str, ...]) -> bool:
-        try:
-            return bool(self.regions.calls_of(modules))
-        except KeyError:
-            return False
-
-    def _chains(self) -> list[list[str]]:
-        """Return the longest runs of modules that may be checkpointed."""
         siblings: dict[int, list[int]] = defaultdict(list)
         for index, call in enumerate(self.trace.calls):
             if call.phase == "forward" and call.microbatch == 0 and call.parent >= 0:
                 siblings[call.parent].append(index)
-        chains: dict[tuple[str, ...], None] = {}
+        chains: dict[tuple[str, ...], None] = {}  # the longest runs of modules that may be checkpointed
         for calls in siblings.values():
             chain: list[int] = []
             for index in [*calls, -1]:
@@ -247,7 +223,15 @@ class _Finder:
                     chains[tuple(self.trace.fqn_of(call) for call in chain)] = None
                     chain = []
                 chain += [index] if fits else []
-        return [list(chain) for chain in chains if len(chain) > 1]
+        for names in chains:
+            count = len(names)
+            stride = -(-count // _LONGEST_CHAIN)
+            for length in range(2, count + 1):
+                if length <= _LONGEST_CHAIN // 2 or length % stride == 0:
+                    for start in range(0, count - length + 1, stride):
+                        with contextlib.suppress(KeyError):  # they are not always called together
+                            self.regions.calls_of(names[start : start + length])
+                            yield names[start : start + length]
 
     def _inside(self, modules: tuple[str, ...], singles: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
         """Return the outermost modules inside a region that may be checkpointed and hold enough bytes."""
@@ -289,47 +273,36 @@ class _Finder:
         ops = self.trace.ops[region.start : region.stop]
         structure = (tuple((op.name, op.signature) for op in ops), region.cut - region.start)
         if structure not in self.keeps_like:
-            keep_sets = self._keep_sets(region, list(self._worth(region)), most)
-            self.keeps_like[structure] = [
-                tuple(sorted(self.regions.op_key(region, op) for op in kept)) for kept in keep_sets
-            ]
+            worth = list(self._worth(region))
+            found: list[tuple[int, ...]] = []
+            if 0 < len(worth) <= FEW_OPERATORS:
+                kept_sets = [frozenset[int](), *(frozenset({w.op}) for w in worth)]
+                reruns = (again for kept in kept_sets for again in recomputations(self.regions, region, kept))
+                nothing, *each = np.array([added_bytes(self.regions, again, self.workspace) for again in reruns])
+                found = every_keep_set(worth, nothing, np.array(each) - nothing)
+            found = found if 0 < len(worth) <= FEW_OPERATORS and len(found) <= most else keep_sets(worth, most)
+            names = (sorted(self.regions.op_key(region, op) for op in kept) for kept in found)
+            self.keeps_like[structure] = [tuple(of_set) for of_set in names]
         return self.keeps_like[structure]
-
-    def _keep_sets(self, region: RegionCall, worth: list[Worth], most: int) -> list[tuple[int, ...]]:
-        if 0 < len(worth) <= FEW_OPERATORS:
-            kept_sets = [frozenset[int](), *(frozenset({w.op}) for w in worth)]
-            reruns = (again for kept in kept_sets for again in recomputations(self.regions, region, kept))
-            nothing, *each = np.array([added_bytes(self.regions, again, self.workspace) for again in reruns])
-            every = every_keep_set(worth, nothing, np.array(each) - nothing)
-            if len(every) <= most:
-                return every
-        return keep_sets(worth, most)
 
     def _worth(self, region: RegionCall) -> Iterator[Worth]:
         """Yield the bytes and seconds of keeping each operator's output.
 
-        Operators that draw random numbers are never kept, since later ones would draw other numbers.
+        Operators that draw random numbers are never kept, since later ones would draw other numbers. Bytes that would
+        be alive until the recomputation anyway do not count.
         """
-        trace = self.trace
+        storages, saves, at = self.trace.storages, self.trace.saves, region.recompute_at
+        inside = set(region.saves)
         for op in range(region.start, region.cut):
-            record, born = trace.ops[op], trace.births[op]
-            nbytes = sum(trace.storages[s].nbytes for s in born)
+            record, born = self.trace.ops[op], self.trace.births[op]
             if record.name == _CAST:  # autocast, a loop's own too, casts a weight that several modules share once,
                 continue  # but again in each recomputation
-            if nbytes and not record.random and not record.mutates and not self.mutated.intersection(born):
-                yield Worth(op, self._extra_bytes(region, born), float(self.seconds[op]))
-
-    def _extra_bytes(self, region: RegionCall, born: Sequence[int]) -> int:
-        """Return the bytes that would not be alive until the recomputation anyway."""
-        storages, saves = self.trace.storages, self.trace.saves
-        inside = set(region.saves)
-        total = 0
-        for storage in born:
-            held = any(
-                saves[s].death >= region.recompute_at for s in self.regions.saves_of_storage[storage] if s not in inside
-            )
-            total += 0 if held or storages[storage].release >= region.recompute_at else storages[storage].nbytes
-        return total
+            is_fixed = record.random or record.mutates or self.mutated.intersection(born)
+            if is_fixed or not sum(storages[s].nbytes for s in born):
+                continue
+            outside = {s: [i for i in self.regions.saves_of_storage[s] if i not in inside] for s in born}
+            dying = (s for s in born if storages[s].release < at and all(saves[i].death < at for i in outside[s]))
+            yield Worth(op, sum(storages[s].nbytes for s in dying), float(self.seconds[op]))
 
 
 class Worth(NamedTuple):
@@ -359,7 +332,7 @@ def keep_sets(worth: Sequence[Worth], most: int) -> list[tuple[int, ...]]:
     states = [_State(0, 0.0, 0)]
     for bit, candidate in enumerate(ranked):
         grown = [_State(s.nbytes + candidate.nbytes, s.seconds + candidate.seconds, s.kept | 1 << bit) for s in states]
-        states = _spread(_undominated([*states, *grown]), _MOST_STATES)
+        states = _spread(pareto([*states, *grown], lambda s: s.nbytes, lambda s: -s.seconds), _MOST_STATES)
     chosen = _spread([s for s in states if s.kept], most)
     return [tuple(sorted(w.op for bit, w in enumerate(ranked) if s.kept >> bit & 1)) for s in chosen]
 
@@ -385,15 +358,6 @@ def every_keep_set(worth: Sequence[Worth], added: Ints, changes: Ints) -> list[t
         for candidate in undominated
         if candidate
     ]
-
-
-def _undominated(states: list[_State]) -> list[_State]:
-    """Return the undominated states, sorted by bytes and seconds."""
-    undominated: list[_State] = []
-    for state in sorted(states, key=lambda s: (s.nbytes, -s.seconds)):
-        if not undominated or state.seconds > undominated[-1].seconds:
-            undominated.append(state)
-    return undominated
 
 
 def _spread(states: list[_State], most: int) -> list[_State]:

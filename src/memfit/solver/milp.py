@@ -1,26 +1,166 @@
 """The fastest choice of options within a budget, and the choice of the lowest peak, by mixed-integer programming.
 
-The program starts with a few rows, and rows that its solution violates are added until there are none, first for the
-relaxed problem, which is fast. Leaving rows out only widens the feasible set, so that every bound of the solver is a
-bound of the whole problem. The options of the relaxed solution are tried first (kernel search: Angelelli, Mansini,
-Speranza 2010). Solutions are rounded and evaluated again, since the solver's floats are inexact.
+HiGHS (Huangfu and Hall 2018) solves the programs. A program starts with a few rows, and rows that its solution violates
+are added until there are none, first for the relaxed problem, which is fast. Leaving rows out only widens the feasible
+set, so that every bound of the solver is a bound of the whole problem. The options of the relaxed solution are tried
+first (kernel search: Angelelli, Mansini, Speranza 2010). Solutions are rounded and evaluated again, since the solver's
+floats are inexact.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from time import perf_counter, thread_time
 from typing import Any, Literal
 
+import highspy
 import numpy as np
 import numpy.typing as npt
 
-from memfit.solver.highs import Floats, Ints, MilpResult, Rows, minimized
+from memfit.foundations import safe_point
+from memfit.solver.candidates import Ints
 from memfit.solver.problem import Problem
+
+Floats = npt.NDArray[np.float64]
+Status = Literal["optimal", "infeasible", "stopped"]
+
+_INFEASIBLE = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
+_OPTIMAL = highspy.HighsModelStatus.kOptimal
+_FEASIBLE = 2  # value of HiGHS's primal solution status
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a program: sums with an upper limit, as sparse coefficients (CSR).
+
+    Attributes:
+        starts: Start of each row's coefficients, and the end of the last row's.
+        columns: The variable of each coefficient.
+        upper: Upper limit of each row's sum.
+    """
+
+    starts: Ints
+    columns: Ints
+    values: Floats
+    upper: Floats
+
+    @classmethod
+    def of_entries(cls, entries: Sequence[tuple[int, int, float]], upper: Sequence[float]) -> Rows:
+        """Return rows from (row, variable, coefficient) triples, in any order, without duplicates."""
+        rows, columns, values = zip(*sorted(entries), strict=True) if entries else ((), (), ())
+        starts = np.searchsorted(np.array(rows, np.int64), np.arange(len(upper) + 1))
+        return cls(starts, np.array(columns, np.int64), np.array(values, np.float64), np.array(upper, np.float64))
+
+    @classmethod
+    def of_matrix(cls, matrix: Floats, upper: Floats) -> Rows:
+        """Return rows from a matrix of rows × variables."""
+        rows, columns = np.nonzero(matrix)
+        return cls(np.searchsorted(rows, np.arange(len(matrix) + 1)), columns, matrix[rows, columns], upper)
+
+    def __add__(self, other: Rows) -> Rows:
+        """Return these rows and others after them."""
+        return Rows(
+            np.concatenate([self.starts, other.starts[1:] + self.starts[-1]]),
+            np.concatenate([self.columns, other.columns]),
+            np.concatenate([self.values, other.values]),
+            np.concatenate([self.upper, other.upper]),
+        )
+
+
+@dataclass(frozen=True)
+class MilpResult:
+    """The result of HiGHS.
+
+    Attributes:
+        status: "infeasible" where no values satisfy the rows; "stopped" at the time limit.
+        x: The variables; None without a solution, and for linear programs stopped at the time limit.
+        bound: Lower bound on the objective of all solutions; for linear programs the value.
+        reduced: For linear programs, the reduced cost of each variable at its lower bound: the increase of the
+            objective by a unit of it.
+    """
+
+    status: Status
+    x: Floats | None = None
+    value: float = np.inf
+    bound: float = -np.inf
+    reduced: Floats | None = None
+
+
+class _SilentHighs(highspy.Highs):
+    """HiGHS without output, since standard output is the user's, and may be a JSON document."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.setOptionValue("output_flag", False)
+
+    def enableCallbacks(self) -> None:
+        """Turn output off before the constructor's first call that logs: HiGHS 1.16 prints a banner."""
+        self.setOptionValue("output_flag", False)
+        super().enableCallbacks()  # type: ignore[no-untyped-call]
+
+
+def minimized(
+    cost: Floats,
+    rows: Rows,
+    lower: Floats,
+    upper: Floats,
+    *,
+    whole: npt.NDArray[np.bool_] | None = None,
+    gap: float = 0.0,
+    time_limit_seconds: float,
+) -> MilpResult:
+    """Minimize a linear objective.
+
+    Args:
+        whole: Mask of the integer variables; None for a linear program.
+        gap: Relative gap to the bound at which a solution is returned before the time limit.
+        time_limit_seconds: Limit in wall time, the only clock of HiGHS.
+    """
+    safe_point()
+    solver = _SilentHighs()
+    options: dict[str, Any] = {
+        "parallel": "off",
+        "time_limit": time_limit_seconds,
+        "mip_rel_gap": gap,
+        "mip_allow_restart": False,  # the presolve of a restart may never end (HiGHS 1.16), whatever the time limit
+    }
+    for name, value in options.items():
+        solver.setOptionValue(name, value)
+    solver.passModel(
+        len(cost),
+        len(rows.upper),
+        len(rows.values),
+        int(highspy.MatrixFormat.kRowwise),
+        int(highspy.ObjSense.kMinimize),
+        0.0,
+        cost,
+        lower,
+        upper,
+        np.full(len(rows.upper), -np.inf),
+        rows.upper,
+        rows.starts.astype(np.int32),
+        rows.columns.astype(np.int32),
+        rows.values,
+        np.zeros(len(cost), np.int32) if whole is None else whole.astype(np.int32),
+    )
+    solver.run()
+    status, info = solver.getModelStatus(), solver.getInfo()
+    if status in _INFEASIBLE:  # no program here is unbounded
+        return MilpResult("infeasible")
+    outcome: Status = "optimal" if status == _OPTIMAL else "stopped"
+    bound = -np.inf if whole is None else info.mip_dual_bound
+    # A stopped simplex method's values are neither near the optimum nor a bound on it.
+    if info.primal_solution_status != _FEASIBLE or (whole is None and outcome == "stopped"):
+        return MilpResult(outcome, bound=bound)
+    solution, value = solver.getSolution(), info.objective_function_value
+    if whole is not None:
+        return MilpResult(outcome, np.array(solution.col_value), value, bound)
+    return MilpResult(outcome, np.array(solution.col_value), value, value, np.maximum(np.array(solution.col_dual), 0.0))
+
 
 _UNIT = float(2**20)  # bytes are solved in MiB, so that coefficients stay near one
 _ROWS_A_ROUND = 24
@@ -41,8 +181,6 @@ class Choice:
 
     Attributes:
         x: 1 for each chosen option.
-        peak_bytes: Its peak.
-        seconds: The step's time.
         status: "optimal" where the solver proved it.
         bound: Lower bound on the seconds (`fastest`) or the peak bytes (`leanest`) of every choice.
     """
@@ -61,8 +199,7 @@ class _Goal:
     Attributes:
         cost: Coefficient of each option, each keeper, and one more variable: in `fastest` that is always 1 with the
             plain step's time as coefficient, so that the objective is the step's time; in `leanest` it is the peak.
-        scale: Factor of the seconds (`fastest`), or of the bytes at all points (`least_kept`), in the objective; the
-            peak in MiB is not scaled (`leanest`).
+        scale: Factor of the seconds in the objective (`fastest`); the peak in MiB is not scaled (`leanest`).
         budget_bytes: Upper limit of the rows; None for the last variable.
     """
 
@@ -130,7 +267,6 @@ class Solver:
         return None if best is None else self._choice(best, max(self.problem.plain_seconds, bound / goal.scale))
 
     def _known(self, budget_bytes: int) -> Ints | None:
-        """Return the fastest choice within a budget among those found for any budget."""
         fitting = [x for x in self._found if self.problem.peak_bytes(x) <= budget_bytes]
         return min(fitting, key=self.problem.seconds, default=None)
 
@@ -160,27 +296,25 @@ class Solver:
         if self._lowest is None and time_limit_seconds <= 0:
             x = min(self._found, key=self.problem.peak_bytes)
             return Choice(x, self.problem.peak_bytes(x), self.problem.seconds(x), "feasible", 0.0)
-        if self._lowest is None or (self._lowest.status != "optimal" and time_limit_seconds > self._lowest_seconds):
-            self._lowest, self._lowest_seconds = self._solve_leanest(time_limit_seconds), time_limit_seconds
-        return self._lowest
-
-    def least_kept(self, time_limit_seconds: float = 10.0) -> Choice:
-        """Return a choice of the lowest peak that keeps the fewest bytes, summed over all points of the step.
-
-        It is near the lowest measured peak even where the problem overestimates bytes at some points.
-        """
-        lowest = self.leanest(time_limit_seconds)
+        known = self._lowest
+        if known is not None and (known.status == "optimal" or time_limit_seconds <= self._lowest_seconds):
+            return known
+        self._lowest_seconds = time_limit_seconds
         if not self._n_x:
-            return lowest
-        kept = self.problem.columns.sum(axis=1).astype(np.float64)
-        scale = 1.0 / max(float(np.abs(kept).max()), 1.0)
-        goal = _Goal(np.append(kept, self.problem.base.sum()) * scale, scale, lowest.peak_bytes)
-        options, rows = np.arange(self._n_x), list(self._active)
-        x, _ = self._among(options, goal, rows, np.inf, FINE, thread_time() + time_limit_seconds)
-        if x is None:
-            return lowest
-        self._found.append(x)
-        return replace(lowest, x=x, peak_bytes=self.problem.peak_bytes(x), seconds=self.problem.seconds(x))
+            nothing = self._nothing_to_choose()
+            self._lowest = replace(nothing, bound=float(nothing.peak_bytes))
+            return self._lowest
+        goal = self._peak_goal()
+        deadline = thread_time() + time_limit_seconds
+        relaxed = self._relaxed(goal, deadline) or _Relaxed(0.0, np.ones(self._n_x), np.zeros(self._n_x))
+        start = min(self._found, key=lambda x: self._value(goal, x))
+        best, bound = self._best(goal, relaxed, start, _PEAK_TOLERANCE, deadline)
+        assert best is not None  # the search starts from a choice
+        self._found.append(best)
+        peak, bound = self.problem.peak_bytes(best), max(0.0, bound - _TIE) * _UNIT
+        proven = bound >= peak * (1 - _PEAK_TOLERANCE)
+        self._lowest = Choice(best, peak, self.problem.seconds(best), "optimal" if proven else "feasible", bound)
+        return self._lowest
 
     @cached_property
     def peak_floor_bytes(self) -> float:
@@ -200,21 +334,6 @@ class Solver:
         scale = 1.0 / max(max(slower), 1e-12)
         cost = np.concatenate([slower, np.zeros(self._n_z), [self.problem.plain_seconds]]) * scale
         return _Goal(cost, scale, budget_bytes)
-
-    def _solve_leanest(self, time_limit_seconds: float) -> Choice:
-        if not self._n_x:
-            nothing = self._nothing_to_choose()
-            return replace(nothing, bound=float(nothing.peak_bytes))
-        goal = self._peak_goal()
-        deadline = thread_time() + time_limit_seconds
-        relaxed = self._relaxed(goal, deadline) or _Relaxed(0.0, np.ones(self._n_x), np.zeros(self._n_x))
-        start = min(self._found, key=lambda x: self._value(goal, x))
-        lowest, bound = self._best(goal, relaxed, start, _PEAK_TOLERANCE, deadline)
-        assert lowest is not None  # the search starts from a choice
-        self._found.append(lowest)
-        peak, bound = self.problem.peak_bytes(lowest), max(0.0, bound - _TIE) * _UNIT
-        status: Literal["optimal", "feasible"] = "optimal" if bound >= peak * (1 - _PEAK_TOLERANCE) else "feasible"
-        return Choice(lowest, peak, self.problem.seconds(lowest), status, bound)
 
     def _value(self, goal: _Goal, x: Ints) -> float:
         last = 1.0 if goal.budget_bytes is not None else self.problem.peak_bytes(x) / _UNIT
@@ -304,7 +423,6 @@ class Solver:
         return self._choice(np.zeros(0, np.int64), self.problem.plain_seconds)
 
     def _choice(self, x: Ints, bound: float) -> Choice:
-        """Return a choice, with a lower bound on the seconds of all choices."""
         self._found.append(x)
         seconds = self.problem.seconds(x)
         bound = min(bound, seconds)
@@ -316,13 +434,15 @@ class Solver:
     ) -> MilpResult:
         """Run HiGHS over the allowed options, the keepers, and one more variable, which is continuous.
 
-        Without a tolerance the relaxed problem is solved. Thread and wall time are added up for `_limit_seconds`.
+        Without a tolerance the relaxed problem is solved. HiGHS's limit is in wall time, its only clock: it is larger
+        on a busy machine.
         """
         low, high = (1.0, 1.0) if goal.budget_bytes is not None else (0.0, np.inf)
         lower = np.append(np.zeros(self._n_x + self._n_z), low)
         upper = np.concatenate([allowed, np.ones(self._n_z), [high]])
         whole = np.arange(len(lower)) < len(lower) - 1  # keepers follow from options, but branching on them is faster
         own, wall = thread_time(), perf_counter()
+        busy = max(1.0, self._wall_seconds / self._own_seconds) if self._own_seconds else 1.0  # by other programs
         solution = minimized(
             goal.cost,
             limits + self._structure,
@@ -330,16 +450,11 @@ class Solver:
             upper,
             whole=None if tolerance is None else whole,
             gap=tolerance or 0.0,
-            time_limit_seconds=self._limit_seconds(deadline),
+            time_limit_seconds=busy * max(_LEAST_SECONDS, deadline - own),
         )
         self._own_seconds += thread_time() - own
         self._wall_seconds += perf_counter() - wall
         return solution
-
-    def _limit_seconds(self, deadline: float) -> float:
-        """Return HiGHS's limit in wall time, its only clock: more on a busy machine."""
-        busy = max(1.0, self._wall_seconds / self._own_seconds) if self._own_seconds else 1.0
-        return busy * max(_LEAST_SECONDS, deadline - thread_time())
 
     def _structural_constraints(self) -> Rows:
         """Return rows for: at most one option of a conflict, z at least each of its activities, the host's budget."""
@@ -390,13 +505,11 @@ def policies(problem: Problem) -> list[Ints]:
     for j, option in enumerate(problem.options):
         names = tuple(re.sub(r"\d+", "#", fqn) for fqn in option.modules)
         kinds[names, option.regions[0].keep, option.regions[0].offload, len(option.regions)].append(j)
-    repeated = [members for members in kinds.values() if len(members) > 1]
-    return [np.zeros(len(problem.options), np.int64), *(_all_of(members, problem) for members in repeated)]
-
-
-def _all_of(members: Iterable[int], problem: Problem) -> Ints:
-    x = np.zeros(len(problem.options), np.int64)
-    for j in members:
-        if not any(x[sorted(conflict)].any() for conflict in problem.conflicts if j in conflict):
-            x[j] = 1
-    return x
+    choices = [np.zeros(len(problem.options), np.int64)]
+    for members in kinds.values():
+        if len(members) > 1:
+            choices.append(np.zeros(len(problem.options), np.int64))
+            for j in members:
+                if not any(choices[-1][sorted(conflict)].any() for conflict in problem.conflicts if j in conflict):
+                    choices[-1][j] = 1
+    return choices

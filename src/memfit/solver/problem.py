@@ -1,7 +1,7 @@
 """The peak of a step as a linear function of which regions are checkpointed.
 
 Variables: `x[j]`, binary, for each option (a region and its kept operators); `z[k]`, for each set of reasons why
-storages outlive their release. A storage is alive after its release while any of its keepers (`ir.recompute.Keepers`)
+storages outlive their release. A storage is alive after its release while any of its keepers (`ir.regions.Keepers`)
 is active; with several keepers, `z` is at least each one's activity, which is affine in `x` (`Tightening`). The bytes
 alive at each point of the step, and at the peak of each recomputation, are then affine in `(x, z)`, and a budget is one
 inequality for each point. With `x` fixed and the smallest `z` the bytes are those of `ir.simulate`.
@@ -14,7 +14,7 @@ import functools
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from memfit.ir import (
     recomputed_runs,
     repeats,
 )
-from memfit.solver.candidates import Option
+from memfit.solver.candidates import Ints, Option
 
 NO_ROOM = 2**62
 """The peak of a choice that exceeds the host's budget."""
@@ -112,8 +112,8 @@ class Problem:
     options: list[Option]
     reasons: list[frozenset[Activity]]
     conflicts: list[frozenset[int]]
-    base: npt.NDArray[np.int64]
-    columns: npt.NDArray[np.int64]
+    base: Ints
+    columns: Ints
     rows: list[Row]
     plain_seconds: float
     host_budget_bytes: int = 0
@@ -127,17 +127,17 @@ class Problem:
         self.row_axis, self.row_option, self.row_bytes = np.array(self.rows, np.int64).reshape(-1, 3).T
         self.host_bytes = np.array([o.host_bytes for o in self.options], np.int64)
 
-    def peak_bytes(self, x: npt.NDArray[np.int64]) -> int:
+    def peak_bytes(self, x: Ints) -> int:
         """Return the peak of a choice of options; `NO_ROOM` for one that exceeds the host's budget."""
         if int(self.host_bytes @ x) > self.host_budget_bytes:
             return NO_ROOM
         return int(self.row_peaks(x).max(initial=0))
 
-    def row_peaks(self, x: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def row_peaks(self, x: Ints) -> Ints:
         """Return the bytes at every row for a choice; rows of recomputations not chosen count as their point."""
         return self.live_bytes(x, self.kept(x))
 
-    def kept(self, x: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def kept(self, x: Ints) -> Ints:
         """Return the value of each z for a choice of options: whether one of its activities is 1."""
         rows, columns, signs = self._terms
         changes = np.bincount(rows, signs * x[columns], len(self._constants)).astype(np.int64)
@@ -152,11 +152,11 @@ class Problem:
         chosen = np.append(x, 0)[self.row_option]  # -1, no option, takes the last
         return live[self.row_axis] + np.where(self.row_option >= 0, self.row_bytes * chosen, 0)
 
-    def seconds(self, x: npt.NDArray[np.int64]) -> float:
+    def seconds(self, x: Ints) -> float:
         """Return the step's time for a choice of options."""
         return self.plain_seconds + float(sum(o.seconds for o, chosen in zip(self.options, x, strict=True) if chosen))
 
-    def regions(self, x: npt.NDArray[np.int64]) -> tuple[Region, ...]:
+    def regions(self, x: Ints) -> tuple[Region, ...]:
         """Return the regions of a choice of options, for a plan."""
         return tuple(r for o, chosen in zip(self.options, x, strict=True) if chosen for r in o.regions)
 
@@ -177,28 +177,24 @@ class _Builder:
             for transfer in option.transfers:
                 self.moves[transfer.storage][j] = max(transfer.landed, self.moves[transfer.storage].get(j, -1))
         self.keepers = Keepers(regions, self.options_of)
-        self.conflicts = self._conflicts()
+        # The largest sets of options that contain the same module call.
+        calls = {call for region in self.options_of for call in region.calls}
+        chains = {frozenset(j for r in self.keepers.around(call) for j in self.options_of[r]) for call in calls}
+        self.conflicts = [c for c in chains if len(c) > 1 and not any(c < larger for larger in chains)]
         self.tightened = Tightening(self.conflicts)
-        self._lay_out_axis()
+        # A place for each operator, and before it one for each recomputation that may start there.
+        orders = sorted({again.order for option in options for again in option.recomputations})
+        starts = [at for at, *_ in orders]
+        self.op_axis = [op + bisect.bisect_right(starts, op) for op in range(len(self.trace.ops))]
+        self.gap_axis = {order: order[0] + i for i, order in enumerate(orders)}
+        self.length = len(self.op_axis) + len(orders)
         self.base = np.zeros(self.length + 1, np.int64)
         self.x = np.zeros((len(options), self.length + 1), np.int64)
-        self.z: dict[frozenset[Activity], npt.NDArray[np.int64]] = {}
-
-    def _lay_out_axis(self) -> None:
-        """Assign a place to each operator, and before it one to each recomputation that may start there."""
-        orders = sorted({again.order for option in self.options for again in option.recomputations})
-        starts = [at for at, *_ in orders]
-        n = len(self.trace.ops)
-        self.op_axis = [op + bisect.bisect_right(starts, op) for op in range(n)]
-        self.gap_axis = {order: order[0] + i for i, order in enumerate(orders)}
-        self.length = n + len(orders)
-
-    def _place(self, op: int) -> int:
-        return self.op_axis[op] if op < len(self.op_axis) else self.length - 1
+        self.z: dict[frozenset[Activity], Ints] = {}
 
     def build(self, host_budget_bytes: int) -> Problem:
-        workspace = [self.costs.of(self.trace.signatures[op.signature]).workspace_bytes for op in self.trace.ops]
-        seconds = np.array([self.costs.seconds_of(self.trace.signatures[op.signature]) for op in self.trace.ops])
+        workspaces, seconds = self.costs.op_workspaces(self.trace), self.costs.op_seconds(self.trace)
+        workspace: list[int] = workspaces.tolist()
         for op, overhead in captured_overheads(self.trace, self.costs, recomputed_runs(self.trace)).items():
             seconds[op] += overhead
         for index in range(len(self.trace.storages)):
@@ -213,90 +209,60 @@ class _Builder:
                 peak = int(added) + self.regions.generator_state_bytes * again.states
                 rows.append(Row(self.gap_axis[again.order], j, peak))
         base = np.cumsum(self.base)[: self.length] + self.costs.resident_workspace_bytes
-        base[self.op_axis] += np.array(workspace, np.int64)
+        base[self.op_axis] += workspaces
         columns = np.empty((len(self.options) + len(self.z), self.length), np.int64)
         for changes, line in zip(itertools.chain(self.x, self.z.values()), columns, strict=True):
             np.cumsum(changes[: self.length], out=line)
         plain_seconds = float(np.dot(seconds, repeats(self.trace)))
-        return Problem(
-            options=self.options,
-            reasons=list(self.z),
-            conflicts=self.conflicts,
-            base=base,
-            columns=columns,
-            rows=rows,
-            plain_seconds=plain_seconds,
-            host_budget_bytes=host_budget_bytes,
-        )
-
-    def _conflicts(self) -> list[frozenset[int]]:
-        """Return the largest sets of options that contain the same module call."""
-        calls = {call for region in self.options_of for call in region.calls}
-        chains = {frozenset(j for r in self.keepers.around(call) for j in self.options_of[r]) for call in calls}
-        return [c for c in chains if len(c) > 1 and not any(c < larger for larger in chains)]
+        reasons = list(self.z)
+        return Problem(self.options, reasons, self.conflicts, base, columns, rows, plain_seconds, host_budget_bytes)
 
     def _add_original(self, index: int) -> None:
-        storage = self.trace.storages[index]
-        first = 0 if storage.birth < 0 else self._place(storage.birth)
-        if storage.birth < 0 or self.trace.ops[storage.birth].phase != "forward":
-            self._mark(self.base, first, self._place(storage.death), storage.nbytes)
+        """Add a storage that the step allocates, until its release or while something keeps it."""
+        storage, moves = self.trace.storages[index], self.moves[index]
+        birth, nbytes = storage.birth, storage.nbytes
+        first = 0 if birth < 0 else self._place(birth)
+        if birth < 0 or self.trace.ops[birth].phase != "forward":
+            self._mark(self.base, first, self._place(storage.death), nbytes)
             return
+
+        def stays(j: int, region: RegionCall) -> bool:
+            """Tell whether an option keeps it as an output of a region call, on the device."""
+            return birth in self.options[j].kept[region] and j not in moves
+
         released = self._place(storage.release)
-        self._mark(self.base, first, released, storage.nbytes)
+        self._mark(self.base, first, released, nbytes)
         ends: dict[int, set[Activity]] = defaultdict(set)
         for keeper in self.keepers.of(index):
-            ends[self._place(keeper.end)].add(self._activity(keeper.lost_in, keeper.needs, index))
-        for j, gap in self._caching(index):
-            ends[gap - 1].add((False, frozenset({j})))
-        for j, landed in self.moves[index].items():
-            ends[self._place(landed)].add((False, frozenset({j})))
-        self._add_tail(ends, released, storage.nbytes)
-
-    def _caching(self, storage: int) -> Iterable[tuple[int, int]]:
-        """Yield the options that keep a storage on the device, with the place where their recomputation takes it."""
-        op = self.trace.storages[storage].birth
-        for region in self.keepers.around(self.trace.ops[op].call):
+            if keeper.needs is not None:
+                activity = False, frozenset(j for j in self.options_of[keeper.needs] if j not in moves)
+            else:
+                losing = (j for region in keeper.lost_in for j in self.options_of[region] if not stays(j, region))
+                activity = True, frozenset(losing)
+            ends[self._place(keeper.end)].add(activity)
+        for region in self.keepers.around(self.trace.ops[birth].call):  # until the recomputation takes it
             for j in self.options_of[region]:
-                if self._stays(j, region, storage):
+                if stays(j, region):
                     again = next(a for a in self.options[j].recomputations if a.region is region)
-                    yield j, self.gap_axis[again.order]
-
-    def _stays(self, j: int, region: RegionCall, storage: int) -> bool:
-        """Tell whether an option keeps a storage of a region call, on the device."""
-        return self.trace.storages[storage].birth in self.options[j].kept[region] and j not in self.moves[storage]
-
-    def _activity(self, lost_in: frozenset[RegionCall], needs: RegionCall | None, storage: int) -> Activity:
-        if needs is not None:
-            return (False, frozenset(j for j in self.options_of[needs] if j not in self.moves[storage]))
-        losing = (j for region in lost_in for j in self.options_of[region] if not self._stays(j, region, storage))
-        return (True, frozenset(losing))
-
-    def _add_tail(self, ends: dict[int, set[Activity]], released: int, nbytes: int) -> None:
-        """Add a storage's bytes after its release: between two ends, while any keeper with a later end is active."""
+                    ends[self.gap_axis[again.order] - 1].add((False, frozenset({j})))
+        for j, landed in moves.items():
+            ends[self._place(landed)].add((False, frozenset({j})))
         active: set[Activity] = set()
         later = sorted((end for end in ends if end > released), reverse=True)
-        for end, before in itertools.pairwise([*later, released]):
+        for end, before in itertools.pairwise([*later, released]):  # while any keeper with a later end is active
             active |= ends[end]
-            self._mark_active(active, before + 1, end, nbytes)
-
-    def _mark_active(self, active: set[Activity], first: int, last: int, nbytes: int) -> None:
-        reasons = self.tightened(active)
-        if ALWAYS in reasons:
-            self._mark(self.base, first, last, nbytes)
-        elif len(reasons) == 1:
-            ((lost, members),) = reasons
-            if lost:
-                self._mark(self.base, first, last, nbytes)
-            for j in members:
-                self._mark(self.x[j], first, last, -nbytes if lost else nbytes)
-        else:
-            column = self.z.setdefault(reasons, np.zeros(self.length + 1, np.int64))
-            self._mark(column, first, last, nbytes)
-
-    def _mark(self, line: npt.NDArray[np.int64], first: int, last: int, nbytes: int) -> None:
-        if last >= first:
-            line[first] += nbytes
-            line[min(last, self.length - 1) + 1] -= nbytes
+            reasons = self.tightened(active)
+            if ALWAYS in reasons:
+                self._mark(self.base, before + 1, end, nbytes)
+            elif len(reasons) == 1:
+                ((lost, members),) = reasons
+                if lost:
+                    self._mark(self.base, before + 1, end, nbytes)
+                for j in members:
+                    self._mark(self.x[j], before + 1, end, -nbytes if lost else nbytes)
+            else:
+                column = self.z.setdefault(reasons, np.zeros(self.length + 1, np.int64))
+                self._mark(column, before + 1, end, nbytes)
 
     def _add_copies(self, j: int, again: Recomputation, gaps: Mapping[RegionCall, int]) -> None:
         gap, region = gaps[again.region], again.region
@@ -312,3 +278,11 @@ class _Builder:
             first = self._place(transfer.fetched - 1) + 1 if transfer.fetched >= 0 else gap
             last = max(gap, self._place(transfer.death) if transfer.death >= 0 else -1)
             self._mark(self.x[j], first, last, self.trace.storages[transfer.storage].nbytes)
+
+    def _place(self, op: int) -> int:
+        return self.op_axis[op] if op < len(self.op_axis) else self.length - 1
+
+    def _mark(self, line: Ints, first: int, last: int, nbytes: int) -> None:
+        if last >= first:
+            line[first] += nbytes
+            line[min(last, self.length - 1) + 1] -= nbytes

@@ -1,4 +1,4 @@
-"""Snapshots: PyTorch's own tools read them, and find what the simulator counted."""
+"""Files for other tools: PyTorch's own find what the simulator counted in snapshots; traces hold the timeline."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ import re
 import runpy
 import subprocess
 import sys
+import tempfile
+from collections import defaultdict
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from torch.cuda import _memory_viz as viz
 
 from memfit.errors import OutputError
-from memfit.ir import TIMELINE_CATEGORIES, AllocationEvent, AllocatorSettings, replay
-from memfit.report import write_snapshot
-from memfit.report.memory_snapshot import snapshot, stack
+from memfit.ir import TIMELINE_CATEGORIES, AllocationEvent, AllocatorSettings, Timeline, replay
+from memfit.report import write_chrome_trace, write_snapshot
+from memfit.report.exports import stack
+from tests.report.conftest import make_timeline
 
 MIB = 2**20
 CONFS = ["", "expandable_segments:True", "max_split_size_mb:32,roundup_power2_divisions:4"]
@@ -59,6 +64,12 @@ def program(steps: int = 2) -> list[AllocationEvent]:
     return events
 
 
+def snapshot(events: list[AllocationEvent], settings: AllocatorSettings, **options: Any) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_snapshot(events, settings, Path(folder) / "s.pickle", **options)
+        return dict(pickle.loads(path.read_bytes()))
+
+
 @pytest.fixture(params=CONFS)
 def settings(request: pytest.FixtureRequest) -> AllocatorSettings:
     return AllocatorSettings.parse(request.param)
@@ -79,16 +90,16 @@ def test_pytorch_finds_what_the_simulator_counted(settings: AllocatorSettings, c
     report = replay(events, settings)
     data = snapshot(events, settings)
     segments = data["segments"]
-    assert sum(viz.calc_active(segment) for segment in segments) == report.end_allocated_bytes > 0
+    assert sum(viz.calc_active(segment) for segment in segments) == report.allocated_bytes > 0
     summary = viz.segsum(data)  # checks the sums of each segment itself
     requested = sum(segment["requested_size"] for segment in segments)
     assert f"segments: {len(segments)}\n" in summary
-    assert f"total_reserved: {viz.Bytes(report.end_reserved_bytes)}\n" in summary
+    assert f"total_reserved: {viz.Bytes(report.reserved_bytes)}\n" in summary
     assert f"total_allocated: {viz.Bytes(requested)}\n" in summary
     for listing in (viz.memory(data, unchanged), viz.segments(data, unchanged)):
-        assert sizes(listing) == report.end_reserved_bytes
+        assert sizes(listing) == report.reserved_bytes
         assert sizes("\n".join(line for line in listing.splitlines() if ";active_allocated;" in line)) == (
-            report.end_allocated_bytes
+            report.allocated_bytes
         )
         assert ";active_allocated;step:0:parameters " in listing
     text = viz.trace(data)
@@ -157,11 +168,11 @@ def test_the_command_line_reads_the_file(
         return capsys.readouterr().out
 
     report = replay(program(), settings)
-    assert f"total_reserved: {viz.Bytes(report.end_reserved_bytes)}" in run("stats", path)
+    assert f"total_reserved: {viz.Bytes(report.reserved_bytes)}" in run("stats", path)
     assert " entries" in run("trace", path)
     for kind in ("memory", "segments"):
         run(kind, path, "-o", output)
-        assert sizes(output.read_text()) == report.end_reserved_bytes
+        assert sizes(output.read_text()) == report.reserved_bytes
     for options in (["trace_plot"], ["trace_plot", "-s"], ["trace_plot", "-f"], ["segment_plot"]):
         run(*options, path, "-o", output)
         assert "MemoryViz.js" in output.read_text()
@@ -217,7 +228,7 @@ def test_running_out_of_memory_ends_the_history() -> None:
     last = data["device_traces"][0][-1]
     assert report.oom is not None
     assert (last["action"], last["user_metadata"]) == ("oom", report.oom.label)
-    assert last["device_free"] == 60 * MIB - report.end_reserved_bytes
+    assert last["device_free"] == 60 * MIB - report.reserved_bytes
     assert "raise OutOfMemoryError" in viz.trace(data)
 
 
@@ -239,3 +250,71 @@ def test_a_place_that_can_not_be_written_is_told(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="can't write"):
         write_snapshot(program(), AllocatorSettings(), tmp_path / "file" / "s.pickle")
     assert (tmp_path / "file").read_text() == "kept"
+
+
+# Traces of events
+
+TIMELINE = make_timeline(recompute=True)
+EMPTY = Timeline(
+    live_bytes={}, labels=[], modules=[], phases=[], seconds=[], peak_bytes=0, peak_index=0, step_seconds=0.0
+)
+
+
+def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return dict(json.loads(write_chrome_trace(timeline, Path(folder) / "trace.json").read_text()))
+
+
+def by_kind(trace: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    kinds = defaultdict(list)
+    for event in trace["traceEvents"]:
+        kinds[event["ph"]].append(event)
+    return kinds
+
+
+def test_every_event_has_the_fields_of_its_kind() -> None:
+    kinds = by_kind(chrome_trace(TIMELINE))
+    assert set(kinds) == {"M", "X", "C"}
+    common = {"ph", "name", "pid", "tid", "args"}
+    assert all(set(e) == common for e in kinds["M"])
+    assert all(set(e) == common | {"ts"} for e in kinds["C"])
+    assert all(set(e) == common | {"ts", "dur", "cat"} for e in kinds["X"])
+    names = {e["tid"]: e["args"]["name"] for e in kinds["M"] if e["name"] == "thread_name"}
+    assert list(names.values()) == ["forward", "recompute", "backward", "optimizer"]
+    assert all(names[e["tid"]] == e["cat"] for e in kinds["X"])
+
+
+def test_operators_follow_one_another_and_last_as_long_as_predicted() -> None:
+    operators = by_kind(chrome_trace(TIMELINE))["X"]
+    assert operators[0]["ts"] == 0
+    for before, after in pairwise(operators):
+        assert before["dur"] > 0
+        assert after["ts"] == pytest.approx(before["ts"] + before["dur"], abs=1e-6)
+    assert sum(e["dur"] for e in operators) == pytest.approx(sum(TIMELINE.seconds) * 1e6)
+    assert [e["args"]["module"] for e in operators] == TIMELINE.modules
+    assert [e["cat"] for e in operators] == TIMELINE.phases
+    assert operators[0]["name"] == "aten.native_layer_norm.default"
+
+
+def test_counters_are_the_bytes_alive() -> None:
+    counters = by_kind(chrome_trace(TIMELINE))["C"]
+    for name in ("bytes", "bytes by category"):
+        series = [e for e in counters if e["name"] == name]
+        assert len(series) == len(TIMELINE.labels) + 1
+        assert all(before["ts"] < after["ts"] for before, after in pairwise(series))
+        assert max(sum(e["args"].values()) for e in series) == TIMELINE.peak_bytes
+    parts = [e["args"] for e in counters if e["name"] == "bytes by category"]
+    for category, values in TIMELINE.live_bytes.items():
+        assert [part.get(category, 0) for part in parts[:-1]] == values
+
+
+def test_operators_without_a_duration_still_show_their_memory() -> None:
+    flat = msgspec.structs.replace(TIMELINE, seconds=[0.0] * len(TIMELINE.labels))
+    times = [e["ts"] for e in by_kind(chrome_trace(flat))["C"] if e["name"] == "bytes"]
+    assert all(before < after for before, after in pairwise(times))
+    assert times[-1] < 1  # microsecond, for the whole step
+
+
+def test_a_trace_says_where_the_peak_is() -> None:
+    assert chrome_trace(TIMELINE)["otherData"]["peak_at"] == TIMELINE.where()
+    assert by_kind(chrome_trace(EMPTY)).keys() == {"M"}

@@ -1,21 +1,101 @@
-"""A fleet: cards and numbers of ranks that train a workload, with their plans, times and costs."""
+"""The records of surveys: each lever's effect on this machine, and the cards that train a workload."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable
+from typing import Literal, TypeVar
 
 import msgspec
 
-from memfit.ir.display import Shown
+from memfit.ir.codec import Shown
 from memfit.ir.plan import Levers, LeverUse, Numerics
+
+Outcome = Literal["kept", "does not pay", "proposed", "not available"]
+
+
+class Rung(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A lever on top of the levers kept before it.
+
+    Attributes:
+        outcome: "kept" where it pays; a "proposed" lever changes the model, and is compared with the plain step.
+        why: The reason why it was not measured; else a description.
+        levers: The levers of the step; None where it was not measured, or is another model's.
+        peak_bytes: Measured peak allocated, at the workload's batch.
+        step_seconds: Measured time of one update at the workload's batch: the median of the plain step, times the
+            ratios of the rungs kept since.
+        peak_ratio: Its peak relative to that of the rung kept before.
+        step_ratio: Its time relative to that of the rung kept before, of interleaved steps.
+        largest_batch: Predicted number of samples that fit the budget; None where microbatches take any number.
+        samples_per_second: Throughput at `largest_batch`, predicted from the measured step; at the workload's batch
+            where that is None. 0 where no sample fits.
+    """
+
+    name: str
+    outcome: Outcome
+    why: str = ""
+    levers: Levers | None = None
+    numerics: Numerics | None = None
+    peak_bytes: int | None = None
+    step_seconds: float | None = None
+    peak_ratio: float | None = None
+    step_ratio: float | None = None
+    predicted_peak_bytes: int | None = None
+    largest_batch: int | None = None
+    samples_per_second: float | None = None
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the step ran."""
+        return self.peak_bytes is not None
+
+
+class Ladder(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The rungs in the order of measurement, the plain step first.
+
+    Attributes:
+        is_budget_given: Whether the user gave it; otherwise it is the plain step's measured peak.
+        threads: Number of PyTorch's threads during the measurements.
+    """
+
+    schema: str = "memfit.ladder/1"
+    memfit_version: str
+    torch_version: str
+    workload: str
+    fingerprint: str
+    device: str
+    threads: int
+    batch_size: int
+    budget_bytes: int
+    is_budget_given: bool
+    allowed: Numerics
+    rungs: list[Rung]
+
+    @property
+    def top(self) -> Rung:
+        """The last rung that was kept, with the levers of all that pay."""
+        return next(rung for rung in reversed(self.rungs) if rung.outcome == "kept")
+
+
+_Item = TypeVar("_Item")
+
+
+def pareto(items: Iterable[_Item], size: Callable[[_Item], float], value: Callable[[_Item], float]) -> list[_Item]:
+    """Return the items than which no other is as small in size and in value, from the smallest size on."""
+    found: list[_Item] = []
+    least = math.inf
+    for item in sorted(items, key=lambda item: (size(item), value(item))):
+        if not found or value(item) < least:
+            found.append(item)
+            least = value(item)
+    return found
 
 
 class Price(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The price of one card, as the user's file has it.
 
     Attributes:
-        per_hour: Of one card for an hour (> 0).
         currency: As it is shown ("USD").
         date: The day on which it was so.
     """
@@ -29,17 +109,12 @@ class FleetRow(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Some cards of a kind, with the fastest plan that was found for them.
 
     Attributes:
-        device: The card's name.
         ranks: Cards (> 0), of which each runs one rank.
         nodes: Nodes that they fill (> 0).
-        levers: The plan's.
-        uses: The levers that are used, in words.
-        numerics: The freest class of its levers.
         budget_bytes: What a card may hold.
         peak_bytes: Peak allocated on the card that holds most.
         held_bytes: Upper end of what its allocator reserves, which is held against the budget.
         step_seconds: One optimizer update at the global batch.
-        hours: Of all steps.
         cost: Of all cards for these hours; None without a price.
         currency: Of the cost; "" without one.
     """
@@ -63,7 +138,6 @@ class Misfit(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A card on which nothing fits.
 
     Attributes:
-        device: The card's name.
         ranks: Cards with which the least was held.
         held_bytes: The least that was found for them, with its error bar.
         budget_bytes: What a card may hold.
@@ -79,21 +153,11 @@ class Fleet(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What `memfit.fleet` found.
 
     Attributes:
-        schema: Version of the format.
-        memfit_version: That made it.
-        torch_version: That made it.
-        workload: Name of the workload.
-        fingerprint: Of its step.
         batch_size: Samples of the global batch, which ranks share.
         budget: What a card may hold, as it was given.
-        steps: Steps of the training.
         within_hours: What it may take; None for any time.
-        allowed: The numerics class that the user allowed.
         step_error: Relative half-width of the interval around the times.
         rows: The fleets, by card, then by ranks.
-        misfits: Cards on which nothing fits.
-        prices: The user's prices, by card.
-        notes: What was assumed.
     """
 
     schema: str = "memfit.fleet/1"
@@ -138,7 +202,7 @@ class Fleet(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def front(self) -> list[FleetRow]:
         """The rows than which no other has as few cards in as few hours, from the fewest cards to the most."""
-        return pareto(self.rows, lambda row: float(row.ranks))
+        return pareto(self.rows, lambda row: row.ranks, lambda row: row.hours)
 
     @property
     def front_by_cost(self) -> list[FleetRow]:
@@ -146,7 +210,7 @@ class Fleet(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         priced = [row for row in self.rows if row.cost is not None]
         if len({row.currency for row in priced}) > 1:
             return []
-        return pareto(priced, lambda row: row.cost or 0.0)
+        return pareto(priced, lambda row: row.cost or 0.0, lambda row: row.hours)
 
     def answers(self) -> dict[str, object]:
         """Return the answers as plain values, for JSON."""
@@ -157,15 +221,6 @@ class Fleet(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "front": [_plain(row) for row in self.front],
             "front_by_cost": [_plain(row) for row in self.front_by_cost],
         }
-
-
-def pareto(rows: Sequence[FleetRow], size: Callable[[FleetRow], float]) -> list[FleetRow]:
-    """Return the rows than which no other has as small a size in as few hours, the smallest first."""
-    found: list[FleetRow] = []
-    for row in sorted(rows, key=lambda row: (size(row), row.hours)):
-        if not found or row.hours < found[-1].hours:
-            found.append(row)
-    return found
 
 
 def _plain(row: FleetRow | None) -> dict[str, object] | None:

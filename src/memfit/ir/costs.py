@@ -1,11 +1,67 @@
-"""Costs of operators on a device: seconds and workspace bytes."""
+"""Costs of operators on a device, seconds and workspace bytes, and of the kernels that a compiler fuses from them."""
 
 from __future__ import annotations
 
-import msgspec
+import json
 
-from memfit.ir.display import Shown
-from memfit.ir.kernels import is_kernel, members_of, reused_bytes_of
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
+
+from memfit.ir.codec import Shown
+from memfit.ir.trace import Op, Trace
+
+_KERNEL = "kernel\n"
+_IN_PLACE = " bytes in place"
+
+
+def kernel_text(members: tuple[str, ...], reused_bytes: int = 0) -> str:
+    """Return the signature of a kernel.
+
+    Args:
+        members: The signatures of its operators.
+        reused_bytes: The bytes that it writes over its dying inputs, less what it holds for others in its function.
+    """
+    return _KERNEL + "\n".join([*members, f"{reused_bytes}{_IN_PLACE}"])
+
+
+def is_kernel(signature: str) -> bool:
+    """Tell whether a signature is a kernel's."""
+    return signature.startswith(_KERNEL)
+
+
+def members_of(signature: str) -> tuple[str, ...]:
+    """Return the signatures of a kernel's operators."""
+    return tuple(signature.removeprefix(_KERNEL).split("\n")[:-1])
+
+
+def reused_bytes_of(signature: str) -> int:
+    """Return the bytes that a kernel writes over its dying inputs."""
+    return int(signature.rpartition("\n")[2].removesuffix(_IN_PLACE))
+
+
+def unfused(trace: Trace) -> Trace:
+    """Return a trace with the operators of its kernels one by one, for their costs; its storages are of no use then."""
+    if not any(map(is_kernel, trace.signatures)):
+        return trace
+    index = {text: number for number, text in enumerate(trace.signatures)}
+    ops: list[Op] = []
+    for op in trace.ops:
+        text = trace.signatures[op.signature]
+        if not is_kernel(text):
+            ops.append(op)
+            continue
+        for member in members_of(text):
+            ops.append(replace(op, name=str(json.loads(member)["op"]), signature=index[member]))
+    used = [text for text in trace.signatures if not is_kernel(text)]
+    number = {index[text]: position for position, text in enumerate(used)}
+    return replace(
+        trace,
+        ops=[replace(op, signature=number[op.signature]) for op in ops],
+        signatures=used,
+        works=[trace.works[index[text]] for text in used],
+    )
 
 
 class OpCost(msgspec.Struct, frozen=True, array_like=True):
@@ -36,7 +92,6 @@ class CostTable(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         step_error: Relative half-width of a predicted step time's interval.
         resident_workspace_bytes: Workspaces that libraries keep in the allocator for the whole program.
         link_bytes_per_second: Bandwidth between host and device, in one direction; 0 where there is no link.
-        notes: What predictions from these costs are to say of them.
     """
 
     schema: str = "memfit.costs/2"
@@ -76,6 +131,14 @@ class CostTable(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Return an operator's share of a step's time, dispatch included: compiled code launches kernels by itself."""
         dispatch_seconds = 0.0 if is_kernel(signature) else self.dispatch_seconds
         return self.of(signature).seconds + dispatch_seconds
+
+    def op_seconds(self, trace: Trace) -> npt.NDArray[np.float64]:
+        """Return the seconds of each operator of a trace."""
+        return np.array([self.seconds_of(text) for text in trace.signatures], np.float64)[trace.op_signatures]
+
+    def op_workspaces(self, trace: Trace) -> npt.NDArray[np.int64]:
+        """Return the bytes that each operator of a trace allocates beyond its outputs."""
+        return np.array([self.of(text).workspace_bytes for text in trace.signatures], np.int64)[trace.op_signatures]
 
 
 _UNKNOWN = OpCost(0.0, 0, False)
