@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from memfit.hardware import allocated
-from memfit.ranks.in_place import Gather, ReduceScatter
+from memfit.ranks.engines import Gather, ReduceScatter
 from tests.processes import on_ranks
 
 COUNT = 40_000

@@ -1,5 +1,12 @@
 """A model that several ranks share, on paper: tensor, context and pipeline parallelism of one copy of it.
 
+Tensor parallelism cuts the layers of each repeated block as in M. Shoeybi et al. (2019), "Megatron-LM: Training
+Multi-Billion Parameter Language Models Using Model Parallelism", section 3: the linear layers before an activation
+function or attention by their columns, the one after it by its rows. What lies between them is cut too; a sum over the
+ranks follows the latter in the forward pass, and the former in the backward pass. Sums are in place. Embeddings,
+normalisations, the layer of the logits and the loss stay whole (Megatron's vocabulary and sequence parallelism are not
+counted).
+
 Context parallelism is as in H. Liu, M. Zaharia, P. Abbeel (2023), "Ring Attention with Blockwise Transformers for
 Near-Infinite Context": each rank has its tokens' activations, keys and values go round, and weights stay whole. A rank
 holds its own keys and values and receives the next. Attention is taken to need memory in proportion to the tokens, as
@@ -18,19 +25,21 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import msgspec
 from msgspec.structs import replace
 
 from memfit.errors import UsageError
-from memfit.ir import ATTENTION, RING, Storage, Trace, enclosing, operator_class
-from memfit.ranks.groups import repeated_blocks
-from memfit.ranks.insertion import Insertion, with_shares
-from memfit.ranks.tensor_parallel import TensorParallel
+from memfit.ir import ATTENTION, MATRIX, RING, SOFTMAX, SUM, Op, Storage, Trace, enclosing, operator_class
+from memfit.ranks.insertion import ITEMSIZES, Insertion, innermost, repeated_blocks, with_shares
 
 _NAMES = ("tp", "cp", "pp")
 _SCALAR_BYTES = 16
-_ITEMSIZES = (1, 2, 4, 8)
+_LINEAR = ("Linear", "NonDynamicallyQuantizableLinear")
+_TRANSPOSED = ("Conv1D",)  # transformers' linear layer, with a weight of inputs × outputs
+_ACTIVATIONS = "gelu relu silu tanh sigmoid mish elu leaky_relu hardswish softplus relu6 glu".split()
 _PASSES = ("forward", "backward", "recompute")
 
 
@@ -100,13 +109,229 @@ def stages_of(trace: Trace, parallel: Parallel) -> list[Trace]:
     return [replace(stage, notes=[*stage.notes, *noted]) for stage in stages]
 
 
+@dataclass(frozen=True)
+class _Linear:
+    """A linear layer of a block."""
+
+    fqn: str
+    inputs: int
+    outputs: int
+
+
+@dataclass(eq=False)
+class _Region:
+    """Calls of linear layers that are cut together: by their columns, and the last one by its rows."""
+
+    columns: list[int] = field(default_factory=list)
+    row: int = -1
+    mixes: bool = False
+
+
+class TensorParallel:
+    """The step of one rank of `ranks`, from the step of one process."""
+
+    def __init__(self, trace: Trace, ranks: int) -> None:
+        self.trace, self.ranks = trace, ranks
+        weights = {p.fqn.removesuffix(".weight"): p.shape for p in trace.parameters if p.fqn.endswith(".weight")}
+        self.linears: dict[str, _Linear] = {}
+        for module in trace.modules:
+            shape = weights.get(module.fqn, ())
+            if len(shape) == 2 and module.kind in (*_LINEAR, *_TRANSPOSED):
+                outputs, inputs = shape if module.kind in _LINEAR else reversed(shape)
+                self.linears[module.fqn] = _Linear(module.fqn, inputs, outputs)
+        blocks = set(repeated_blocks(trace))
+        self.regions: list[_Region] = []
+        for index, call in enumerate(trace.calls):
+            if trace.fqn_of(index) in blocks and call.phase in ("forward", "recompute"):
+                self.regions += self._regions_in(range(call.start, call.end))
+        self.columns = {self._linear(call).fqn for region in self.regions for call in region.columns}
+        self.rows = {self._linear(region.row).fqn for region in self.regions}
+        self._check()
+        self.of_call = {call: region for region in self.regions for call in (*region.columns, region.row)}
+        self.out_bytes = {call: self._product_bytes(call) for call in self.of_call}
+        self.cut: set[int] = set()  # storages
+        self.shared: set[int] = set()  # operators
+        self.sums: list[tuple[int, int]] = []  # bytes, and the operator before which they are summed
+        backward: dict[int, list[int]] = defaultdict(list)  # the operators of each linear layer's call
+        for position, op in enumerate(trace.ops):
+            if op.phase == "backward" and op.call in self.of_call:
+                backward[op.call].append(position)
+        for region in self.regions:
+            self._forward(region)
+            self._after(region, backward)
+
+    def _linear(self, call: int) -> _Linear:
+        return self.linears[self.trace.fqn_of(call)]
+
+    def _regions_in(self, positions: range) -> list[_Region]:
+        """Return the regions of one call of a block, in the order of its operators."""
+        found, region, last = [], _Region(), -1
+        for position in positions:
+            op = self.trace.ops[position]
+            if op.call < 0 or self.trace.fqn_of(op.call) not in self.linears:
+                region.mixes |= bool(region.columns) and _mixes(op.name)
+                continue
+            if op.call == last:
+                continue
+            last, linear = op.call, self._linear(op.call)
+            width = self._linear(region.columns[0]).inputs if region.columns else 0
+            if region.mixes and linear.outputs == width:
+                region.row = op.call
+                found.append(region)
+                region = _Region()
+            elif not region.columns or linear.inputs == width:
+                region.columns.append(op.call)
+            else:  # another kind of layer: nothing here is cut
+                region = _Region([op.call])
+        return found
+
+    def _check(self) -> None:
+        if not self.regions:
+            raise UsageError(
+                f"parallel='tp={self.ranks}': {self.trace.workload!r} has no repeated blocks with linear layers around"
+                " an activation function or attention: memfit can't cut it. Leave out tp"
+            )
+        sizes = [(fqn, "out_features", self.linears[fqn].outputs) for fqn in sorted(self.columns)]
+        sizes += [(fqn, "in_features", self.linears[fqn].inputs) for fqn in sorted(self.rows)]
+        for fqn, name, size in sizes:
+            if size % self.ranks:
+                raise UsageError(
+                    f"parallel='tp={self.ranks}': {fqn}.{name}={size} is not a multiple of {self.ranks}. Give a tp that"
+                    " divides it"
+                )
+
+    # What is cut
+
+    def _product_bytes(self, call: int) -> int:
+        """Return the bytes of what a linear layer returns."""
+        start, end = self.trace.calls[call].start, self.trace.calls[call].end
+        born = [s for at in range(start, end) if _multiplies(self.trace.ops[at].name) for s in self.trace.births[at]]
+        return max((self.trace.storages[index].nbytes for index in born), default=0)
+
+    def _in_bytes(self, call: int) -> int:
+        linear = self._linear(call)
+        return self.out_bytes[call] * linear.inputs // linear.outputs
+
+    def _is_bias(self, nbytes: int, call: int) -> bool:
+        return nbytes in [self._linear(call).outputs * itemsize for itemsize in ITEMSIZES]
+
+    def _forward(self, region: _Region) -> None:
+        def is_whole(op: Op, position: int, nbytes: int) -> bool:
+            if op.call == region.row:
+                return _multiplies(op.name) or self._is_bias(nbytes, region.row)
+            return op.call in region.columns and not _multiplies(op.name) and _alike(nbytes, self._in_bytes(op.call))
+
+        first, last = self.trace.calls[region.columns[0]], self.trace.calls[region.row]
+        self._cut(range(first.start, last.end), is_whole)
+        self.sums.append((self.out_bytes[region.row], last.end))
+
+    def _after(self, region: _Region, backward: dict[int, list[int]]) -> None:
+        """Cut the backward pass of a region: from that of its last layer to that of its first ones."""
+        of_columns = [position for call in region.columns for position in backward[call]]
+        if not backward[region.row] or not of_columns:
+            return
+        first, entered, last = backward[region.row][0], min(of_columns), max(of_columns)
+        in_bytes = self._in_bytes(region.columns[0])
+
+        def is_whole(op: Op, position: int, nbytes: int) -> bool:
+            if op.call == region.row:
+                is_output = _alike(nbytes, self.out_bytes[region.row])
+                return not _multiplies(op.name) and (is_output or self._is_bias(nbytes, region.row))
+            return (op.call in region.columns or position > entered) and _alike(nbytes, in_bytes)
+
+        self._cut(range(first, last + 1), is_whole)
+        self.sums.append((in_bytes, last + 1))
+
+    def _cut(self, positions: range, is_whole: Callable[[Op, int, int], bool]) -> None:
+        """Cut what operators do, and what they allocate but for what stays whole, by operator and bytes."""
+        self.shared.update(positions)
+        for position in positions:
+            for index in self.trace.births[position]:
+                storage = self.trace.storages[index]
+                may_be = storage.parameter < 0 and storage.nbytes > _SCALAR_BYTES
+                if may_be and not is_whole(self.trace.ops[position], position, storage.nbytes):
+                    self.cut.add(index)
+
+    # The step of a rank
+
+    def result(self) -> Trace:
+        """Return the step of one rank."""
+        parameters = [
+            replace(p, shape=self._shape(p.fqn, p.shape)) if self._is_cut(p.fqn) else p for p in self.trace.parameters
+        ]
+        sizes: dict[int, int] = defaultdict(int)  # of parameters, for what the update allocates
+        for before, after in zip(self.trace.parameters, parameters, strict=True):
+            sizes[before.nbytes] = max(sizes[before.nbytes], after.nbytes)
+        storages = [self._sized(index, sizes) for index in range(len(self.trace.storages))]
+        shared = with_shares(self.trace, sorted(self.shared), self.ranks)
+        insertion = Insertion(replace(shared, parameters=parameters, storages=storages))
+        for summed, position in sorted(self.sums, key=lambda each: each[1]):
+            insertion.op(SUM, summed, position, like=position - 1, call=-1, ranks=self.ranks)
+        return insertion.result()
+
+    def _is_cut(self, fqn: str) -> bool:
+        module, _, name = fqn.rpartition(".")
+        return module in self.columns or (module in self.rows and name == "weight")
+
+    def _shape(self, fqn: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a rank's part; which dimension is cut does not matter to its bytes."""
+        at = next(i for i, size in enumerate(shape) if size % self.ranks == 0)
+        return (*shape[:at], shape[at] // self.ranks, *shape[at + 1 :])
+
+    def _sized(self, index: int, sizes: dict[int, int]) -> Storage:
+        storage = self.trace.storages[index]
+        if storage.parameter >= 0:
+            parameter = self.trace.parameters[storage.parameter]
+            numel = parameter.nbytes // parameter.itemsize
+            whole = storage.nbytes in [numel * size for size in ITEMSIZES]
+            return self._part(storage) if whole and self._is_cut(parameter.fqn) else storage
+        if index in self.cut:
+            return self._part(storage)
+        in_update = storage.birth >= 0 and self.trace.ops[storage.birth].phase == "optimizer"
+        return replace(storage, nbytes=sizes.get(storage.nbytes, storage.nbytes)) if in_update else storage
+
+    def _part(self, storage: Storage) -> Storage:
+        return replace(storage, nbytes=-(-storage.nbytes // self.ranks), shape=())
+
+    def note(self) -> str:
+        """Return what was cut, in words."""
+        return (
+            f"tensor parallelism of {self.ranks} ranks: columns of {self._patterns(self.columns)}, rows of"
+            f" {self._patterns(self.rows)}; embeddings, normalisations and logits are not cut"
+        )
+
+    def _patterns(self, names: set[str]) -> str:
+        """Return names with the numbers of their blocks as *, each once."""
+        blocks = repeated_blocks(self.trace)
+        kinds = set()
+        for name in names:
+            block = innermost(name, ("", *blocks))
+            parent, _, last = block.rpartition(".")
+            kinds.add(f"{parent}.*{name[len(block) :]}" if last.isdigit() and parent else name)
+        return ", ".join(sorted(kinds))
+
+
+def _multiplies(name: str) -> bool:
+    return operator_class(name) == MATRIX
+
+
+def _mixes(name: str) -> bool:
+    base = name.split(".")[1].removesuffix("_") if "." in name else name
+    return operator_class(name) in (ATTENTION, SOFTMAX, MATRIX) or base in _ACTIVATIONS
+
+
+def _alike(nbytes: int, other: int) -> bool:
+    """Tell whether tensors may have as many elements, of the same or of another itemsize."""
+    return nbytes in (other // 2, other, 2 * other)
+
+
 def _context_parallel(trace: Trace, ranks: int) -> Trace:
     """Return the step of one rank of `ranks`, from the step of one process."""
     # By module, the bytes that its weights have in any dtype: what is as large may be one of them.
     of_weights: dict[str, set[int]] = defaultdict(set)
     for parameter in trace.parameters:
         numel = parameter.nbytes // parameter.itemsize
-        of_weights[parameter.fqn.rpartition(".")[0]] |= {numel * size for size in _ITEMSIZES}
+        of_weights[parameter.fqn.rpartition(".")[0]] |= {numel * size for size in ITEMSIZES}
     storages = []
     for storage in trace.storages:
         owner = trace.fqn_of(trace.ops[storage.birth].call) if storage.birth >= 0 else ""
@@ -145,7 +370,16 @@ class Pipeline:
         counts = [len(blocks) // stages + (i < len(blocks) % stages) for i in range(stages)]
         self.of_block = dict(zip(blocks, [i for i, count in enumerate(counts) for _ in range(count)], strict=True))
         self.op_stages = self._op_stages()
-        self.parameter_stages = self._parameter_stages()
+        of_module: dict[str, int] = {}  # the stage of the first operator of a module's call
+        for index, call in enumerate(trace.calls):
+            if call.end > call.start:
+                of_module.setdefault(trace.fqn_of(index), self.op_stages[call.start])
+        self.parameter_stages = []
+        for parameter in trace.parameters:
+            around = enclosing(parameter.fqn)
+            block = next((stage for fqn, stage in self.of_block.items() if fqn in around), None)
+            of_call = of_module.get(parameter.fqn.rpartition(".")[0], 0)
+            self.parameter_stages.append(of_call if block is None else block)
 
     def _op_stages(self) -> list[int]:
         """Return the stage of each operator: that of its block, or of the block before it in the forward pass."""
@@ -171,19 +405,6 @@ class Pipeline:
         if call < 0 or any(self.trace.fqn_of(call) in enclosing(block) for block in self.of_block):
             return None
         return 0 if self.trace.calls[call].start % len(self.trace.ops) < first_block else self.stages - 1
-
-    def _parameter_stages(self) -> list[int]:
-        """Return the stage of each parameter: of its block, or of the first operator of its module's call."""
-        of_module: dict[str, int] = {}
-        for index, call in enumerate(self.trace.calls):
-            if call.end > call.start:
-                of_module.setdefault(self.trace.fqn_of(index), self.op_stages[call.start])
-        stages = []
-        for parameter in self.trace.parameters:
-            around = enclosing(parameter.fqn)
-            block = next((stage for fqn, stage in self.of_block.items() if fqn in around), None)
-            stages.append(of_module.get(parameter.fqn.rpartition(".")[0], 0) if block is None else block)
-        return stages
 
     def stage(self, stage: int) -> Trace:
         """Return the step of one stage, with the activations of the other microbatches in flight."""
