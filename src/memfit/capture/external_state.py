@@ -19,6 +19,7 @@ import functools
 import inspect
 import types
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,7 +37,6 @@ from memfit.capture.object_graph import (
     base_of,
     contents_of,
     is_variable,
-    slots_of,
 )
 from memfit.workload import (
     MOST_ITEMS,
@@ -46,6 +46,7 @@ from memfit.workload import (
     is_object,
     names_in,
     parts_of,
+    set_slot,
     tensors_of,
 )
 
@@ -107,8 +108,7 @@ class Rebinding:
         late = []
         for own, value in needed:
             new = self._copy(value)
-            alike = type(value) is type(new) or (isinstance(value, torch.Tensor) and isinstance(new, torch.Tensor))
-            if new is value or isinstance(value, _IMMUTABLE) or not alike:
+            if new is value or isinstance(value, _IMMUTABLE) or not (_is_alike(value, new)):
                 continue
             if isinstance(value, (*MAPPINGS, set)):  # of keys that have their attributes by then
                 late.append((own, value, new))
@@ -193,18 +193,21 @@ class Rebinding:
 
     def _empty_function(self, function: types.FunctionType) -> types.FunctionType:
         around = function.__globals__
-        if is_followed(function):
-            named, names = list(globals_of(function).values()), names_in(function)
-            for module in [value for value in named if isinstance(value, types.ModuleType) and is_followed(value)]:
-                named += [vars(module)[name] for name in names & vars(module).keys()]
-            stays = self._stays if id(function) in self._of_loss else set()
-            if any(id(value) in self._needed and id(value) not in stays for value in named):
-                around = self._globals.setdefault(id(around), dict(around))
+        if is_followed(function) and self._names_copied(function):
+            around = self._globals.setdefault(id(around), dict(around))
         cells = tuple(self.of(cell, False) for cell in function.__closure__ or ())
         made = types.FunctionType(function.__code__, around, function.__name__, None, cells or None)
         made.__qualname__, made.__module__ = function.__qualname__, function.__module__
         made.__annotations__, made.__doc__ = function.__annotations__, function.__doc__
         return made
+
+    def _names_copied(self, function: types.FunctionType) -> bool:
+        """Tell whether a function names a global, or a value of a Python module, that has a copy."""
+        named, names = list(globals_of(function).values()), names_in(function)
+        for module in [value for value in named if isinstance(value, types.ModuleType) and is_followed(value)]:
+            named += [vars(module)[name] for name in names & vars(module).keys()]
+        stays = self._stays if id(function) in self._of_loss else set()
+        return any(id(value) in self._needed and id(value) not in stays for value in named)
 
     def _replaced_globals(self, function: types.FunctionType) -> dict[str, Any]:
         """Return the globals that a function names and a copy of it has copies of."""
@@ -251,37 +254,40 @@ class Rebinding:
                 seen, accumulated = ([self.of(hook, by_loss) for hook in hooks] for hooks in tensor_hooks(value))
                 add_tensor_hooks(new, (seen, accumulated))
         else:
-            if isinstance(value, (*MAPPINGS, *ITEMS)):
-                self._fill_container(value, new, by_loss)
+            if isinstance(value, MAPPINGS):
+                self._fill_mapping(value, new, by_loss)
+            elif isinstance(value, ITEMS):
+                self._fill_items(value, new, by_loss)
             self._fill_attributes(value, new, by_loss)
 
-    def _fill_container(self, value: Any, new: Any, by_loss: bool) -> None:
-        """Have a copied container hold the same: in pairs of a key and a value, or one by one."""
-        is_mapping = isinstance(value, MAPPINGS)
-        kinds = (collections.OrderedDict, *MAPPINGS) if is_mapping else ITEMS
-        base: Any = next(kind for kind in kinds if isinstance(value, kind))
-
-        def rows(held: Any) -> list[tuple[Any, ...]]:
-            return list(base.items(held)) if is_mapping else [(item,) for item in base.__iter__(held)]
-
-        held, original = rows(new), rows(value)
-        wanted = [(self._item(first, by_loss), *(self.of(v, by_loss) for v in rest)) for first, *rest in original]
-        if held and base is not set:
-            if len(held) != len(original):
-                return  # as the class's own way of copying has it
-            wanted = [
-                tuple(w if self._is_stale(h, v) else h for h, v, w in zip(*each, strict=True))
-                for each in zip(held, original, wanted, strict=True)
-            ]
-        if not is_mapping:
-            base.clear(new)
-            (set.update if base is set else base.extend)(new, [item for (item,) in wanted])
-        elif len(wanted) != len(held) or not all(
-            a is b for each in zip(wanted, held, strict=True) for a, b in zip(*each, strict=True)
-        ):
+    def _fill_mapping(self, value: Any, new: Any, by_loss: bool) -> None:
+        base: Any = next(kind for kind in (collections.OrderedDict, *MAPPINGS) if isinstance(value, kind))
+        held, original = list(base.items(new)), list(base.items(value))
+        wanted = [(self._item(k, by_loss), self.of(v, by_loss)) for k, v in original]
+        if held and len(held) != len(original):
+            return  # as the class's own way of copying has it
+        if held:
+            pairs = zip(held, original, wanted, strict=True)
+            wanted = [tuple(w if self._is_stale(h, v) else h for h, v, w in zip(*each, strict=True)) for each in pairs]
+        if not _are_same(wanted, held):
             base.clear(new)
             for key, inner in wanted:
                 base.__setitem__(new, key, inner)
+
+    def _fill_items(self, value: Any, new: Any, by_loss: bool) -> None:
+        base: Any = next(kind for kind in ITEMS if isinstance(value, kind))
+        wanted, held = [self._item(inner, by_loss) for inner in base.__iter__(value)], list(base.__iter__(new))
+        if base is set:
+            set.clear(new)
+            set.update(new, wanted)
+            return
+        if held and len(held) != len(wanted):
+            return  # as the class's own way of copying has it
+        if held:
+            pairs = zip(held, base.__iter__(value), wanted, strict=True)
+            wanted = [w if self._is_stale(h, v) else h for h, v, w in pairs]
+        base.clear(new)
+        base.extend(new, wanted)
 
     def _fill_attributes(self, value: Any, new: Any, by_loss: bool) -> None:
         held = attributes(new)
@@ -295,7 +301,7 @@ class Rebinding:
                 if name in getattr(value, "__dict__", ()):
                     new.__dict__[name] = wanted
                 else:
-                    slots_of(type(new))[name].__set__(new, wanted)
+                    set_slot(new, name, wanted)
         if hasattr(new, "__dict__") and not isinstance(value, torch.Tensor):
             self._fill_from_class(value, new, by_loss)
 
@@ -328,20 +334,17 @@ class Rebinding:
     def bind_hooks_of_all(self, optimizer: torch.optim.Optimizer) -> None:
         """Have a copied optimizer's steps run copies of the hooks of all optimizers, where these have any."""
         hooks = [{number: self.of(hook, False) for number, hook in each.items()} for each in hooks_of_all()]
-        pairs = list(zip(hooks, hooks_of_all(), strict=True))
-        if all(hook is each[number] for made, each in pairs for number, hook in made.items()):
+        if all(
+            hook is each[number]
+            for made, each in zip(hooks, hooks_of_all(), strict=True)
+            for number, hook in made.items()
+        ):
             return
         own: Any = optimizer.step
 
         def step(*args: Any, **kwargs: Any) -> Any:
-            before = [dict(each) for each in hooks_of_all()]
-            for each, made in zip(hooks_of_all(), hooks, strict=True):
-                each.update(made)
-            try:
+            with _entries_replaced(hooks):
                 return own(*args, **kwargs)
-            finally:
-                for each, was in zip(hooks_of_all(), before, strict=True):
-                    each.update(was)
 
         setattr(step, _BOUND, True)
         optimizer.step = step  # type: ignore[method-assign]
@@ -364,6 +367,30 @@ def _written_to(graph: ObjectGraph) -> list[int]:
         waiting += [own for own in more if own not in found]
         found.update(dict.fromkeys(more))
     return [own for own in found if own in graph.nodes]
+
+
+def _is_alike(value: Any, new: Any) -> bool:
+    """Tell whether a copy is of its original's class, or a tensor as that is."""
+    return type(value) is type(new) or (isinstance(value, torch.Tensor) and isinstance(new, torch.Tensor))
+
+
+def _are_same(new: list[Any], old: list[Any]) -> bool:
+    return len(new) == len(old) and all(
+        a is b for each in zip(new, old, strict=True) for a, b in zip(*each, strict=True)
+    )
+
+
+@contextlib.contextmanager
+def _entries_replaced(hooks: list[dict[int, Any]]) -> Iterator[None]:
+    """Have optimizers run other hooks of all optimizers, until the context is left."""
+    before = [dict(each) for each in hooks_of_all()]
+    for each, made in zip(hooks_of_all(), hooks, strict=True):
+        each.update(made)
+    try:
+        yield
+    finally:
+        for each, was in zip(hooks_of_all(), before, strict=True):
+            each.update(was)
 
 
 def external_tensors(workload: Workload) -> list[torch.Tensor]:

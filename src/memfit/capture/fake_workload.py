@@ -8,12 +8,12 @@ import copyreg
 import dataclasses
 import functools
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode, get_default_nowrap_functions
+from torch.overrides import TorchFunctionMode
 
 from memfit._torch import (
     Apply,
@@ -23,7 +23,6 @@ from memfit._torch import (
     FakeTensorMode,
     apply_as_its_class,
     converted_by,
-    disabled_torch_function,
     dispatches,
     inner_tensors,
     is_wrapper,
@@ -35,8 +34,8 @@ from memfit._torch import (
 )
 from memfit.capture.external_state import Rebinding, graph_of
 from memfit.capture.known_values import KnownValues
-from memfit.capture.object_graph import MARK
-from memfit.capture.operator_calls import device_of, tensors_in
+from memfit.capture.operator_calls import device_of
+from memfit.capture.subclasses import as_class_of, parameter_of
 from memfit.capture.user_state import UserState
 from memfit.errors import MemfitError, WorkloadError
 from memfit.foundations import held_back, turn
@@ -152,71 +151,6 @@ def _of_parts(tensor: torch.Tensor, convert: Convert) -> torch.Tensor:
         )
     indices, values = (convert(part) for part in parts(tensor))
     return assembled(indices, values, tensor.shape, tensor.is_coalesced()).requires_grad_(tensor.requires_grad)
-
-
-# Tensor subclasses, kept where there is data, and imitated by fake tensors
-#
-# Subclasses of `nn.Parameter` (those of bitsandbytes) keep their class, with the class of fake tensors before it.
-# Batches of other subclasses are of plain fake tensors that are marked. `torch.Tensor.__torch_function__` makes each
-# result of a function the subclass by `as_subclass`, which is a view. Where an operator then writes in place, as
-# `ReLU(inplace=True)` does, autograd keeps the base and copies its gradient (`CopySlices` in
-# torch/csrc/autograd/functions/tensor.h): a step takes more memory with MONAI's `MetaTensor` than with plain tensors.
-
-
-def parameter_of(kind: type, tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-    """Return a tensor as a parameter of a class, made without the class's constructor."""
-    made: Any = nn.Parameter(tensor, requires_grad)
-    if kind is not nn.Parameter and issubclass(kind, nn.Parameter) and not is_wrapper(kind):
-        made.__class__ = _fake_kind(kind) if isinstance(made, FakeTensor) and not issubclass(kind, FakeTensor) else kind
-    return made  # type: ignore[no-any-return]
-
-
-@functools.cache
-def _fake_kind(kind: type) -> type:
-    """Return the class of fake parameters that stand for those of a class."""
-    return type(kind.__name__, (FakeTensor, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
-
-
-def as_class_of(new: torch.Tensor, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
-    """Return a converted tensor as the subclass of the original, with its attributes; a fake one is marked instead."""
-    kind = type(tensor)
-    if isinstance(new, FakeTensor):
-        if _converts(kind) or hasattr(tensor, MARK):
-            setattr(new, MARK, True)
-        return new
-    if not _converts(kind):
-        return new
-    made = new.detach().as_subclass(kind).requires_grad_(new.requires_grad)
-    vars(made).update(copy.deepcopy(vars(tensor), memo))
-    return made
-
-
-def _converts(kind: Any) -> bool:
-    """Tell whether functions of a class of tensors return tensors of that class."""
-    plain = kind is torch.Tensor or is_wrapper(kind)
-    return not plain and kind.__torch_function__ is not disabled_torch_function
-
-
-def aliasing(batch: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which functions of marked tensors return aliases, if the batch has such tensors."""
-    return _Aliasing() if any(hasattr(tensor, MARK) for tensor in batch) else contextlib.nullcontext()
-
-
-class _Aliasing(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func in get_default_nowrap_functions() or not any(hasattr(t, MARK) for t in tensors_in((args, kwargs))):
-            return out
-        return self._aliased(out)
-
-    def _aliased(self, out: Any) -> Any:
-        if isinstance(out, FakeTensor):
-            if hasattr(out, MARK):  # written in place
-                return out
-            alias = torch.ops.aten.alias.default(out)
-            setattr(alias, MARK, True)
-            return alias
-        return type(out)(map(self._aliased, out)) if type(out) in (list, tuple) else out
 
 
 def real_copy(workload: Workload, device: torch.device | None = None) -> Workload:

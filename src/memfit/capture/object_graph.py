@@ -28,15 +28,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from memfit._torch import (
-    FakeTensor,
-    FakeTensorMode,
-    TorchDispatchMode,
-    TorchFunctionMode,
-    inner_tensors,
-    is_wrapper,
-    tensor_hooks,
-)
+from memfit._torch import TorchDispatchMode, TorchFunctionMode, tensor_hooks
+from memfit.capture.subclasses import attributes_of
 from memfit.workload import ATOMS, globals_of, is_followed, names_in
 
 _ATOMIC = frozenset({bool, *ATOMS, torch.Size, type(Ellipsis), type(NotImplemented), slice, range, bytearray})
@@ -65,8 +58,6 @@ _MACHINERY = (
 """Modules of classes that no step holds: memfit's own, whose hooks are on the user's objects meanwhile; test runners
 and notebooks, which lead to all; experiment trackers, which lead to threads and sockets; and meshes, whose tensors
 number the ranks that share a step."""
-MARK = "_memfit_makes_subclasses"
-"""An attribute of fake tensors that stand for those of a subclass."""
 _CALLED = ("forward", "__call__", "step", "__getitem__", "__iter__", "__len__", "__enter__", "__exit__")
 ITEMS = (list, tuple, set, frozenset, collections.deque)
 """Containers of items."""
@@ -144,7 +135,7 @@ class ObjectGraph:
 
     def _within(self, value: Any) -> Iterator[Any]:
         if isinstance(value, torch.Tensor):
-            yield from attributes(value).values()
+            yield from attributes_of(value).values()
             yield from (hook for hooks in tensor_hooks(value) for hook in hooks)
         elif isinstance(value, types.FunctionType):
             yield from self._of_function(value)
@@ -171,9 +162,7 @@ class ObjectGraph:
             yield from value.flat if value.dtype == object else ()
         elif is_variable(value):
             yield value.variable
-        elif not isinstance(value, functools._lru_cache_wrapper) and (
-            hasattr(value, "__dict__") or any("__slots__" in vars(kind) for kind in type(value).__mro__)
-        ):
+        elif _has_attributes(value):
             yield from self._of_object(value)
         else:
             yield from gc.get_referents(value)  # iterators, caches of functions, and others that are written in C
@@ -211,10 +200,7 @@ class ObjectGraph:
         found = list[types.FunctionType]()
         for kind, known in self.methods.items():
             if kind not in self._members:
-                named = {name: member for base in reversed(kind.__mro__) for name, member in vars(base).items()}
-                bare = {name: m.fget if isinstance(m, property) else _bare(m) for name, m in named.items()}
-                followed = {n: m for n, m in bare.items() if isinstance(m, types.FunctionType) and is_followed(m)}
-                self._members[kind] = followed
+                self._members[kind] = _members_of(kind)
             members = self._members[kind]
             new = {name: members[name] for name in members.keys() & self._names - known.keys() - self._overridden[kind]}
             known |= new
@@ -225,6 +211,20 @@ class ObjectGraph:
 def _bare(value: Any) -> Any:
     """Return the function of a method; any other value as it is, whose `__getattr__` may raise anything."""
     return value.__func__ if isinstance(value, (classmethod, staticmethod, types.MethodType)) else value
+
+
+def _members_of(kind: type) -> dict[str, types.FunctionType]:
+    """Return the functions of a class and its bases that are looked into, those of properties and class methods too."""
+    members = {name: member for base in reversed(kind.__mro__) for name, member in vars(base).items()}
+    bare = {name: member.fget if isinstance(member, property) else _bare(member) for name, member in members.items()}
+    return {name: m for name, m in bare.items() if isinstance(m, types.FunctionType) and is_followed(m)}
+
+
+def _has_attributes(value: Any) -> bool:
+    """Tell whether the state of an object is in its attributes, and not in C."""
+    if isinstance(value, functools._lru_cache_wrapper):
+        return False
+    return hasattr(value, "__dict__") or any("__slots__" in vars(kind) for kind in type(value).__mro__)
 
 
 def base_of(kind: type) -> type:
@@ -252,33 +252,17 @@ def is_variable(value: Any) -> bool:
     return type(value).__name__ == "AccumulateGrad" and isinstance(value, torch.autograd.graph.Node)
 
 
-def slots_of(kind: type) -> dict[str, Any]:
-    """Return the descriptors of a class's slots: `__x` in `__slots__` has the name `_Class__x`."""
-    found: dict[str, Any] = {}
-    for base in kind.__mro__:
-        for name, member in vars(base).items() if "__slots__" in vars(base) else ():
-            if isinstance(member, types.MemberDescriptorType):
-                found.setdefault(name, member)
-    return found
-
-
-@functools.cache
-def _names_of_fake() -> frozenset[str]:
-    """Return the attributes that fake tensors have. The first mode imports Dynamo, which takes seconds."""
-    made = FakeTensor(FakeTensorMode(), torch.empty(0, device="meta"), torch.device("cpu"))
-    return frozenset(vars(made)) | {"_is_param", MARK}
-
-
 def attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, from its dict and its slots; of a tensor those that code gave it."""
     if isinstance(value, torch.Tensor):
-        own: Any = _names_of_fake() if isinstance(value, FakeTensor) else ("_is_param",)
-        inner = inner_tensors(value) if is_wrapper(type(value)) else ()
-        return {name: held for name, held in vars(value).items() if name not in own and name not in inner}
+        return attributes_of(value)
     found: dict[str, Any] = {}
     with contextlib.suppress(AttributeError):
         found |= object.__getattribute__(value, "__dict__") or {}
-    for name, member in slots_of(type(value)).items():
-        with contextlib.suppress(AttributeError):  # it is empty; a `__getattr__` is not to fill it
-            found[name] = member.__get__(value)
+    for kind in type(value).__mro__:
+        if "__slots__" in vars(kind):
+            for name, member in vars(kind).items():
+                if isinstance(member, types.MemberDescriptorType):
+                    with contextlib.suppress(AttributeError):  # it is empty; a `__getattr__` is not to fill it
+                        found[name] = member.__get__(value)
     return found

@@ -15,10 +15,10 @@ from memfit._torch import storage_key_of
 from memfit.capture.composites import composites_without_mode
 from memfit.capture.control_flow import ControlFlowPath, DataRun, live_peak_bytes
 from memfit.capture.external_state import external_tensors
-from memfit.capture.fake_workload import aliasing
 from memfit.capture.known_values import KnownValues
 from memfit.capture.operator_calls import device_of
 from memfit.capture.recorder import LiveStorage, Recorder, Recording
+from memfit.capture.subclasses import aliasing
 from memfit.errors import CaptureError
 from memfit.foundations import format_bytes
 from memfit.hardware import AttentionKernels

@@ -34,10 +34,9 @@ from memfit._torch import (
     storage_key,
     tensor_hooks,
 )
-from memfit.capture.fake_workload import parameter_of
 from memfit.capture.known_values import KnownValues, is_followed
 from memfit.capture.notes import warn_if_untested
-from memfit.capture.object_graph import attributes
+from memfit.capture.subclasses import attributes_of, parameter_of
 from memfit.errors import WorkloadError
 from memfit.foundations import Progress
 from memfit.workload import Workload, assembled, parts
@@ -209,13 +208,13 @@ def _receive_wrapper(form: Any, is_parameter: bool, requires_grad: bool) -> torc
 
 def _kept_by(tensor: torch.Tensor) -> tuple[dict[str, Any], tuple[list[Any], list[Any]]] | None:
     """Return the attributes and the hooks that code gave to a tensor; None where there are none."""
-    given, hooks = attributes(tensor), tensor_hooks(tensor)
-    return (given, hooks) if given or any(hooks) else None
+    attributes, hooks = attributes_of(tensor), tensor_hooks(tensor)
+    return (attributes, hooks) if attributes or any(hooks) else None
 
 
 def _set_attributes(tensor: torch.Tensor, kept: tuple[dict[str, Any], tuple[list[Any], list[Any]]]) -> None:
-    given, hooks = kept
-    for name, value in given.items():
+    attributes, hooks = kept
+    for name, value in attributes.items():
         vars(tensor).setdefault(name, value)
     if tensor.requires_grad:
         add_tensor_hooks(tensor, hooks)

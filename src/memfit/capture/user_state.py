@@ -22,6 +22,7 @@ import collections
 import contextlib
 import functools
 import gc
+import inspect
 import operator
 import os
 import random
@@ -36,8 +37,8 @@ import numpy as np
 import torch
 
 from memfit._torch import FakeTensor, supported_types
-from memfit.capture.object_graph import contents_of, slots_of
-from memfit.workload import ATOMS, ForeignGenerator, foreign_generator, same_states
+from memfit.capture.object_graph import contents_of
+from memfit.workload import ATOMS, ForeignGenerator, foreign_generator, same_states, set_slot
 
 _P = ParamSpec("_P")
 
@@ -106,22 +107,29 @@ def _write_cell(cell: types.CellType, contents: list[Any]) -> None:
         del cell.cell_contents
 
 
+def _slots_of(kind: type) -> list[str]:
+    """Return the attributes of a class's objects that are not in their dictionary."""
+    named = (vars(base).get("__slots__", ()) for base in kind.__mro__)
+    slots = (name for names in named for name in ((names,) if isinstance(names, str) else names))
+    return [name for name in slots if type(inspect.getattr_static(kind, name, None)) is types.MemberDescriptorType]
+
+
 def _slot_contents(held: Any) -> dict[str, Any]:
     """Return the values in an object's slots, without running a `__getattr__`, which may make missing ones."""
     contents = {}
-    for name, member in slots_of(type(held)).items():
+    for name in _slots_of(type(held)):
         with contextlib.suppress(AttributeError):
-            contents[name] = member.__get__(held)
+            contents[name] = object.__getattribute__(held, name)
     return contents
 
 
 def _write_slots(held: Any, contents: dict[str, Any]) -> None:
     filled = _slot_contents(held)
-    for name, member in slots_of(type(held)).items():
+    for name in _slots_of(type(held)):
         if name in contents:
-            member.__set__(held, contents[name])
+            set_slot(held, name, contents[name])
         elif name in filled:
-            member.__delete__(held)
+            object.__delattr__(held, name)
 
 
 def _dict_contents(held: dict[Any, Any]) -> dict[Any, Any]:
@@ -306,7 +314,7 @@ class _Walk:
         self._waiting.append(kind)
         with contextlib.suppress(AttributeError):  # it has no dictionary
             self._waiting.append(object.__getattribute__(value, "__dict__"))
-        if slots_of(kind):
+        if _slots_of(kind):
             self._note(_SLOTS, value)
 
 

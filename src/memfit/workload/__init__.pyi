@@ -8,6 +8,7 @@ from .batch import leaves_of as leaves_of
 from .batch import map_tensors as map_tensors
 from .batch import packed_in as packed_in
 from .batch import parts_of as parts_of
+from .batch import set_slot as set_slot
 from .batch import slice_batch as slice_batch
 from .batch import take as take
 from .batch import tensors_of as tensors_of
