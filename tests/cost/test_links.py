@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from memfit.cost import links, with_collectives
-from memfit.cost.cost_source import Link, Links
+from memfit.cost.links import Link, Links
 from memfit.hardware import find_device
 from memfit.hardware.catalogue import look_up
 from memfit.ir import GATHER, REDUCE, Collective, Sharding, collectives

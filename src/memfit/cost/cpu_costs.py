@@ -27,8 +27,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from memfit import hardware, ir
 from memfit._torch import EagerMode, profiler_enabled, storage_key, tree_leaves
-from memfit.cost.cost_source import fixed_source
 from memfit.cost.error_bars import calibration
+from memfit.cost.links import fixed_source
 from memfit.errors import OutputError, PlanError
 from memfit.foundations import Progress, StageProgress, safe_point, silent
 from memfit.hardware import allocated_by_name, cache_folder, host_name
@@ -278,22 +278,28 @@ def measure(
             whose times are then those at the machine's pace of before: only so do they add up.
     """
     known = known or {}
+    times = {text: 1 if uses is None else uses.get(text, 1) for text in [*signatures, *known]}
     with torch.random.fork_rng(devices=[]):
         first = _first_runs(signatures, progress)
         if (source := fixed_source()) is not None:
             if progress is not None:
                 progress(2 * len(signatures), 2 * len(signatures))
-            fixed = {text: source.seconds(text) for text in first}
-            return {text: _cost(text, first, fixed, fixed, 1.0) for text in signatures}
-        with torch.no_grad():
-            coarse = {text: _coarse_seconds(text, run.seconds) for text, run in first.items()}
-            times = {text: 1 if uses is None else uses.get(text, 1) for text in [*signatures, *known]}
-            share = 0.0 if uses is None else _SHARE
-            seconds = _precise_seconds(coarse, times, share, progress, len(signatures), known)
+            coarse = seconds = {text: source.seconds(text) for text in first}
+            known = {}
+        else:
+            with torch.no_grad():
+                coarse = {text: _coarse_seconds(text, run.seconds) for text, run in first.items()}
+                share = 0.0 if uses is None else _SHARE
+                seconds = _precise_seconds(coarse, times, share, progress, len(signatures), known)
     again = [text for text in known if text in seconds]
     now = sum(times[text] * seconds[text] for text in again)
     pace = sum(times[text] * known[text] for text in again) / now if now else 1.0
-    return {text: _cost(text, first, coarse, seconds, pace) for text in signatures}
+    return {
+        text: OpCost(pace * seconds.get(text, coarse[text]), first[text].workspace_bytes, True, text not in seconds)
+        if text in first
+        else OpCost(0.0, 0, False)  # it could not be run
+        for text in signatures
+    }
 
 
 class _FirstRun(NamedTuple):
@@ -365,16 +371,6 @@ def _settle(
             seconds = min(seconds_of[text], _timed(text, about_seconds[text], evicting))
             faster += (seconds_of[text] - seconds) * times[text]
             seconds_of[text] = seconds
-
-
-def _cost(
-    text: str, first: Mapping[str, _FirstRun], coarse: Mapping[str, float], seconds: Mapping[str, float], pace: float
-) -> OpCost:
-    """Return the cost of a call: its measured seconds times the pace, or none where it could not be run."""
-    if text not in first:
-        return OpCost(0.0, 0, False)
-    found = pace * seconds.get(text, coarse[text])
-    return OpCost(found, first[text].workspace_bytes, True, text not in seconds)
 
 
 def _coarse_seconds(text: str, first_seconds: float) -> float:
@@ -533,11 +529,15 @@ class OperatorCount(EagerMode):
         return func(*args, **(kwargs or {}))
 
 
+def tiny_model() -> torch.nn.Sequential:
+    """Return a model of 8 blocks of layers, whose time is that of dispatching them."""
+    layers = [torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(8)]
+    return torch.nn.Sequential(*layers)
+
+
 def _dispatch_seconds() -> float:
     """Return the measured time of an operator in a step of tiny modules beyond a bare call of a tiny operator."""
-    layers = [torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(8)]
-    model = torch.nn.Sequential(*layers)
-    x = torch.ones(4, 8)
+    model, x = tiny_model(), torch.ones(4, 8)
     with OperatorCount() as count:  # type: ignore[no-untyped-call]
         model(x).sum().backward()
     step = _backward_seconds(lambda: model(x)) / count.operators
