@@ -40,8 +40,8 @@ from memfit._torch import (
 )
 from memfit.errors import PlanError, UsageError
 from memfit.ir import Sharding
-from memfit.ranks.agreement import Agreement, Answer, PeerError, PendingCollective
-from memfit.ranks.group import SharedStep, T
+from memfit.ranks.agreement import PeerError, SharedStep
+from memfit.ranks.group import T
 from memfit.ranks.meta_models import Initialisation, allocate, is_on_meta
 from memfit.workload import Loss, Workload, class_name
 
@@ -134,8 +134,8 @@ class _DataParallel(SharedStep):
             self._wrapped.logger = _Silent()  # which times kernels of a GPU that is not there
 
     def loss(self, batch: Any) -> Loss:
-        if self._agreement is not None:
-            with self._agreement.opening():
+        if self._side is not None:
+            with self.opening():
                 rebuild_buckets(self._wrapped)
         result: Loss = self._wrapped(batch)
         return result
@@ -149,8 +149,8 @@ class _DataParallel(SharedStep):
         """Return the bytes of the buckets: as large as the gradients."""
         return sum(p.numel() * p.itemsize for p in workload.model.parameters() if p.requires_grad)
 
-    def tell(self, agreement: Agreement) -> None:
-        """Tell an agreement of the model's buckets and buffers, which are sent as the engine sends them by itself."""
+    def tell(self) -> None:
+        """Tell of the model's buckets and buffers, which are sent as the engine sends them by itself."""
         sending = self._wrapped.process_group
         source = dist.get_global_rank(sending, 0)
 
@@ -158,9 +158,8 @@ class _DataParallel(SharedStep):
             buffer = bucket.buffer()
             made: dict[str, Any] = {"dtype": buffer.dtype, "device": buffer.device, "layout": buffer.layout}
             answer = functools.partial(_all_reduce_zeros, group, buffer.shape, made, dist.ReduceOp.SUM)
-            key = ("bucket", buffer.shape, buffer.dtype, buffer.layout)
             try:
-                agreement.before(PendingCollective(key, ((group, answer),)))
+                self.before(("bucket", buffer.shape, buffer.dtype, buffer.layout), (group, answer))
             except PeerError:  # not to be thrown through the engine: the next sum throws it again
                 return _done(buffer)
             buffer.mul_(1.0 / group.size())
@@ -175,7 +174,7 @@ class _DataParallel(SharedStep):
                 flat = torch.cat([buffer.reshape(-1) for buffer in own])
                 zeros = functools.partial(torch.zeros, flat.shape, dtype=flat.dtype, device=flat.device)
                 answer = functools.partial(lambda zeros: dist.broadcast(zeros(), source, group=sending), zeros)
-                agreement.before(PendingCollective(("buffers", flat.shape, flat.dtype), ((sending, answer),)))
+                self.before(("buffers", flat.shape, flat.dtype), (sending, answer))
                 dist.broadcast(flat, source, group=sending)
                 if dist.get_rank() != source:
                     for buffer, value in zip(own, flat.split([buffer.numel() for buffer in own]), strict=True):
@@ -265,8 +264,8 @@ class _FullySharded(SharedStep):
             self._root.set_requires_gradient_sync(is_last)
         yield
 
-    def tell(self, agreement: Agreement) -> None:
-        """Tell an agreement of the gathers and reductions of the model's units; replicas average what shards added up.
+    def tell(self) -> None:
+        """Tell of the gathers and reductions of the model's units; replicas average what shards added up.
 
         Raises:
             UsageError: This PyTorch can't end a step in the middle, or nothing is cut.
@@ -276,10 +275,39 @@ class _FullySharded(SharedStep):
         initialize_units(self._root)
         replicas = self.mesh.get_group("replicas") if self._sharding.replicas > 1 else None
         for number, unit in enumerate(m for m in self._root.modules() if isinstance(m, FSDPModule)):
-            gather: Any = Gather(functools.partial(_tell_of_gather, agreement, number, unit))
-            reduce: Any = ReduceScatter(functools.partial(_tell_of_reduction, agreement, number, replicas))
+            gather: Any = Gather(functools.partial(self._tell_of_gather, number, unit))
+            reduce: Any = ReduceScatter(functools.partial(self._tell_of_reduction, number, replicas))
             unit.set_custom_all_gather(gather)
             unit.set_custom_reduce_scatter(reduce)
+
+    def _tell_of_gather(self, number: int, unit: FSDPModule, *given: Any) -> None:
+        def answer() -> None:
+            """Send the shards: what the others compute of them stays within the range of their own values."""
+            unit.unshard()
+            unit.reshard()
+
+        self.before(("gather", number), (given[2], answer))
+
+    def _tell_of_reduction(
+        self,
+        number: int,
+        replicas: dist.ProcessGroup | None,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+    ) -> None:
+        made: dict[str, Any] = {"dtype": given.dtype, "device": given.device}
+        shape = given.shape  # the answer holds no tensor
+
+        def answer() -> None:
+            zeros = torch.zeros(shape, **made)
+            ReduceScatter()(zeros.new_empty(zeros.numel() // group.size()), zeros, group, op)
+
+        answers: list[tuple[dist.ProcessGroup, Callable[[], None]]] = [(group, answer)]
+        if replicas is not None:
+            answers.append((replicas, functools.partial(_all_reduce_zeros, replicas, output.shape, made, op)))
+        self.before(("reduce", number, given.shape, given.dtype), *answers)
 
     def restart(self) -> None:
         self._root.reset_iter_state()
@@ -421,43 +449,6 @@ def _wait_for_release(*tensors: tuple[torch.Tensor, int]) -> None:
     until = time.monotonic() + _LONGEST_SECONDS
     while any(_holders(tensor) > before for tensor, before in tensors) and time.monotonic() < until:
         time.sleep(0)
-
-
-def _tell_of_gather(agreement: Agreement, number: int, unit: FSDPModule, *given: Any) -> None:
-    """Tell an agreement of a unit's gather. A rank that failed sends its shards as they are.
-
-    What the others compute of them stays within the range of their own values.
-    """
-
-    def answer() -> None:
-        unit.unshard()
-        unit.reshard()
-
-    agreement.before(PendingCollective(("gather", number), ((given[2], answer),)))
-
-
-def _tell_of_reduction(
-    agreement: Agreement,
-    number: int,
-    replicas: dist.ProcessGroup | None,
-    output: torch.Tensor,
-    given: torch.Tensor,
-    group: dist.ProcessGroup,
-    op: Any,
-) -> None:
-    """Tell an agreement of a unit's reduction, and of the sum over replicas; a rank that failed sends zeros."""
-    made: dict[str, Any] = {"dtype": given.dtype, "device": given.device}
-    shape = given.shape  # the answer holds no tensor
-
-    def answer() -> None:
-        zeros = torch.zeros(shape, **made)
-        ReduceScatter()(zeros.new_empty(zeros.numel() // group.size()), zeros, group, op)
-
-    answers: list[tuple[dist.ProcessGroup, Answer]] = [(group, answer)]
-    if replicas is not None:
-        answers.append((replicas, functools.partial(_all_reduce_zeros, replicas, output.shape, made, op)))
-    key = ("reduce", number, given.shape, given.dtype)
-    agreement.before(PendingCollective(key, tuple(answers)))
 
 
 def _all_reduce_zeros(group: dist.ProcessGroup, shape: torch.Size, made: dict[str, Any], op: Any) -> None:

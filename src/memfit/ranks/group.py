@@ -7,7 +7,6 @@ all of them do: it succeeds on all or fails on all, so that none waits for one t
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -16,12 +15,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from memfit._torch import is_shared, storage_key_of
-from memfit.errors import MemfitError, PlanMismatchError, RankError, UsageError
-from memfit.ranks.agreement import FAILED, RAN_OUT, Agreement, PendingCollective, worst_of
-from memfit.workload import Workload, part_of, samples_of, tensors_of
+from memfit.errors import MemfitError, PlanMismatchError, RankError
+from memfit.workload import Workload, part_of, samples_of
 
 T = TypeVar("T")
 Number = torch.Tensor | float
@@ -181,150 +177,6 @@ class Group(SingleProcess):
         return found
 
 
-class SharedStep(Group):
-    """The ranks of a step that one of PyTorch's engines shares; the engines are its subclasses.
-
-    Args:
-        mesh: Of all ranks.
-        shards: Ranks among which gradients are cut, where they are.
-        is_part: Whether batches are this rank's parts already, as in a capture; all ranks then have as many samples,
-            and random generators are left alone.
-    """
-
-    def __init__(self, mesh: DeviceMesh, *, shards: int = 1, is_part: bool = False) -> None:
-        super().__init__(mesh.device_type)
-        self.mesh, self._shards, self.is_part = mesh, shards, is_part
-        self._buckets: dict[int, torch.Tensor] = {}
-        self._agreement: Agreement | None = None
-
-    # What an engine does
-
-    def tell(self, agreement: Agreement) -> None:
-        """Tell an agreement of what is sent, from now on.
-
-        Raises:
-            UsageError: What runs here can't be watched.
-        """
-        raise NotImplementedError
-
-    def restart(self) -> None:
-        """Make the engine ready for the next step, after one that was aborted in the middle."""
-        raise NotImplementedError
-
-    # Steps that may have to be undone
-
-    def watch(self) -> None:
-        """Have ranks undo steps together, from now on; call it on all of them.
-
-        Raises:
-            UsageError: The engine can't be watched.
-        """
-        agreement = Agreement(self.restart)
-        try:
-            self.tell(agreement)
-        except UsageError:
-            agreement.close()
-            raise
-        self._agreement = agreement
-
-    def close(self) -> None:
-        if self._agreement is not None:
-            self._agreement.close()
-            self._agreement = None
-
-    @property
-    def _watched(self) -> Agreement:
-        assert self._agreement is not None, "watch() comes first"
-        return self._agreement
-
-    @property
-    def is_updating(self) -> bool:  # type: ignore[override]
-        return self._agreement is not None and self._agreement.is_updating
-
-    def begin(self, batch: Any) -> None:
-        self._watched.begin(tuple(tensor.shape for tensor in tensors_of(batch)))
-
-    def agree(self, is_sure: bool) -> bool:
-        return self._watched.agree(is_sure)
-
-    def commit(self) -> None:
-        self._watched.is_updating = True
-
-    def finish(self) -> None:
-        self._watched.finish()
-
-    def failed(self, ran_out: bool) -> bool:
-        return self._watched.failed(RAN_OUT if ran_out else FAILED) == RAN_OUT
-
-    def reset(self) -> None:
-        self._watched.reset()
-
-    def all(self, value: bool) -> bool:
-        return super().all(value) if self._agreement is None else self._watched.vote(int(not value)) == 0
-
-    # What a step asks
-
-    @property
-    def buckets(self) -> list[torch.Tensor]:
-        return list(self._buckets.values())
-
-    def reduce(self, bucket: torch.Tensor) -> None:
-        """Average a bucket of gradients in place, as `DistributedDataParallel` does by itself."""
-        self._buckets[storage_key_of(bucket)] = bucket.detach()
-        dist.all_reduce(bucket.div_(self.size), group=self.mesh.get_group())
-
-    def share(self, workload: Workload, batch: Any) -> BatchPart:
-        """Return this rank's part of a global batch: the first ones have a sample more where it does not divide."""
-        self._buckets.clear()  # the engine makes others after its first step
-        if self.is_part:
-            return super().share(workload, batch)
-        return share_of(workload, batch, self.rank, self.size)
-
-    def means(self, values: list[Number]) -> list[Number]:
-        """Return the means over all ranks of some numbers; all stop here where a rank failed before."""
-        message = message_of(values, self._place)
-        agreement = self._agreement
-        if agreement is None or not agreement.is_active:
-            dist.all_reduce(message)
-        else:
-            message = torch.cat([message, message.new_zeros(2)])
-            self._tell_of(("told", len(values)), functools.partial(_tell, agreement), message)
-            dist.all_reduce(message)
-            agreement.heed(*message[-2:].tolist())
-        return list((message[: len(values)] / self.size).unbind())
-
-    def mean(self, value: Number) -> Number:
-        message = message_of([value], self._place)
-        self._tell_of(("number",), dist.all_reduce, message)
-        dist.all_reduce(message)
-        return (message[0] / self.size).float()  # a loss divided by it is not widened further
-
-    def _tell_of(self, key: tuple[Any, ...], answer: Callable[[torch.Tensor], Any], message: torch.Tensor) -> None:
-        """Tell the agreement of a message; a rank that failed answers by zeros like it."""
-        zeros = functools.partial(torch.zeros, message.shape, dtype=message.dtype, device=message.device)
-        if self._agreement is not None:
-            assert dist.group.WORLD is not None
-            self._agreement.before(PendingCollective(key, ((dist.group.WORLD, lambda: answer(zeros())),)))
-
-    def norm(self, norm: torch.Tensor, is_part: bool) -> torch.Tensor:
-        if not is_part:
-            return norm
-        (mean,) = self.means([norm.double() ** 2 if norm.device.type != "mps" else norm**2])
-        return (torch.as_tensor(mean) * self._shards).sqrt().to(norm.dtype)  # replicas have the same parts
-
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        full: torch.Tensor = tensor.full_tensor() if is_shared(type(tensor)) else tensor  # type: ignore[attr-defined]
-        return full
-
-    def drawing(self) -> AbstractContextManager[object]:
-        """Have this rank draw other random numbers than the others, until the context is left.
-
-        Afterwards all draw the same again, wherever they were: seeds follow from the one before. So data that is
-        shuffled with PyTorch's generator is shuffled alike, and a run that is resumed draws what it would have drawn.
-        """
-        return contextlib.nullcontext() if self.is_part else drawing_as(self.rank)
-
-
 def share_of(workload: Workload, batch: Any, rank: int, size: int) -> BatchPart:
     """Return the part of a global batch that a rank of some runs: the first ones have a sample more if need be."""
     total = samples_of(workload, batch)
@@ -353,13 +205,6 @@ def message_of(values: list[Number], place: torch.device) -> torch.Tensor:
     place = next((v.device for v in values if isinstance(v, torch.Tensor)), place)
     kind = _widest(place)
     return torch.stack([torch.as_tensor(v, device=place).detach().to(kind).reshape(()) for v in values])
-
-
-def _tell(agreement: Agreement, message: torch.Tensor) -> int:
-    """Send the vote of a rank that failed, in place of its numbers; return the worst of all ranks."""
-    message[-2 if agreement.own == RAN_OUT else -1] = 1
-    dist.all_reduce(message)
-    return worst_of(*message[-2:].tolist())
 
 
 def _widest(place: torch.device) -> torch.dtype:
