@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memfit.workload import rebuild, signature
-from memfit.workload.argument_values import drawn
+from memfit.workload.signatures import drawn
 
 aten = torch.ops.aten
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]

@@ -25,9 +25,7 @@ _BETWEEN = tuple(
         ("hardware", "attention.py"),
         ("hardware", "fake_cuda.py"),
         ("ir",),
-        ("workload", "argument_values.py"),
         ("workload", "signatures.py"),
-        ("workload", "sparse.py"),
     ]
 )
 """Rooms and modules of memfit whose code runs between a step and PyTorch."""
