@@ -14,13 +14,7 @@ from torch import nn
 from memfit._torch import FakeTensor
 from memfit.errors import WorkloadError
 from memfit.foundations import constructor
-from memfit.workload.batch import (
-    batch_size_of as batch_size_of,  # re-exported: batches are asked for with their workload
-)
-from memfit.workload.batch import samples_in as samples_in
-from memfit.workload.batch import slice_batch as slice_batch
-from memfit.workload.batch import tensors_of as tensors_of
-from memfit.workload.batch import tokens_per_sample as tokens_per_sample
+from memfit.workload.batch import batch_size_of, samples_in, slice_batch, tensors_of
 
 Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor | int | float]
 """The result of a `loss_fn`: a scalar mean, or a sum and the count to divide it by."""
@@ -331,6 +325,10 @@ _REMEDIES: dict[str, Callable[[Workload], str]] = {
 
 def _check_fields(workload: Workload) -> None:
     """Check the kinds of a workload's other fields, so that none is found wrong after minutes of planning."""
+    scheduler, size, norm = workload.scheduler, workload.batch_size, workload.max_grad_norm
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    steps_alone = callable(getattr(scheduler, "step", None)) and not isinstance(scheduler, plateau | type)
+    is_whole = isinstance(size, int) and not isinstance(size, bool)
     for name, what, remedy in (
         ("name", isinstance(workload.name, str), "give a text"),
         (
@@ -342,12 +340,12 @@ def _check_fields(workload: Workload) -> None:
         ("evaluate", _is_function(workload.evaluate), "give a function evaluate(model), or None"),
         (
             "scheduler",
-            workload.scheduler is None or _steps_alone(workload.scheduler),
+            scheduler is None or steps_alone,
             "give a learning-rate scheduler whose step() takes no metric, or None",
         ),
         (
             "max_grad_norm",
-            workload.max_grad_norm is None or _is_norm(workload.max_grad_norm),
+            norm is None or (not isinstance(norm, bool | str) and norm > 0),
             "give a number > 0, or None",
         ),
         ("loss_scaling", isinstance(workload.loss_scaling, LossScaling), "give memfit.LossScaling(...)"),
@@ -364,7 +362,7 @@ def _check_fields(workload: Workload) -> None:
         ("values", isinstance(workload.values, Mapping), "give a dict from reading lines to values"),
         (
             "batch_size",
-            _is_function(workload.batch_size) or _is_whole(workload.batch_size),
+            _is_function(size) or is_whole,
             "give a whole number, a function batch_size(batch), or None",
         ),
         ("split", _is_function(workload.split), "give a function split(batch, start, stop), or None"),
@@ -406,19 +404,6 @@ def _is_iterable(value: object) -> bool:
     """Tell whether `iter` takes a value: by its class, so that nothing of the user's runs."""
     kind = type(value)
     return not isinstance(value, type) and (hasattr(kind, "__iter__") or hasattr(kind, "__getitem__"))
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_norm(value: Any) -> bool:
-    return value is None or (not isinstance(value, bool | str) and value > 0)
-
-
-def _steps_alone(scheduler: object) -> bool:
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-    return callable(getattr(scheduler, "step", None)) and not isinstance(scheduler, plateau | type)
 
 
 class StepProgram(Protocol):
@@ -500,15 +485,12 @@ def uncut_note(workload: Workload) -> str | None:
     if workload.batch_size is not None or samples_in(workload.batch) is not None:
         return None
     shapes = [tuple(t.shape) for t in tensors_of(workload.batch)]
+    shown = ", ".join(map(str, shapes[:4])) + (", ..." if len(shapes) > 4 else "")
     return (
         f"the batch counts as one sample, and is not cut into microbatches: its tensors have different first"
-        f" dimensions ({_first(shapes)}), as a graph's have. Figures per sample are figures per batch. To cut it, give"
+        f" dimensions ({shown}), as a graph's have. Figures per sample are figures per batch. To cut it, give"
         " Workload.batch_size and Workload.split"
     )
-
-
-def _first(shapes: list[tuple[int, ...]]) -> str:
-    return ", ".join(map(str, shapes[:4])) + (", ..." if len(shapes) > 4 else "")
 
 
 def is_in_fp32(workload: Workload) -> bool:
@@ -523,12 +505,6 @@ def precision_label(workload: Workload, precision: str) -> str:
         return precision
     names = " and ".join(sorted(str(dtype)[6:] for dtype in dtypes))
     return f"pure {names}" if len(dtypes) == 1 else f"weights in {names}"
-
-
-def _dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Return a tensor's dtype, or the original dtype of weights that a step holds in another one."""
-    dtype: torch.dtype = getattr(tensor, "memfit_dtype", tensor.dtype)
-    return dtype
 
 
 def class_name(module: nn.Module) -> str:
@@ -546,9 +522,9 @@ def fingerprint(workload: Workload) -> str:
     parts = [f"{name}:{class_name(module)}" for name, module in model.named_modules()]
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     first: dict[int, str] = {}
-    parts += [
-        f"{name}={first.setdefault(id(t), name)}:{tuple(t.shape)}:{_dtype(t)}:{t.requires_grad}" for name, t in named
-    ]
+    for name, t in named:
+        dtype = getattr(t, "memfit_dtype", t.dtype)  # the original one of weights that a step holds in another
+        parts.append(f"{name}={first.setdefault(id(t), name)}:{tuple(t.shape)}:{dtype}:{t.requires_grad}")
     if not workload.batch_varies:
         parts += [f"batch:{tuple(t.shape)}:{t.dtype}" for t in tensors_of(workload.batch)]
     parts.append(getattr(workload.optimizer, "memfit_stands_for", type(workload.optimizer).__qualname__))
