@@ -16,7 +16,7 @@ from torch import nn
 import memfit
 from memfit.errors import CaptureError, InfeasibleError, UsageError, WorkloadError
 from memfit.foundations import format_bytes, is_memfits, public
-from memfit.foundations.tracebacks import VARIABLE
+from memfit.foundations.frames import VARIABLE
 from memfit.workload import Workload
 
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from memfit.hardware import allocated, allocated_by_name, cpu_allocations
-from memfit.hardware.cpu_allocations import allocated_between
+from memfit.hardware import allocated, allocated_by_name
+from memfit.hardware.memory import allocated_between
 
 KIB = 1024
 
@@ -97,7 +97,7 @@ def test_a_free_by_another_thread_is_seen_when_its_address_is_allocated_again(mo
     ]
     results = SimpleNamespace(experimental_event_tree=lambda: nodes, events=list)
     profile = SimpleNamespace(kineto_results=results)
-    monkeypatch.setattr(cpu_allocations, "_profile", lambda: contextlib.nullcontext(profile))
+    monkeypatch.setattr("memfit.hardware.memory._profile", lambda: contextlib.nullcontext(profile))
     with allocated() as meter:
         pass
     assert (meter.peak_bytes, meter.net_bytes) == (130, 0)

@@ -37,7 +37,7 @@ def test_real_errors(name: str) -> None:
 
 UNDER_A_LIMIT = """
 import resource, torch
-from memfit.hardware.memory_errors import out_of_memory
+from memfit.hardware.memory import out_of_memory
 convolution, images = torch.nn.Conv2d(64, 64, 3, padding=1), torch.randn(8, 64, 128, 128)
 convolution(images[:1])
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

@@ -59,7 +59,8 @@ def probe_all(progress: Progress = silent) -> list[Device]:
 def probe(device: Device, progress: Progress = silent) -> Device:
     """Return a device of this machine with measured figures, under a name for the catalogue."""
     at = torch.device(device.name)
-    figures: dict[str, Any] = {"launch_seconds": _rounded(_launch_seconds(at))}
+    add = functools.partial(torch.zeros(4, device=at).add_, 1)
+    figures: dict[str, Any] = {"launch_seconds": _rounded(_least_seconds(at, add, _DISPATCHES))}
     if at.type == "cpu":
         figures["cache_bytes"] = _cpu_cache_bytes()
     steps = _steps(at, device, figures)
@@ -111,15 +112,17 @@ def _rounded(figure: float) -> float:
     return float(f"{figure:.4g}")
 
 
-def _least_seconds(at: torch.device, call: Callable[[], Any]) -> float:
+def _least_seconds(at: torch.device, call: Callable[[], Any], count: int = 1) -> float:
+    """Return the least time of a call, of as many in a row."""
     least, started = math.inf, time.perf_counter()
     while time.perf_counter() - started < _SECONDS or least == math.inf:
         synchronize(at)
         before = time.perf_counter()
-        call()
+        for _ in range(count):
+            call()
         synchronize(at)
         least = min(least, time.perf_counter() - before)
-    return least
+    return least / count
 
 
 def _bandwidth(at: torch.device, cache_bytes: int, usable_bytes: int) -> float:
@@ -163,24 +166,8 @@ def _vector_flops(at: torch.device, dtype: torch.dtype) -> float:
     best = 0.0
     for kib in _VECTOR_KIB:
         x, a, b = (torch.full((kib * 1024 // dtype.itemsize,), 0.5, dtype=dtype, device=at) for _ in range(3))
-        seconds = _least_seconds(at, functools.partial(_chain, x, a, b)) / _CHAIN
-        best = max(best, 3 * x.numel() / seconds)
+        best = max(best, 3 * x.numel() / _least_seconds(at, functools.partial(torch.addcmul, x, a, b, out=x), _CHAIN))
     return _rounded(best)
-
-
-def _chain(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    for _ in range(_CHAIN):
-        torch.addcmul(x, a, b, out=x)
-
-
-def _launch_seconds(at: torch.device) -> float:
-    x = torch.zeros(4, device=at)
-
-    def tiny() -> None:
-        for _ in range(_DISPATCHES):
-            x.add_(1)
-
-    return _least_seconds(at, tiny) / _DISPATCHES
 
 
 def link_rate(at: torch.device) -> float:
