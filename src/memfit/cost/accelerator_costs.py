@@ -72,12 +72,6 @@ def measured_costs(
 ) -> CostTable:
     """Return the costs of the operators of some traces on an accelerator of this machine.
 
-    Args:
-        traces: Captured for this device.
-        device: One for which `Device.is_here`.
-        progress: Told how many of the calls are measured.
-        matmul: Whether products of float32 may run as TF32 ("high").
-
     Raises:
         CaptureError: The process that measures ended without a result.
     """

@@ -180,15 +180,11 @@ _seen: dict[Path, set[str]] = {}  # the calls that this process has measured or 
 
 
 def _has_drifted(table: CostTable, uses: Mapping[str, int], seen: Collection[str]) -> bool:
-    """Tell whether the largest calls of a step, and dispatch, take another time than the kept one.
+    """Tell whether the largest calls of a step but for `seen` ones, and dispatch, take another time than the kept one.
 
     Calls that take longer are timed again, until they don't or the time is over: a machine needs a second to come to
     its clock rate, and to give a second thread a processor of its own. On a busy machine no call counts as slower: the
     least times of short calls are those of a machine at rest there, and those of long ones are not.
-
-    Args:
-        uses: The number of each call's runs in the step.
-        seen: Calls that are not checked.
     """
     checked = [s for s in _largest(table, uses) if s not in seen]
     if not checked:
@@ -247,11 +243,7 @@ def _others_seconds() -> float:
 
 
 def _with_overheads(table: CostTable, again: bool = False) -> CostTable:
-    """Return a table with the overheads of operators and checkpoints as they are measured now.
-
-    Args:
-        again: Whether those that the table has are kept where they are less.
-    """
+    """Return a table with the overheads as they are measured now; with `again`, the lesser of these and its own."""
     names = ("dispatch_seconds", "checkpoint_seconds", "selective_op_seconds")
     if (source := fixed_source()) is not None:
         return msgspec.structs.replace(table, **{name: getattr(source, name) for name in names})

@@ -167,13 +167,6 @@ def _measured(ranks: int) -> Links:
     path = cache_folder() / f"links-{ranks}ranks-torch{torch.__version__}.json"
     with contextlib.suppress(Exception):  # damaged, or of another version: it is measured again
         return msgspec.json.decode(path.read_bytes(), type=Links)
-    found = _probe(ranks)
-    with contextlib.suppress(OutputError):  # without a cache, the next run measures again
-        ir.codec.write_atomic(path, msgspec.json.encode(found))
-    return found
-
-
-def _probe(ranks: int) -> Links:
     with contextlib.closing(socket.socket()) as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
@@ -199,6 +192,8 @@ def _probe(ranks: int) -> Links:
             process.kill()
     if any(process.returncode for process in processes):
         raise CaptureError(f"the {ranks} processes that measure their link failed: see their output above")
+    with contextlib.suppress(OutputError):  # without a cache, the next run measures again
+        ir.codec.write_atomic(path, written[0])
     return msgspec.json.decode(written[0], type=Links)
 
 

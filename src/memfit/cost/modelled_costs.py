@@ -291,10 +291,5 @@ def kernels_of(trace: Trace) -> int:
 
 
 def code_seconds(trace: Trace, processes: int) -> float:
-    """Return about how long the code of a compiled step takes to make on a CPU that has none kept from before.
-
-    Args:
-        trace: The step, captured under the plan.
-        processes: Kernels that are compiled at a time.
-    """
+    """Return about how long a captured step's code takes to make on a CPU without kept code, some kernels at a time."""
     return _HEADER_SECONDS + _OPERATOR_SECONDS * len(trace.ops) + _KERNEL_SECONDS * kernels_of(trace) / processes

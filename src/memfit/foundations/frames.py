@@ -162,9 +162,7 @@ def public(
 ) -> Callable[_P, _R]:
     """Make a function one that users call: its errors end at the line that called it.
 
-    Args:
-        function: The function.
-        check: Called with the arguments first, and raises what is wrong with them.
+    `check` is called with the arguments first, and raises what is wrong with them.
     """
 
     @functools.wraps(function)

@@ -94,10 +94,7 @@ HOW = f"{NAME} has no arguments and returns a memfit.Workload"
 def parts_of(name: str, noun: str = "workload", how: str = HOW) -> tuple[str, str]:
     """Return the file or module that a name has, and the function; nothing is imported.
 
-    Args:
-        name: The name.
-        noun: What the function is for, as errors say it.
-        how: How it is named, as errors say it.
+    Errors say what the function is for (`noun`), and how it is named.
 
     Raises:
         WorkloadError: The name has another form, or there is no such file or module.

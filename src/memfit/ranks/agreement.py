@@ -47,12 +47,7 @@ Answer = Callable[[], int | None]
 
 @dataclass(frozen=True)
 class PendingCollective:
-    """What a step is about to send: on one group, or on one after the other.
-
-    Attributes:
-        key: What tells it from others.
-        answers: For each group, what a rank that failed sends there instead.
-    """
+    """What a step is about to send, by what tells it from others; a rank that failed answers on each group."""
 
     key: tuple[Hashable, ...]
     answers: tuple[tuple[dist.ProcessGroup, Answer], ...] = field(compare=False)
@@ -318,11 +313,7 @@ def _worst_of(message: torch.Tensor) -> int:
 
 
 class PeerError(Exception):
-    """Another rank aborted a step.
-
-    Args:
-        ran_out: Whether all aborting ranks ran out of memory.
-    """
+    """Another rank aborted a step; `ran_out` where all that did so ran out of memory."""
 
     def __init__(self, ran_out: bool) -> None:
         self.ran_out = ran_out

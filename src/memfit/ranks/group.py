@@ -148,11 +148,7 @@ class SingleProcess:
 
 
 class Group(SingleProcess):
-    """The ranks of the default process group.
-
-    Args:
-        kind: Of the devices that messages are on ("cpu", "cuda").
-    """
+    """The ranks of the default process group, whose messages are on a kind of device ("cpu", "cuda")."""
 
     def __init__(self, kind: str) -> None:
         self.size, self.rank = dist.get_world_size(), dist.get_rank()

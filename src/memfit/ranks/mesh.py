@@ -101,9 +101,6 @@ def joined(kind: str) -> Iterator[SingleProcess]:
 
     It is joined here where a launcher has started this process and nobody has joined yet, and then left at the end. On
     accelerators each rank takes the one of its number on its host.
-
-    Args:
-        kind: Of the devices that train ("cpu", "cuda").
     """
     if is_joined() or not is_launched():
         yield Group(kind) if is_joined() else SingleProcess()

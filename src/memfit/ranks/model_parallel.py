@@ -81,10 +81,7 @@ def read_parallel(text: str) -> Parallel:
 
 
 def stages_of(trace: Trace, parallel: Parallel) -> list[Trace]:
-    """Return the step of one rank of each stage, the first stage's first.
-
-    Args:
-        trace: The step of one process, at the microbatch size of the pipeline.
+    """Return the step of one rank of each stage, the first stage's first, from that of one process and microbatch size.
 
     Raises:
         UsageError: The model can't be shared so.

@@ -75,7 +75,6 @@ def shard(trace: Trace, sharding: Sharding) -> Trace:
 
     Args:
         trace: The step of one rank with its own batch. A checkpointed region should be a unit, or lie in one.
-        sharding: The sharding.
 
     Raises:
         UsageError: `sharding` does not fit the trace.
@@ -111,7 +110,6 @@ def communication(trace: Trace, sharding: Sharding, link_bytes_per_second: float
 
     Args:
         trace: The step of one rank, as for `shard`.
-        sharding: The sharding.
         link_bytes_per_second: Bandwidth of a rank's link (> 0).
 
     Raises:
@@ -547,12 +545,6 @@ def proposals(world_size: int, modes: Sequence[Mode], units: tuple[str, ...], ra
     Over several nodes what is fully sharded may be cut within each node, with a copy in each (hybrid sharding), so that
     parameters are gathered over the faster link. Of units, the last half may stay gathered: they are the first to be
     needed again.
-
-    Args:
-        world_size: Ranks (> 1).
-        modes: What may be sharded.
-        units: FQNs of the modules that are gathered by themselves.
-        ranks_per_node: Ranks of one node (> 0).
     """
     found: list[Sharding] = []
     for mode in modes:

@@ -439,12 +439,9 @@ class StepProgram(Protocol):
 
 
 def samples_of(workload: Workload, batch: Any = None) -> int:
-    """Return the number of samples of a batch: by `Workload.batch_size`, else by its tensors.
+    """Return the number of samples of a batch, by default the workload's: by `Workload.batch_size`, else by tensors.
 
     It is 1 for a batch that can't be cut into microbatches.
-
-    Args:
-        batch: The batch; None for the workload's own.
 
     Raises:
         WorkloadError: The batch has no samples, or can't be cut into `Workload.batch_size` samples.

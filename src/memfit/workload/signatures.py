@@ -74,12 +74,7 @@ def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def spread_indices(shape: list[int], nnz: int) -> torch.Tensor:
-    """Return ordered indices for a number of entries of a sparse tensor, which repeat only if there are too many.
-
-    Args:
-        shape: Sizes of the sparse dimensions.
-        nnz: Number of entries (≥ 0).
-    """
+    """Return ordered indices of `nnz` entries in some sparse dimensions, which repeat only if there are too many."""
     entries = max(1, math.prod(shape))
     flat = torch.arange(nnz) * entries // nnz if nnz <= entries else torch.arange(nnz) % entries
     return torch.stack(torch.unravel_index(flat, shape)) if shape else torch.zeros(0, nnz, dtype=torch.int64)
