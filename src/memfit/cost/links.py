@@ -192,9 +192,10 @@ def _measured(ranks: int) -> Links:
             process.kill()
     if any(process.returncode for process in processes):
         raise CaptureError(f"the {ranks} processes that measure their link failed: see their output above")
+    found = msgspec.json.decode(written[0], type=Links)
     with contextlib.suppress(OutputError):  # without a cache, the next run measures again
         ir.codec.write_atomic(path, written[0])
-    return msgspec.json.decode(written[0], type=Links)
+    return found
 
 
 def _as_rank() -> None:
