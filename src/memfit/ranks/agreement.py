@@ -34,7 +34,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from memfit._torch import collectives_sent, is_shared, storage_key_of
-from memfit.errors import UsageError
 from memfit.ranks.group import BatchPart, Group, Number, drawing_as, message_of, share_of
 from memfit.workload import Loss, Workload, tensors_of
 
@@ -96,6 +95,7 @@ class SharedStep(Group):
         Raises:
             UsageError: The engine can't be watched.
         """
+        self.tell()  # first: a rank that gave up a group at once would break the others' connections to it
         self._side = dist.new_group(backend="gloo")
         # Written and read through NumPy: a vote is one operator, which fails before it is sent or not at all.
         self._ballot = torch.zeros(1, dtype=torch.int32)
@@ -103,11 +103,6 @@ class SharedStep(Group):
         self._own = FINE  # the vote of this rank where it fails
         self._known: dict[Hashable, list[PendingCollective]] = {}
         self._seen: dict[Hashable, list[PendingCollective]] = {}
-        try:
-            self.tell()
-        except UsageError:
-            self.close()
-            raise
 
     def close(self) -> None:
         if self._side is not None and dist.is_initialized():
