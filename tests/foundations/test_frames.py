@@ -73,15 +73,12 @@ def test_what_memfit_raises_of_an_error_shows_that_error_s_frames(mine: dict[str
     assert users_frames(WorkloadError("of no code")) == [] and frames_text(WorkloadError("of no code")) == ""
 
 
-def test_of_many_frames_those_in_the_middle_are_left_out(mine: dict[str, object], tmp_path: Path) -> None:
+def test_of_many_frames_those_in_the_middle_are_left_out_and_paths_within_the_current_folder_are_short(
+    mine: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = frames_text(raised(mine["inner"], 30))
     assert "more" in text and text.count("mine.py") <= 8
     assert text.splitlines()[-1].strip() == 'return {}["missing"]'
-
-
-def test_paths_within_the_current_folder_are_short(
-    mine: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.chdir(tmp_path)
     assert "\n  mine.py:11 in inner\n" in "\n" + frames_text(raised(mine["inner"], 0))
 

@@ -154,18 +154,15 @@ def test_what_sparse_and_nested_tensors_hold_is_counted() -> None:
 
 
 def test_objects_may_refer_to_each_other() -> None:
+    model = nn.Linear(3, 3)  # models and optimizers are no part of a batch
+    mixed = {"x": torch.ones(2, 3), "model": model, "optimizer": torch.optim.SGD(model.parameters())}
+    assert len(tensors_of(mixed)) == 1 and slice_batch(mixed, 0, 1)["model"] is model
     batch = Data(**xy())
     part = slice_batch(batch, 0, 2)
     assert part.store.parent is part and part.x.shape == (2, 16) and batch.x.shape == (N, 16)
     batch.store.weak = weakref.ref(batch)
     part = slice_batch(batch, 0, 2)
     assert part.store.weak() is part
-
-
-def test_models_and_optimizers_in_a_batch_are_no_part_of_it() -> None:
-    model = nn.Linear(3, 3)
-    batch = {"x": torch.ones(2, 3), "model": model, "optimizer": torch.optim.SGD(model.parameters())}
-    assert len(tensors_of(batch)) == 1 and slice_batch(batch, 0, 1)["model"] is model
 
 
 def test_what_was_cut_is_freed_without_the_collector() -> None:
