@@ -1,4 +1,4 @@
-"""Sharded steps against forms worked out by hand, and what holds for every step. Real ranks: test_sharding_measured."""
+"""Sharded steps against forms worked out by hand, and what holds for every step. Real ranks: test_one_rank_measured."""
 
 from __future__ import annotations
 
