@@ -24,19 +24,16 @@ from memfit.workload import Workload
 from tests.bombs import Bomb
 from tests.pipeline.frontiers import with_frontier
 from tests.processes import on_ranks
+from tests.ranks import test_engines as engines
 from tests.ranks.test_engines import UNITS, whole, workload
 
 STEPS = 4
 FIRST, SECOND, ANSWERED = 0, 1, 3
 """Steps: that creates the optimizer's state; in which each collective is voted on; and in which none is."""
 
+ALIKE = ("ddp", "ddp, reduced at the last", "ddp with views", "kept", "kept, reduced at the last", "resharded")
 SHARDINGS = {
-    "ddp": Sharding(world_size=2, mode="ddp"),
-    "ddp, reduced at the last": Sharding(world_size=2, mode="ddp", reduces="last"),
-    "ddp with views": Sharding(world_size=2, mode="ddp", gradient_as_bucket_view=True),
-    "kept": Sharding(world_size=2, mode="zero2", units=UNITS),
-    "kept, reduced at the last": Sharding(world_size=2, mode="zero2", units=UNITS, reduces="last"),
-    "resharded": Sharding(world_size=2, mode="zero3", units=UNITS),
+    **{name: engines.SHARDINGS[name] for name in ALIKE},
     "on the host": Sharding(world_size=2, mode="zero3", units=UNITS, offload=True),
     "hybrid": Sharding(world_size=4, mode="zero3", units=UNITS, replicas=2),
 }

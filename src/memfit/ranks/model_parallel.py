@@ -22,7 +22,6 @@ another takes no time here. Weights that two stages share are counted on the fir
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable
@@ -367,6 +366,11 @@ class Pipeline:
         counts = [len(blocks) // stages + (i < len(blocks) % stages) for i in range(stages)]
         self.of_block = dict(zip(blocks, [i for i, count in enumerate(counts) for _ in range(count)], strict=True))
         self.op_stages = self._op_stages()
+        self.outputs: set[int] = set()  # what the model's own calls return, as the last that they allocate
+        for index, call in enumerate(trace.calls):
+            if call.phase == "forward" and not trace.fqn_of(index):
+                born = [i for at in range(call.start, call.end) for i in trace.births[at]]
+                self.outputs |= {max(born, key=lambda i: trace.storages[i].birth)} if born else set()
         of_module: dict[str, int] = {}  # the stage of the first operator of a module's call
         for index, call in enumerate(trace.calls):
             if call.end > call.start:
@@ -405,101 +409,57 @@ class Pipeline:
 
     def stage(self, stage: int) -> Trace:
         """Return the step of one stage, with the activations of the other microbatches in flight."""
-        ops, storages = self.trace.ops, list(self.trace.storages)
+        trace, ops, last = self.trace, self.trace.ops, self.trace.microbatches - 1
         kept = [self.op_stages[i] == stage or op.phase == "optimizer" for i, op in enumerate(ops)]
+        # By microbatch and whether backward, the first and the last operator of the stage.
+        reach: dict[tuple[int, bool], tuple[int, int]] = {}
+        for position, op in enumerate(ops):
+            if self.op_stages[position] == stage and op.phase in _PASSES:
+                key = op.microbatch, op.phase != "forward"
+                reach[key] = reach.get(key, (position, 0))[0], position
         wanted: dict[int, int] = defaultdict(int)
-        for parameter, of in zip(self.trace.parameters, self.parameter_stages, strict=True):
+        for parameter, of in zip(trace.parameters, self.parameter_stages, strict=True):
             wanted[parameter.nbytes] += of == stage
         left: dict[int, dict[int, int]] = defaultdict(lambda: dict(wanted))
-        reach = self._reach(stage)
-        received = 0
-        for index, storage in enumerate(storages):
-            if self._is_received(storage, stage, reach):
-                received += storage.nbytes * (self.trace.ops[storage.birth].microbatch == self.trace.microbatches - 1)
-                storages[index] = replace(storage, nbytes=0)
-            elif not self._holds(storage, stage, kept, left):
-                storages[index] = replace(storage, nbytes=0)
-            elif self._is_output(index, stage):
-                last = reach.get(2 * self.trace.ops[storage.birth].microbatch + 1, (0, storage.death))[1]
-                storages[index] = replace(storage, death=max(storage.death, last))
-        count = len(self.trace.ops)
-        buffers = received * self.trace.scale_microbatches
-        storages.append(Storage(buffers, -1, count, count, "temporaries", -1))
-        filled = self._filled(replace(self.trace, storages=storages), stage)
-        updates = [i for i, op in enumerate(filled.ops) if op.phase == "optimizer"]
-        return _without(with_shares(filled, updates, self.stages), kept)
-
-    def _reach(self, stage: int) -> dict[int, tuple[int, int]]:
-        """Return, by microbatch and whether backward, the first and the last operator of a stage: (start, end)."""
-        found: dict[int, tuple[int, int]] = {}
-        for position, op in enumerate(self.trace.ops):
-            if self.op_stages[position] == stage and op.phase in _PASSES:
-                key = 2 * op.microbatch + (op.phase != "forward")
-                found[key] = (found.get(key, (position, 0))[0], position)
-        return found
-
-    def _holds(self, storage: Storage, stage: int, kept: list[bool], left: dict[int, dict[int, int]]) -> bool:
-        """Tell whether a storage is a stage's own."""
-        if storage.parameter >= 0:
-            return self.parameter_stages[storage.parameter] == stage
-        if storage.birth < 0:
-            return storage.category != "inputs" or stage in (0, self.stages - 1)
-        op = self.trace.ops[storage.birth]
-        if op.phase == "optimizer":
-            counts = left[storage.birth]
-            if storage.nbytes not in counts:
-                return True
-            counts[storage.nbytes] -= 1
-            return counts[storage.nbytes] >= 0
-        return kept[storage.birth]
-
-    @functools.cached_property
-    def _outputs(self) -> set[int]:
-        """What the model's own calls return, as the last that they allocate."""
-        found = set()
-        for index, call in enumerate(self.trace.calls):
-            if call.phase == "forward" and not self.trace.fqn_of(index):
-                born = [i for at in range(call.start, call.end) for i in self.trace.births[at]]
-                found |= {max(born, key=lambda i: self.trace.storages[i].birth)} if born else set()
-        return found
-
-    def _is_output(self, index: int, stage: int) -> bool:
-        """Tell whether a stage keeps a storage until its backward pass since it returns it."""
-        storage = self.trace.storages[index]
-        if storage.birth < 0 or self.trace.ops[storage.birth].phase != "forward" or storage.parameter >= 0:
-            return False
-        if stage == self.stages - 1:
-            return index in self._outputs
-        used = min(storage.release, len(self.op_stages) - 1)
-        return self.op_stages[storage.birth] == stage < self.op_stages[used]
-
-    def _is_received(self, storage: Storage, stage: int, reach: dict[int, tuple[int, int]]) -> bool:
-        """Tell whether a storage is sent to a stage by the one before it in a pass."""
-        if storage.birth < 0 or storage.parameter >= 0:
-            return False
-        op = self.trace.ops[storage.birth]
-        if op.phase not in ("forward", "backward"):
-            return False
-        start, _ = reach.get(2 * op.microbatch + (op.phase != "forward"), (0, 0))
-        before = stage - 1 if op.phase == "forward" else stage + 1
-        return self.op_stages[storage.birth] == before and storage.birth < start <= storage.release
-
-    def _filled(self, trace: Trace, stage: int) -> Trace:
-        """Add the activations of the microbatches that are in flight besides the one that runs."""
-        reach, last = self._reach(stage), trace.microbatches - 1
-        if 2 * last not in reach:
-            return trace
-        end = reach[2 * last][1]
-        activations = sum(
-            s.nbytes for s in trace.storages
-            if s.birth >= 0 and trace.ops[s.birth].microbatch == last and s.birth <= end < s.death < len(trace.ops)
-            and trace.ops[s.birth].phase == "forward"
-        )  # fmt: skip
-        in_flight = min(self.stages - stage, self.trace.scale_microbatches)  # microbatches
-        others = (in_flight - 1) * activations
-        begins, ends = reach[2 * last][0], reach.get(2 * last + 1, (0, end))[1]
-        held = Storage(others, begins, ends, ends, "activations", -1)
-        return replace(trace, storages=[*trace.storages, held]) if others else trace
+        received, storages = 0, list[Storage]()
+        for index, storage in enumerate(trace.storages):
+            birth, death = storage.birth, storage.death
+            if storage.parameter >= 0:
+                is_own = self.parameter_stages[storage.parameter] == stage
+            elif birth < 0:
+                is_own = storage.category != "inputs" or stage in (0, self.stages - 1)
+            elif ops[birth].phase == "optimizer":
+                counts = left[birth]
+                is_own = storage.nbytes not in counts
+                if not is_own:
+                    counts[storage.nbytes] -= 1
+                    is_own = counts[storage.nbytes] >= 0
+            else:
+                op, is_own = ops[birth], kept[birth]
+                sender = stage - 1 if op.phase == "forward" else stage + 1
+                start = reach.get((op.microbatch, op.phase != "forward"), (0, 0))[0]
+                is_sent = op.phase != "recompute" and self.op_stages[birth] == sender
+                if is_sent and birth < start <= storage.release and op.microbatch == last:
+                    received += storage.nbytes
+                used = self.op_stages[min(storage.release, len(ops) - 1)]
+                is_returned = index in self.outputs if stage == self.stages - 1 else stage < used
+                if is_own and op.phase == "forward" and is_returned:  # it is kept until the backward pass
+                    death = max(death, reach.get((op.microbatch, True), (0, death))[1])
+            storages.append(replace(storage, nbytes=storage.nbytes if is_own else 0, death=death))
+        buffers = received * trace.scale_microbatches
+        storages.append(Storage(buffers, -1, len(ops), len(ops), "temporaries", -1))
+        if (last, False) in reach:  # the activations of the microbatches that are in flight besides the one that runs
+            begins, end = reach[last, False]
+            activations = sum(
+                s.nbytes for s in storages
+                if s.birth >= 0 and ops[s.birth].microbatch == last and s.birth <= end < s.death < len(ops)
+                and ops[s.birth].phase == "forward"
+            )  # fmt: skip
+            ends = reach.get((last, True), (0, end))[1]
+            others = (min(self.stages - stage, trace.scale_microbatches) - 1) * activations
+            storages += [Storage(others, begins, ends, ends, "activations", -1)] if others else []
+        updates = [i for i, op in enumerate(ops) if op.phase == "optimizer"]
+        return _without(with_shares(replace(trace, storages=storages), updates, self.stages), kept)
 
     def note(self) -> str:
         """Return how the step is cut, in words."""
