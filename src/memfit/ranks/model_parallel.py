@@ -142,9 +142,27 @@ class TensorParallel:
                 self.regions += self._regions_in(range(call.start, call.end))
         self.columns = {self._linear(call).fqn for region in self.regions for call in region.columns}
         self.rows = {self._linear(region.row).fqn for region in self.regions}
-        self._check()
+        if not self.regions:
+            raise UsageError(
+                f"parallel='tp={ranks}': {trace.workload!r} has no repeated blocks with linear layers around"
+                " an activation function or attention: memfit can't cut it. Leave out tp"
+            )
+        sizes = [(fqn, "out_features", self.linears[fqn].outputs) for fqn in sorted(self.columns)]
+        sizes += [(fqn, "in_features", self.linears[fqn].inputs) for fqn in sorted(self.rows)]
+        for fqn, name, size in sizes:
+            if size % ranks:
+                raise UsageError(
+                    f"parallel='tp={ranks}': {fqn}.{name}={size} is not a multiple of {ranks}. Give a tp that"
+                    " divides it"
+                )
         self.of_call = {call: region for region in self.regions for call in (*region.columns, region.row)}
-        self.out_bytes = {call: self._product_bytes(call) for call in self.of_call}
+        self.out_bytes: dict[int, int] = {}  # of what a linear layer returns
+        for index in self.of_call:
+            call = trace.calls[index]
+            born = [
+                s for at in range(call.start, call.end) if _multiplies(trace.ops[at].name) for s in trace.births[at]
+            ]
+            self.out_bytes[index] = max((trace.storages[s].nbytes for s in born), default=0)
         self.cut: set[int] = set()  # storages
         self.shared: set[int] = set()  # operators
         self.sums: list[tuple[int, int]] = []  # bytes, and the operator before which they are summed
@@ -181,28 +199,7 @@ class TensorParallel:
                 region = _Region([op.call])
         return found
 
-    def _check(self) -> None:
-        if not self.regions:
-            raise UsageError(
-                f"parallel='tp={self.ranks}': {self.trace.workload!r} has no repeated blocks with linear layers around"
-                " an activation function or attention: memfit can't cut it. Leave out tp"
-            )
-        sizes = [(fqn, "out_features", self.linears[fqn].outputs) for fqn in sorted(self.columns)]
-        sizes += [(fqn, "in_features", self.linears[fqn].inputs) for fqn in sorted(self.rows)]
-        for fqn, name, size in sizes:
-            if size % self.ranks:
-                raise UsageError(
-                    f"parallel='tp={self.ranks}': {fqn}.{name}={size} is not a multiple of {self.ranks}. Give a tp that"
-                    " divides it"
-                )
-
     # What is cut
-
-    def _product_bytes(self, call: int) -> int:
-        """Return the bytes of what a linear layer returns."""
-        start, end = self.trace.calls[call].start, self.trace.calls[call].end
-        born = [s for at in range(start, end) if _multiplies(self.trace.ops[at].name) for s in self.trace.births[at]]
-        return max((self.trace.storages[index].nbytes for index in born), default=0)
 
     def _in_bytes(self, call: int) -> int:
         linear = self._linear(call)
@@ -252,13 +249,24 @@ class TensorParallel:
 
     def result(self) -> Trace:
         """Return the step of one rank."""
-        parameters = [
-            replace(p, shape=self._shape(p.fqn, p.shape)) if self._is_cut(p.fqn) else p for p in self.trace.parameters
-        ]
-        sizes: dict[int, int] = defaultdict(int)  # of parameters, for what the update allocates
-        for before, after in zip(self.trace.parameters, parameters, strict=True):
-            sizes[before.nbytes] = max(sizes[before.nbytes], after.nbytes)
-        storages = [self._sized(index, sizes) for index in range(len(self.trace.storages))]
+        parameters, sizes = [], defaultdict[int, int](int)  # sizes of parameters, for what the update allocates
+        for p in self.trace.parameters:
+            shape = p.shape
+            if self._is_cut(p.fqn):  # which dimension is cut does not matter to the bytes
+                at = next(i for i, size in enumerate(shape) if size % self.ranks == 0)
+                shape = (*shape[:at], shape[at] // self.ranks, *shape[at + 1 :])
+            parameters.append(replace(p, shape=shape))
+            sizes[p.nbytes] = max(sizes[p.nbytes], parameters[-1].nbytes)
+        storages = []
+        for index, storage in enumerate(self.trace.storages):
+            is_part = index in self.cut
+            if storage.parameter >= 0:
+                p = self.trace.parameters[storage.parameter]
+                numel = p.nbytes // p.itemsize
+                is_part = self._is_cut(p.fqn) and storage.nbytes in [numel * size for size in ITEMSIZES]
+            elif not is_part and storage.birth >= 0 and self.trace.ops[storage.birth].phase == "optimizer":
+                storage = replace(storage, nbytes=sizes.get(storage.nbytes, storage.nbytes))
+            storages.append(replace(storage, nbytes=-(-storage.nbytes // self.ranks), shape=()) if is_part else storage)
         shared = with_shares(self.trace, sorted(self.shared), self.ranks)
         insertion = Insertion(replace(shared, parameters=parameters, storages=storages))
         for summed, position in sorted(self.sums, key=lambda each: each[1]):
@@ -268,26 +276,6 @@ class TensorParallel:
     def _is_cut(self, fqn: str) -> bool:
         module, _, name = fqn.rpartition(".")
         return module in self.columns or (module in self.rows and name == "weight")
-
-    def _shape(self, fqn: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of a rank's part; which dimension is cut does not matter to its bytes."""
-        at = next(i for i, size in enumerate(shape) if size % self.ranks == 0)
-        return (*shape[:at], shape[at] // self.ranks, *shape[at + 1 :])
-
-    def _sized(self, index: int, sizes: dict[int, int]) -> Storage:
-        storage = self.trace.storages[index]
-        if storage.parameter >= 0:
-            parameter = self.trace.parameters[storage.parameter]
-            numel = parameter.nbytes // parameter.itemsize
-            whole = storage.nbytes in [numel * size for size in ITEMSIZES]
-            return self._part(storage) if whole and self._is_cut(parameter.fqn) else storage
-        if index in self.cut:
-            return self._part(storage)
-        in_update = storage.birth >= 0 and self.trace.ops[storage.birth].phase == "optimizer"
-        return replace(storage, nbytes=sizes.get(storage.nbytes, storage.nbytes)) if in_update else storage
-
-    def _part(self, storage: Storage) -> Storage:
-        return replace(storage, nbytes=-(-storage.nbytes // self.ranks), shape=())
 
     def note(self) -> str:
         """Return what was cut, in words."""
