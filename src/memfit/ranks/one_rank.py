@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 from msgspec.structs import replace
@@ -262,23 +263,28 @@ def partition(parameters: Sequence[Parameter], world_size: int) -> list[list[int
     return ranks
 
 
+@dataclass(eq=False)
 class _Unit:
     """A parameter group of FSDP2, with its present allocations."""
 
-    def __init__(self, fqn: str, owner: int) -> None:
-        self.fqn, self.owner = fqn, owner
-        self.parameters: list[int] = []
-        self.full: list[InsertedStorage] = []
-        self.pending: InsertedStorage | None = None
-        self.reduced = False
+    fqn: str
+    owner: int
+    parameters: list[int] = field(default_factory=list)
+    full: list[InsertedStorage] = field(default_factory=list)
+    pending: InsertedStorage | None = None
+    reduced: bool = False
 
 
+@dataclass(eq=False)
 class _Pass:
     """One forward call of a unit, and its backward pass: [start, end) and [opens, closes)."""
 
-    def __init__(self, unit: _Unit, call: int, start: int, end: int) -> None:
-        self.unit, self.call, self.start, self.end = unit, call, start, end
-        self.opens = self.closes = -1
+    unit: _Unit
+    call: int
+    start: int
+    end: int
+    opens: int = -1
+    closes: int = -1
 
 
 class FullyShard:
@@ -321,7 +327,13 @@ class FullyShard:
 
     def _run(self, microbatch: int) -> None:
         passes = self._passes(microbatch)
-        backward = self._backward_of(microbatch)
+        backward = [
+            i for i, op in enumerate(self.old.ops)
+            if op.microbatch == microbatch and op.phase in ("backward", "recompute")
+        ]  # fmt: skip
+        ready = {at for (_, m), (_, at) in self.ready.items() if m == microbatch}
+        while backward and self.old.ops[backward[-1]].call < 0 and backward[-1] not in ready:
+            backward.pop()  # it ends with the last operator of a module or a gradient
         if not backward:
             return
         self._find_backward(passes, microbatch, backward)
@@ -337,13 +349,11 @@ class FullyShard:
         self.order, self.root = [], root
         for _, hook, each, position in sorted(hooks, key=lambda item: item[0]):
             hook(each, position)
-        if self.reducing is not None:
-            self.reducing.death = self.insertion.before(last)
-            self.reducing = None
+        # Pending ones are for a backward pass that never came, as frozen units have none.
+        self._free(last, self.reducing, *(unit.pending for unit in self.units.values()))
+        self.reducing = None
         for unit in self.units.values():
-            if unit.pending is not None:  # for a backward pass that never came, as frozen units have none
-                unit.pending.death = self.insertion.before(last)
-                unit.pending = None
+            unit.pending = None
 
     def _passes(self, microbatch: int) -> list[_Pass]:
         """Return the forward calls of the units, the root's first."""
@@ -362,17 +372,6 @@ class FullyShard:
 
     def _writes_scalar(self, op: int) -> bool:
         return self.old.works[self.old.ops[op].signature].write_bytes <= _SCALAR_BYTES
-
-    def _backward_of(self, microbatch: int) -> list[int]:
-        """Return the operators of a backward pass, up to the last one of a module or a gradient."""
-        backward = [
-            i for i, op in enumerate(self.old.ops)
-            if op.microbatch == microbatch and op.phase in ("backward", "recompute")
-        ]  # fmt: skip
-        ready = {at for (_, m), (_, at) in self.ready.items() if m == microbatch}
-        while backward and self.old.ops[backward[-1]].call < 0 and backward[-1] not in ready:
-            backward.pop()
-        return backward
 
     def _find_backward(self, passes: list[_Pass], microbatch: int, backward: list[int]) -> None:
         """Set the beginning and end of the backward pass of each forward call."""
@@ -405,8 +404,7 @@ class FullyShard:
             return
         self._gather(each, position)
         self._copy_out(each, position)
-        if self.held is not None:  # a local of `wait_for_unshard` keeps it until that returns
-            self.held.death = self.insertion.before(position)
+        self._free(position, self.held)  # a local of `wait_for_unshard` keeps it until that returns
         self.held, unit.pending = unit.pending, None
 
     def _post_forward(self, each: _Pass, position: int) -> None:
@@ -415,8 +413,8 @@ class FullyShard:
             if again and each is not self.root:
                 self._reshard(each.unit, position)
             self.order.append(each)
-        if each is self.root and self.held is not None:
-            self.held.death = self.insertion.before(position)
+        if each is self.root:
+            self._free(position, self.held)
             self.held = None
 
     def _pre_backward(self, each: _Pass, position: int) -> None:
@@ -427,8 +425,7 @@ class FullyShard:
             self._gather(each, position)
             gathered, unit.pending = unit.pending, None
             self._copy_out(each, position)
-            if gathered is not None:
-                gathered.death = self.insertion.before(position)
+            self._free(position, gathered)
         before = self.order.index(each) - 1
         if before >= 0 and not self.order[before].unit.full:
             self._gather(self.order[before], position)
@@ -436,9 +433,8 @@ class FullyShard:
     def _post_backward(self, each: _Pass, position: int) -> None:
         unit = each.unit
         self._reshard(unit, position)
-        if self.reducing is not None:
-            self.reducing.death = self.insertion.before(position)
-            self.reducing = None
+        self._free(position, self.reducing)
+        self.reducing = None
         microbatch = self.old.ops[position - 1].microbatch
         if self.sharding.reduces == "last" and microbatch < self.old.microbatches - 1:
             return
@@ -471,9 +467,13 @@ class FullyShard:
         ]
 
     def _reshard(self, unit: _Unit, position: int) -> None:
-        for block in unit.full:
-            block.death = self.insertion.before(position)
+        self._free(position, *unit.full)
         unit.full = []
+
+    def _free(self, position: int, *blocks: InsertedStorage | None) -> None:
+        for block in blocks:
+            if block is not None:
+                block.death = self.insertion.before(position)
 
     def _reduce(self, each: _Pass, position: int, ready: dict[int, int]) -> None:
         """Copy gradients into one buffer, and reduce it to this rank's shards."""
