@@ -94,7 +94,7 @@ class Accumulation:
 
     def _is_last_reference(self, args: Any) -> bool:
         """Tell whether only the engine holds the first argument and its storage, which the argument covers."""
-        if args[0].layout is not torch.strided or not _is_dense(args[0]):
+        if args[0].layout is not torch.strided or not _has_no_gaps(args[0]):
             return False
         return all(count <= last for count, last in zip(_references(args), self._last, strict=True))
 
@@ -116,7 +116,7 @@ def _called_by_engine() -> bool:
     return frame is not None
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def _has_no_gaps(tensor: torch.Tensor) -> bool:
     expected = 1
     for stride, size in sorted((d, n) for n, d in zip(tensor.shape, tensor.stride(), strict=True) if n != 1):
         if stride != expected:

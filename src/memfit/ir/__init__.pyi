@@ -35,10 +35,10 @@ from .device import Devices as Devices
 from .device import Vendor as Vendor
 from .display import View as View
 from .display import show_with as show_with
+from .fleet import CardPrice as CardPrice
 from .fleet import Fleet as Fleet
 from .fleet import FleetRow as FleetRow
 from .fleet import Misfit as Misfit
-from .fleet import Price as Price
 from .flops import AttentionShape as AttentionShape
 from .flops import Matmul as Matmul
 from .flops import attention_shape as attention_shape

@@ -11,7 +11,7 @@ from memfit.ir.display import Shown
 from memfit.ir.plan import Levers, LeverUse, Numerics
 
 
-class Price(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CardPrice(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The price of one card, as the user's file has it.
 
     Attributes:
@@ -109,7 +109,7 @@ class Fleet(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     step_error: float
     rows: list[FleetRow]
     misfits: list[Misfit] = []
-    prices: dict[str, Price] = {}
+    prices: dict[str, CardPrice] = {}
     notes: list[str] = []
 
     @property

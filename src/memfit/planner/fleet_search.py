@@ -39,6 +39,7 @@ from memfit.foundations import Budget, Progress
 from memfit.hardware import family, runs_alike
 from memfit.hardware import precisions as precisions_of
 from memfit.ir import (
+    CardPrice,
     CostTable,
     Device,
     FleetRow,
@@ -47,7 +48,6 @@ from memfit.ir import (
     Mode,
     Numerics,
     Precision,
-    Price,
     Region,
     Regions,
     Replay,
@@ -99,7 +99,7 @@ class FleetOptions:
     modes: Sequence[Mode]
     numerics: Numerics
     precisions: Sequence[Precision] | None
-    prices: Mapping[str, Price]
+    prices: Mapping[str, CardPrice]
     each: bool
 
     def precisions_for(self, device: Device) -> tuple[Precision, ...]:
