@@ -22,7 +22,7 @@ from memfit.capture import real_copy, without_collector
 from memfit.cost import with_workspaces
 from memfit.cost.error_bars import calibration
 from memfit.errors import InfeasibleError, MemfitError
-from memfit.hardware import cpu_allocations, find_device, host_name
+from memfit.hardware import allocated, find_device, host_name
 from memfit.ir import CostTable, Device, Levers, OpCost, Plan, Regions, Trace, Work, simulate
 from memfit.levers import applied
 from memfit.pipeline import _plan
@@ -264,7 +264,7 @@ def _loop(workload: Workload) -> Iterator[Callable[[Any], float]]:
 
 def _run(workload: Workload, running: Running) -> _Outcome:
     """Run some steps on a copy of a workload; the peak is that of the whole run, the copy's making included."""
-    with cpu_allocations.allocated() as meter:
+    with allocated() as meter:
         outcome = _ran(workload, running)
     return dataclasses.replace(outcome, peak_bytes=meter.peak_bytes)
 

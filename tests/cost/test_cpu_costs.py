@@ -67,9 +67,13 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def test_an_operator_without_buffers_has_no_workspace() -> None:
-    cost = measure([ADD])[ADD]
-    assert cost.measured and cost.workspace_bytes == 0 and 0 < cost.seconds < 0.1
+def test_operators_without_buffers_or_in_place_have_no_workspace_and_larger_ones_take_longer() -> None:
+    in_place = text_of(aten.relu_.default, torch.zeros(256, 256))
+    small, large = (text_of(aten.mm.default, torch.zeros(n, n), torch.zeros(n, n)) for n in (8, 512))
+    found = measure([ADD, in_place, small, large])
+    assert found[ADD].measured and 0 < found[ADD].seconds < 0.1
+    assert found[ADD].workspace_bytes == found[in_place].workspace_bytes == 0
+    assert found[large].seconds > 10 * found[small].seconds
 
 
 def test_progress_rises_by_first_runs_and_by_timing_to_its_total() -> None:
@@ -226,21 +230,6 @@ def test_backward_passes_run_in_the_thread_that_is_timed() -> None:
     assert threads == {threading.get_ident()}
 
 
-def test_outputs_in_place_are_no_workspace() -> None:
-    text = text_of(aten.relu_.default, torch.zeros(256, 256))
-    assert measure([text])[text].workspace_bytes == 0
-
-
-def test_larger_products_take_longer() -> None:
-    small, large = (text_of(aten.mm.default, torch.zeros(n, n), torch.zeros(n, n)) for n in (8, 512))
-    found = measure([small, large])
-    assert found[large].seconds > 10 * found[small].seconds
-
-
-def fails() -> None:
-    raise AssertionError("an operator of somebody's own")
-
-
 UNRUNNABLE: dict[str, str] = {
     "no such operator": '{"op":"aten.no_such_operator.default","args":[]}',
     "no arguments known": '{"op":"aten.add.Tensor"}',
@@ -258,12 +247,6 @@ def test_what_cannot_be_run_is_not_measured(name: str) -> None:
     assert (cost.measured, cost.seconds, cost.workspace_bytes) == (False, 0.0, 0)
 
 
-def test_unknown_signatures_cost_nothing_and_are_not_measured(cache: Path, measured: list[int]) -> None:
-    table = calibrate([TRACE])
-    assert not table.of("unheard of").measured and table.of("unheard of").workspace_bytes == 0
-    assert table.seconds_of("unheard of") == table.dispatch_seconds == 1e-6
-
-
 def test_every_call_of_a_trace_is_measured(cache: Path, measured: list[int]) -> None:
     done: list[tuple[int, int]] = []
     table = calibrate([TRACE], lambda *at: done.append(at))
@@ -272,6 +255,8 @@ def test_every_call_of_a_trace_is_measured(cache: Path, measured: list[int]) -> 
     (total,) = {of for _, of in done}
     assert [at for at, _ in done] == sorted({at for at, _ in done}) and done[-1] == (total, total)
     assert total >= len(TRACE.signatures)  # each runs once for what it takes inside, and again for its time
+    assert not table.of("unheard of").measured and table.of("unheard of").workspace_bytes == 0
+    assert table.seconds_of("unheard of") == table.dispatch_seconds == 1e-6
 
 
 def test_the_cache_is_used_again(cache: Path, measured: list[int]) -> None:
@@ -386,6 +371,8 @@ def test_a_step_is_measured_anew_where_the_machine_has_drifted(now: dict[str, li
     assert ir.codec.read(cache_path(), CostTable).ops == found.ops
     machine.timed.clear()
     assert calibrate([TRACE]) == found and not machine.timed  # once in a process
+    machine.dispatch_seconds = 1e-4  # which drifts too
+    assert machine.calibrated().dispatch_seconds == 1e-4
 
 
 def test_on_a_busy_machine_no_call_counts_as_slower(machine: Machine) -> None:
@@ -401,12 +388,6 @@ def test_what_this_program_computes_is_not_of_others(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module.psutil, "cpu_times", lambda: Times(50.0, 7.0, 900.0, 30.0, 3.0))
     monkeypatch.setattr(module.time, "process_time", lambda: 12.0)
     assert module._others_seconds() == 48.0
-
-
-def test_dispatch_drifts_too(machine: Machine) -> None:
-    machine.calibrated()
-    machine.dispatch_seconds = 1e-4
-    assert machine.calibrated().dispatch_seconds == 1e-4
 
 
 def test_the_check_of_kept_times_has_an_end(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -471,13 +452,9 @@ def test_measuring_draws_no_random_numbers_and_leaves_gradients_on(cache: Path) 
 def test_times_with_page_faults_are_not_mixed_with_those_without(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memfit.hardware.heap.is_kept", lambda: False)  # a test before this one may have had it kept
     before = cache_path()
+    assert torch.__version__ in before.name and f"{torch.get_num_threads()}threads" in before.name
     monkeypatch.setattr("memfit.hardware.heap.is_kept", lambda: True)
     assert cache_path() != before
-
-
-def test_the_cache_is_for_this_machine_this_torch_and_these_threads(cache: Path) -> None:
-    name = cache_path().name
-    assert torch.__version__ in name and f"{torch.get_num_threads()}threads" in name
 
 
 def test_rnn_layers_are_run_with_the_workspace_that_they_need() -> None:

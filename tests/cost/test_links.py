@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from memfit.cost import links, with_collectives
-from memfit.cost.cost_source import Link, Links
+from memfit.cost.links import Link, Links
 from memfit.hardware import find_device
 from memfit.hardware.catalogue import look_up
 from memfit.ir import GATHER, REDUCE, Collective, Sharding, collective_text
@@ -27,7 +27,7 @@ def test_processes_measure_their_link_once_and_under_torchrun_too(
     found = links.links_of(cpu, Sharding(world_size=2, mode="ddp"))
     assert found.within.bytes_per_second > 1e6 and found.within.latency_seconds > 0
     assert found.copy_bytes_per_second > 1e7
-    monkeypatch.setattr(links, "_probe", lambda ranks: pytest.fail("it is measured again"))
+    monkeypatch.setattr(links.subprocess, "Popen", lambda *_: pytest.fail("it is measured again"))
     assert links.links_of(cpu, Sharding(world_size=2, mode="zero3")) == found
 
 

@@ -73,13 +73,10 @@ def test_tf32_is_for_convolutions_and_for_who_asks() -> None:
     assert strict / allowed == pytest.approx(150e12 * 0.80 / (20e12 * 0.85), rel=0.02)
 
 
-def test_a_large_sum_is_bound_by_traffic() -> None:
+def test_a_large_sum_is_bound_by_traffic_and_what_fits_the_cache_moves_faster() -> None:
     stated = figures()["elementwise"]["traffic"] * AMPERE.bandwidth_bytes_per_second
     assert 3 * 2**30 / seconds(ADD, add(2**30)) == pytest.approx(stated, rel=0.01)
-
-
-def test_what_fits_the_cache_moves_faster() -> None:
-    assert seconds(ADD, add(2**23)) < 2**23 * 3 / (0.88 * AMPERE.bandwidth_bytes_per_second)
+    assert seconds(ADD, add(2**23)) < 2**23 * 3 / (0.88 * AMPERE.bandwidth_bytes_per_second)  # what fits the cache
 
 
 @pytest.mark.parametrize("name", ["flash_attention", "efficient_attention", "cudnn_attention"])
@@ -233,25 +230,20 @@ def test_every_call_has_a_cost_and_the_simulator_takes_the_table() -> None:
     )
 
 
-def stream_seconds(kernels: list[float], dispatch: float) -> float:
-    """Return when the last kernel of one stream ends, if the host issues one every `dispatch` seconds and never waits.
-
-    Long kernels hide the dispatch of later ones, which `CostTable` does not subtract, since plans need costs that add.
-    """
-    issued = done = 0.0
-    for seconds in kernels:
-        issued += dispatch
-        done = max(done, issued) + seconds
-    return done
-
-
 def test_adding_up_costs_at_least_what_the_stream_takes() -> None:
-    """For a small step, bound by the host, both agree; nothing that adds can be less by more than one launch."""
+    """For a small step, bound by the host, both agree; nothing that adds can be less by more than one launch.
+
+    The host issues a kernel every `launch_seconds` and never waits. Long kernels hide the dispatch of later ones, which
+    `CostTable` does not subtract, since plans need costs that add.
+    """
     trace = plain_trace("transformer")
     table = roofline([trace], AMPERE)
     calls = [OperatorCall(o.name, trace.signatures[o.signature], trace.works[o.signature], AMPERE) for o in trace.ops]
     kernels = [each for each in calls if each.runs_kernel]
-    stream = stream_seconds(list(map(kernel_seconds, kernels)), AMPERE.launch_seconds)
+    issued = stream = 0.0
+    for each in kernels:
+        issued += AMPERE.launch_seconds
+        stream = max(stream, issued) + kernel_seconds(each)
     added = sum(table.seconds_of(each.signature) for each in kernels)
     assert stream - AMPERE.launch_seconds <= added == pytest.approx(stream, rel=0.05)
 
@@ -307,16 +299,11 @@ def test_it_needs_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def softmax_seconds(length: int) -> float:
-    rows = 2**28 // length
-    name = "aten._log_softmax.default"
-    args = [tensor(rows, length, dtype="float32"), -1, False]
-    return given_seconds(name, args, Work(0, 2**30, 2**30, "float32", True))
-
-
 def test_softmax_reads_long_rows_three_times_once_the_cache_does_not_hold_them() -> None:
-    assert softmax_seconds(1024) == softmax_seconds(4096) < softmax_seconds(2**17)
-    assert softmax_seconds(2**17) / softmax_seconds(4096) == pytest.approx(2, rel=0.01)  # 4 passes instead of 2
+    work = Work(0, 2**30, 2**30, "float32", True)
+    args = [[tensor(2**28 // length, length, dtype="float32"), -1, False] for length in (1024, 4096, 2**17)]
+    short, longer, longest = (given_seconds("aten._log_softmax.default", given, work) for given in args)
+    assert short == longer and longest / longer == pytest.approx(2, rel=0.01)  # 4 passes instead of 2
 
 
 def test_one_block_of_32_threads_reduces_the_loss_of_all_targets() -> None:
@@ -345,12 +332,8 @@ def with_kernels(count: int) -> Trace:
     return replace(trace, signatures=[*trace.signatures, *fused])
 
 
-def test_a_step_that_is_not_compiled_has_no_kernels() -> None:
-    assert kernels_of(plain_trace("transformer")) == 0
-    assert kernels_of(with_kernels(7)) == 7
-
-
 def test_more_kernels_and_operators_take_longer_and_more_processes_less() -> None:
     few, many = with_kernels(2), with_kernels(12)
+    assert [kernels_of(trace) for trace in (plain_trace("transformer"), few, many)] == [0, 2, 12]
     assert code_seconds(few, 1) < code_seconds(many, 1) < code_seconds(replace(many, ops=many.ops * 2), 1)
     assert code_seconds(many, 1) - code_seconds(many, 2) > code_seconds(few, 1) - code_seconds(few, 2) > 0

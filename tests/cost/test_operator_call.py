@@ -130,21 +130,15 @@ def test_grouped_queries_expand_the_gradients_of_keys_and_values(kind: str) -> N
     assert attention(kind, q, k) - attention(kind, q, q) == 2 * (2 * 1024 * 32 * 128 * 2)
 
 
-def test_rocm_keeps_one_float_for_each_row() -> None:
+def test_rocm_keeps_one_float_for_each_row_and_a_cpu_nothing() -> None:
     assert attention("flash", HEADS_OF_80, HEADS_OF_80, AMD) == 4 * 16 * 2000 * 4
+    assert attention("flash", HEADS_OF_80, HEADS_OF_80, replace(AMPERE, kind="cpu")) == 0
 
 
 def test_efficient_forward_accumulates_only_wide_heads() -> None:
     narrow, wide = tensor(1, 4, 256, 128), tensor(1, 4, 256, 192)
     assert attention("efficient", narrow, narrow, forward=True) == 0
     assert attention("efficient", wide, wide, forward=True) == 4 * 256 * 192 * 4
-
-
-def test_softmax_backward_makes_the_product_of_gradient_and_output() -> None:
-    """Liger-Kernel's attention written out: one more tensor of scores at the peak than the operators show."""
-    scores = tensor(4, 12, 1024, 1024, dtype="float32")
-    assert hidden("aten._softmax_backward_data.default", [scores, scores, -1, "float32"]) == 192 * 2**20
-    assert hidden("aten._log_softmax_backward_data.default", [scores, scores, -1, "float32"]) == 0
 
 
 def test_layer_norm_backward_sums_in_two_passes_only_when_rows_are_many_and_short() -> None:
@@ -173,36 +167,44 @@ def test_embedding_backward_sorts_many_indices() -> None:
     assert few == 2 * n * 8 + 3 * n * 8  # the sort is the larger part
 
 
-def test_accumulating_index_put_sorts() -> None:
-    args = [tensor(100, 8), {"l": [tensor(5000, dtype="int64")]}, tensor(5000, 8)]
-    assert hidden("aten.index_put.default", [*args, True]) == 6 * 5000 * 8
-    assert hidden("aten.index_put.default", [*args, False]) == 0
+SCORES_OF_HEADS, IMAGES = tensor(4, 12, 1024, 1024, dtype="float32"), tensor(4, 32, 16, 16)
+LAST = {"t": ["bfloat16", [4, 64, 8, 8], [4096, 1, 512, 64]]}
+PUT = [tensor(100, 8), {"l": [tensor(5000, dtype="int64")]}, tensor(5000, 8)]
+GATES = {"l": [tensor(256, 32), tensor(256, 64), tensor(256), tensor(256)]}
+WORKSPACES: dict[str, tuple[str, list[Any], int]] = {
+    # Liger-Kernel's attention written out: one more tensor of scores at the peak than the operators show.
+    "softmax's product": ("_softmax_backward_data.default", [SCORES_OF_HEADS, SCORES_OF_HEADS, -1], 192 * 2**20),
+    "none of log softmax": ("_log_softmax_backward_data.default", [SCORES_OF_HEADS, SCORES_OF_HEADS, -1], 0),
+    "the sort of an accumulating write": ("index_put.default", [*PUT, True], 6 * 5000 * 8),
+    "none of a write": ("index_put.default", [*PUT, False], 0),
+    "coefficients of channels": ("native_group_norm.default", [IMAGES, None, None, 4, 32, 256, 8], 4 * 4 * 2 * 32),
+    "gradients' coefficients": (
+        "native_group_norm_backward.default",
+        [IMAGES, IMAGES, None, None, None, 4, 32, 256, 8],
+        4 * 4 * (3 * 32 + 2 * 8),
+    ),
+    "none of images by channel": ("native_batch_norm.default", [tensor(4, 64, 8, 8)], 0),
+    "staging of channels-last": ("native_batch_norm.default", [LAST], 4 * 64 * 128 * 4),
+    "staging of their gradients": ("native_batch_norm_backward.default", [LAST, LAST], 2 * 64 * 128 * 4),
+    "partials of all, as many as of the largest": (
+        "_foreach_norm.Scalar",
+        [{"l": [tensor(1_000_000), tensor(10), tensor(65536)]}, 2],
+        4 * 3 * 16,
+    ),
+    "the gates of every step": ("_cudnn_rnn.default", [tensor(10, 4, 32), GATES], 10 * 4 * 256 * 2),
+    "nothing of a sum": ("add.Tensor", [HEADS_OF_80, HEADS_OF_80], 0),
+}
 
 
-def test_group_norm_keeps_coefficients_for_each_channel() -> None:
-    x = tensor(4, 32, 16, 16)
-    forward = [x, None, None, 4, 32, 256, 8, 1e-5]
-    assert hidden("aten.native_group_norm.default", forward) == 4 * 4 * 2 * 32
-    backward = [x, x, None, None, None, 4, 32, 256, 8]
-    assert hidden("aten.native_group_norm_backward.default", backward) == 4 * 4 * (3 * 32 + 2 * 8)
-
-
-def test_batch_norm_stages_channels_last_data_only() -> None:
-    last = {"t": ["bfloat16", [4, 64, 8, 8], [4096, 1, 512, 64]]}
-    assert hidden("aten.native_batch_norm.default", [tensor(4, 64, 8, 8)]) == 0
-    assert hidden("aten.native_batch_norm.default", [last]) == 4 * 64 * 128 * 4
-    assert hidden("aten.native_batch_norm_backward.default", [last, last]) == 2 * 64 * 128 * 4
-
-
-def test_foreach_norm_has_as_many_partials_for_all_as_for_the_largest() -> None:
-    tensors = {"l": [tensor(1_000_000), tensor(10), tensor(65536)]}
-    assert hidden("aten._foreach_norm.Scalar", [tensors, 2]) == 4 * 3 * 16
+@pytest.mark.parametrize("name", WORKSPACES)
+def test_workspaces(name: str) -> None:
+    operator, args, nbytes = WORKSPACES[name]
+    assert hidden(f"aten.{operator}", args) == nbytes
 
 
 def test_reductions_of_much_to_little_are_staged() -> None:
     x = tensor(1024, 1024)
-    whole = Work(0, 2**21, 2, "bfloat16", True)
-    assert 0 < hidden("aten.sum.default", [x], whole) < 2**20
+    assert 0 < hidden("aten.sum.default", [x], Work(0, 2**21, 2, "bfloat16", True)) < 2**20
     assert hidden("aten.sum.dim_IntList", [x], Work(0, 2**21, 2**20, "bfloat16", True)) == 0
 
 
@@ -256,17 +258,6 @@ def test_convolution_backward_copies_the_gradient_and_keeps_a_float32_sum() -> N
     assert hidden(name, [gradient, x, weight]) == 4 * 32 * 64 * 9
 
 
-def test_recurrent_layers_hold_the_gates_of_every_step() -> None:
-    weights = {"l": [tensor(256, 32), tensor(256, 64), tensor(256), tensor(256)]}
-    assert hidden("aten._cudnn_rnn.default", [tensor(10, 4, 32), weights]) == 10 * 4 * 256 * 2
-
-
-def test_what_runs_on_a_cpu_or_allocates_nothing_is_left_alone() -> None:
-    q = tensor(4, 16, 2000, 80)
-    assert attention("flash", q, q, replace(AMPERE, kind="cpu")) == 0
-    assert hidden("aten.add.Tensor", [q, q]) == 0
-
-
 @pytest.mark.parametrize("name", _RULES)
 def test_calls_with_unknown_arguments_have_no_workspace(name: str) -> None:
     for args in ([], [None] * 20, [1, "text", {"l": []}, 2.5]):
@@ -279,24 +270,18 @@ def test_more_tokens_never_take_less(kind: str, batch: int, heads: int, tokens: 
     assert attention(kind, more, more) >= attention(kind, some, some) > 0
 
 
-def with_products(trace: Trace, phases: list[str]) -> Trace:
-    ops = [Op("aten.mm.default", -1, phase, 0, 0, (), False) for phase in phases]  # type: ignore[arg-type]
-    return replace(trace, ops=ops)
-
-
-def test_each_thread_that_multiplies_has_a_cublas_workspace() -> None:
-    trace = plain_trace("twice")
-    one = AMPERE.cublas_workspace_bytes
-    assert resident_bytes(trace, AMPERE) == 2 * one
-    assert resident_bytes(with_products(trace, []), AMPERE) == 0
-    assert resident_bytes(with_products(trace, ["forward", "optimizer"]), AMPERE) == one
-    assert resident_bytes(with_products(trace, ["backward", "recompute"]), AMPERE) == one
-    assert resident_bytes(with_products(trace, ["forward", "recompute"]), AMPERE) == 2 * one
-
-
-def trace_of(*names: str) -> Trace:
-    ops = [Op(name, -1, "forward", 0, 0, (), False) for name in names]
+def trace_of(*names: str, phases: tuple[Any, ...] = ("forward",)) -> Trace:
+    ops = [Op(name, -1, phase, 0, 0, (), False) for name in names for phase in phases]
     return replace(plain_trace("transformer"), ops=ops)
+
+
+@pytest.mark.parametrize(
+    ("phases", "count"),
+    [((), 0), (("forward", "optimizer"), 1), (("backward", "recompute"), 1), (("forward", "recompute"), 2)],
+)
+def test_each_thread_that_multiplies_has_a_cublas_workspace(phases: tuple[Any, ...], count: int) -> None:
+    found = resident_bytes(trace_of("aten.mm.default", phases=phases), AMPERE)
+    assert found == count * AMPERE.cublas_workspace_bytes
 
 
 @pytest.mark.parametrize("name", ["aten.convolution.default", "aten.cudnn_convolution.default"])

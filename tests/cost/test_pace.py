@@ -58,11 +58,8 @@ def test_what_was_measured_at_rest_counts_or_else_at_about_the_least_slow_pace(
 def test_worked_numbers_of_rounds_at_rest() -> None:
     paced_rounds = [(1.0, "a"), (1.6, "b"), (1.4, "c"), (2.5, "d")]
     assert at_rest(paced_rounds, 1) == ["a", "c"] and at_rest(paced_rounds, 3) == ["a", "c", "b"]
-
-
-def test_on_a_machine_that_got_slower_all_rounds_of_its_pace_count() -> None:
-    slowdowns = [1.7, 1.6, 3.1, 1.6, 1.55, 2.2, 1.7]
-    assert at_rest([(slowdown, slowdown) for slowdown in slowdowns], 3) == [1.55, 1.6, 1.6, 1.7, 1.7, 2.2]
+    slower = [1.7, 1.6, 3.1, 1.6, 1.55, 2.2, 1.7]  # a machine that got slower: all rounds of its pace count
+    assert at_rest([(slowdown, slowdown) for slowdown in slower], 3) == [1.55, 1.6, 1.6, 1.7, 1.7, 2.2]
 
 
 shares = st.floats(0.1, 1.0)
@@ -103,13 +100,11 @@ def test_ratios_are_of_turns_in_which_others_took_little() -> None:
     assert undisturbed_ratios(other, own, 5) == pytest.approx([0.79 / 0.64] * 10)
 
 
-def test_ratios_are_of_turns_at_the_own_pace() -> None:
+def test_ratios_are_of_turns_at_the_own_pace_of_rounds_that_both_have_a_time_of() -> None:
     own = [Paced(2.0), Paced(5.0, 1.9), Paced(2.0), Paced(0.0), Paced(2.0)]
     other = [Paced(1.0)] * 5
     assert undisturbed_ratios(own, other, 3) == [2.0] * 3 and undisturbed_ratios(own[:2], other[:2], 2) == [2.0, 5.0]
 
-
-def test_ratios_are_of_rounds_that_both_have_a_time_of() -> None:
     assert undisturbed_ratios([Paced(0.0), Paced(1.8)], [Paced(1.0), Paced(2.0), Paced(9.0)], 3) == [0.9]
     assert undisturbed_ratios([Paced(0.0), Paced(1.0)], [Paced(1.0), Paced(0.0)], 3) == []
 

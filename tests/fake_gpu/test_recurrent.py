@@ -1,4 +1,4 @@
-"""What recurrent layers keep and compute. How they run on fake CUDA is in `test_gpu.py`."""
+"""What recurrent layers keep and compute. How they run on fake CUDA is in `scenarios.py`."""
 
 from __future__ import annotations
 

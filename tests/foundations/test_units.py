@@ -16,33 +16,13 @@ UNITS |= {f"{prefix}{i}": 1024 ** (n + 1) for n, prefix in enumerate("KMGT") for
 DEVICE = 64 * 2**30
 
 
-@given(st.integers(1000, 10**15))
-def test_whole_bytes_are_themselves(nbytes: int) -> None:
-    assert parse_budget(nbytes, DEVICE) == nbytes
-    assert parse_budget(str(nbytes), DEVICE) == nbytes
-    assert parse_budget(f"{nbytes} B", DEVICE) == nbytes
-
-
 @given(st.integers(1, 9999), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " ", "  "]), st.booleans())
 def test_units_multiply_whatever_their_case(value: int, unit: str, space: str, lower: bool) -> None:
     text = f"{value}{space}{unit.lower() if lower else unit}"
-    assert parse_budget(text, DEVICE) == value * UNITS[unit]
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [
-        ("24G", 24 * 2**30),
-        ("24g", 24 * 2**30),
-        ("100M", 100 * 2**20),
-        ("100m", 100 * 2**20),
-        ("24 GB", 24 * 10**9),
-        ("1.5gib", 3 * 2**29),
-        ("24 B", 24),
-    ],
-)
-def test_units_as_people_write_them(text: str, nbytes: int) -> None:
+    nbytes = value * UNITS[unit]
     assert parse_budget(text, DEVICE) == nbytes
+    if nbytes >= 1000:
+        assert parse_budget(nbytes, DEVICE) == parse_budget(str(nbytes), DEVICE) == nbytes
 
 
 @pytest.mark.parametrize("budget", [24, 24.0, "24", "1.5", 999])
@@ -51,21 +31,18 @@ def test_few_bytes_without_a_unit_are_asked_about(budget: int | float | str) -> 
         parse_budget(budget, DEVICE)
 
 
-@given(st.integers(1, 100))
-def test_a_share_is_of_the_device(percent: int) -> None:
-    assert parse_budget(f"{percent}%", DEVICE) == int(percent * DEVICE / 100)
-
-
 def test_fractions_are_cut_to_whole_bytes() -> None:
     assert parse_budget("1.5GiB", DEVICE) == 3 * 2**29
     assert parse_budget("0.5 KiB", DEVICE) == 512
     assert parse_budget(2048.9, DEVICE) == 2048
+    assert parse_budget("1.5gib", DEVICE) == 3 * 2**29 and parse_budget("37%", DEVICE) == int(37 * DEVICE / 100)
 
 
 @given(st.floats(1, 1e15), st.sampled_from(["B", "KiB", "MiB", "GiB", "TiB"]))
 @settings(max_examples=200)
 def test_what_is_written_can_be_read(value: float, unit: str) -> None:
     nbytes = min(value * UNITS[unit], 2.0**50)
+    assert re.fullmatch(r"\d{1,4}(\.\d{1,2})? ([KMGT]i)?B", format_bytes(nbytes))
     assert parse_budget(format_bytes(nbytes), DEVICE) == pytest.approx(nbytes, rel=0.06, abs=1)
 
 
@@ -108,12 +85,6 @@ def test_anything_gives_positive_bytes_or_a_budget_error(budget: object) -> None
 )
 def test_bytes_are_written_in_binary_units(nbytes: float, text: str) -> None:
     assert format_bytes(nbytes) == text
-
-
-@given(st.integers(0, 10**15), st.integers(0, 10**15))
-def test_written_bytes_never_have_more_than_four_digits_before_the_point(one: int, other: int) -> None:
-    for nbytes in (one, other):
-        assert re.fullmatch(r"\d{1,4}(\.\d{1,2})? ([KMGT]i)?B", format_bytes(nbytes))
 
 
 @pytest.mark.parametrize(

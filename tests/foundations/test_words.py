@@ -20,28 +20,19 @@ TRAINER = Words({"microbatch_size": "per_device_train_batch_size="}, {"batch": "
 @pytest.mark.parametrize(
     ("said", "on_the_command_line"),
     [
-        (
-            "budget='plenty' can't be read: give budget= as bytes",
-            "--budget plenty can't be read: give --budget as bytes",
-        ),
+        ("budget='plenty' can't be read: give budget=", "--budget plenty can't be read: give --budget"),
         ("no plan fits budget=1.0 KiB (1024 bytes)", "no plan fits --budget 1.0 KiB (1024 bytes)"),
         ("give a larger budget=, or numerics='reduced'.", "give a larger --budget, or --numerics reduced."),
         ("leave host_budget out (host_budget=None)", "leave --host-budget out (no --host-budget)"),
         ("overwrite=True, or measure=False", "--overwrite, or --no-measure"),
         ("precisions=['tf32', '32-true'], limit_bytes=8", "--precision tf32 --precision 32-true, --limit 8"),
-        (
-            "memfit.plan(workload, budget=8) in notes/host_budget.md",
-            "memfit.plan(workload, budget=8) in notes/host_budget.md",
-        ),
-        (
-            "--limit='90%' and levers.precision and plan.budget=8",
-            "--limit='90%' and levers.precision and plan.budget=8",
-        ),
-        ("Workload.batch_size=1 and channels=3", "Workload.batch_size=1 and channels=3"),
+        ("memfit.plan(workload, budget=8) in notes/host_budget.md", ""),
+        ("--limit='90%' and levers.precision and plan.budget=8", ""),
+        ("Workload.batch_size=1 and channels=3", ""),
     ],
 )
 def test_arguments_are_options(said: str, on_the_command_line: str) -> None:
-    assert COMMAND.of(said) == on_the_command_line
+    assert COMMAND.of(said) == (on_the_command_line or said)
 
 
 def test_under_a_trainer_and_in_a_loop_there_is_no_workload() -> None:

@@ -26,7 +26,7 @@ from memfit._torch import leave, local_part
 from memfit.errors import MemfitError
 from memfit.hardware import allocated
 from memfit.ir import Plan, Sharding
-from memfit.ranks.in_place import send_in_place
+from memfit.ranks.engines import send_in_place
 from memfit.recomputation import is_checkpointed
 from memfit.workload import Workload
 from tests import warm

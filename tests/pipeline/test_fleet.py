@@ -13,7 +13,7 @@ from torch import nn
 import memfit
 from memfit import hardware
 from memfit.errors import BudgetError, InfeasibleError, UsageError
-from memfit.ir import Fleet, Price
+from memfit.ir import CardPrice, Fleet
 from tests.planner.fleet_searches import mlp
 
 there = pytest.mark.skipif(hardware.shim.why_not() is not None, reason="fake CUDA can't be had here")
@@ -28,7 +28,7 @@ def fleet(**options: Any) -> Fleet:
 @there
 @pytest.mark.ci
 def test_hours_nodes_and_costs_follow_from_the_steps() -> None:
-    price = Price(per_hour=2.5, currency="EUR", date=datetime.date(2026, 11, 1))
+    price = CardPrice(per_hour=2.5, currency="EUR", date=datetime.date(2026, 11, 1))
     found = fleet(prices={"rtx-3090": price}, within="30min")
     assert {row.device for row in found.rows} == set(CARDS) and found.within_hours == 0.5
     for row in found.rows:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from msgspec.structs import replace
 from torch import nn
 
-from memfit.errors import MemfitError, PlanError
+from memfit.errors import MemfitError, OutOfMemoryError, PlanError, PlanMismatchError, RankError
 from memfit.hardware import allocated, find_device
-from memfit.ir import Levers, Sharding
+from memfit.ir import Levers, Region, Regions, Sharding
 from memfit.levers import applied
 from memfit.planner import capture_levers
+from memfit.ranks import Group, SingleProcess, check_same, each, once
+from memfit.ranks.engines import Gather, ReduceScatter
 from memfit.workload import Workload, fingerprint
+from tests.models import squared_error
 from tests.processes import on_ranks
 
 UNITS = ("blocks.0", "blocks.1")
@@ -321,3 +327,117 @@ def test_each_microbatch_is_captured_as_after_a_backward_pass(name: str) -> None
         forward = {i for i, op in enumerate(trace.ops) if op.phase == "forward" and op.microbatch == microbatch}
         born = [storage for storage in trace.storages if storage.birth in forward]
         assert any(storage.release < storage.death for storage in born)
+
+
+COUNT = 40_000
+
+
+def gathered(rank: int) -> Iterator[tuple[bool, int]]:
+    """Gather from a tensor of its own, and from its place in the output as `fully_shard` does."""
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    given = torch.arange(COUNT // ranks, dtype=torch.float32) + 1000 * rank
+    expected = torch.empty(COUNT)
+    dist.all_gather_into_tensor(expected, given)
+    for within in (False, True):
+        output = torch.zeros(COUNT)
+        part = output.chunk(ranks)[rank].copy_(given) if within else given
+        with allocated() as meter:
+            Gather()(output, part, group)
+        yield torch.equal(output, expected), meter.peak_bytes
+
+
+def reduced(rank: int) -> Iterator[tuple[bool, int, int]]:
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        given = torch.rand(COUNT, generator=torch.Generator().manual_seed(rank))
+        expected, output = torch.empty(COUNT // ranks), torch.empty(COUNT // ranks)
+        dist.reduce_scatter_tensor(expected, given.clone(), op=op)
+        gc.collect()
+        with allocated() as meter:
+            for _ in range(20):  # each let go by all threads before the next
+                made = given.clone()
+                ReduceScatter()(output, made, group, op)
+                del made
+        yield torch.equal(output, expected), meter.peak_bytes, meter.net_bytes
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_what_arrives_is_what_gloo_itself_sends_without_a_copy(world_size: int) -> None:
+    for rank in on_ranks(world_size, gathered):
+        assert [same for same, _ in rank] == [True, True]
+        assert max(nbytes for _, nbytes in rank) < 1024
+    for rank in on_ranks(world_size, reduced):
+        for same, peak_bytes, net_bytes in rank:
+            assert same and net_bytes == 0
+            assert peak_bytes < 4 * COUNT + 1024, "one of them at a time"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 64), nn.Sequential(nn.Linear(64, 16), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.b(F.gelu(self.a(x)))
+
+
+@pytest.mark.parametrize("lean", [(), ("*",)])
+@pytest.mark.parametrize("size", [1, 2])
+def test_data_parallel_steps_with_recomputed_blocks_are_captured(size: int, lean: tuple[str, ...]) -> None:
+    """Every call has the parents that it has without recomputation, in the last of several captured steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    data = (torch.randn(4, 8, 16), torch.randn(4, 8, 16))
+    workload = Workload(model, data, squared_error, torch.optim.SGD(model.parameters(), lr=0.1))
+    sharding = Sharding(world_size=2, mode="ddp")
+    regions = (Region(modules=("0",)), Region(modules=("1", "2")))
+    levers = Levers(sharding=sharding, microbatch_size=size, regions=regions, lean=lean)
+    trace = capture_levers(workload, levers, find_device("cpu"))
+    assert any(op.phase == "recompute" for op in trace.ops) and Regions(trace).calls
+    for chain in trace.ancestors:
+        fqns = [trace.modules[trace.calls[i].module].fqn for i in chain]
+        assert all(inner.startswith(f"{outer}.") or not outer for inner, outer in zip(fqns, fqns[1:], strict=False))
+    assert all(trace.fqn_of(op.call) == "" for op in trace.ops if op.phase == "optimizer")
+
+
+def working(rank: int) -> Iterator[Any]:
+    ranks = Group("cpu")
+    yield each(ranks, lambda: rank * 10), once(ranks, lambda: f"by {rank}")
+    yield ranks.most([rank, -rank]), ranks.all(rank < 2), ranks.all(rank == 0), ranks.first(rank + 5)
+
+    def fails() -> None:
+        if rank == 1:
+            raise OutOfMemoryError("full", step=3)
+
+    with pytest.raises(OutOfMemoryError) as e:
+        each(ranks, fails)
+    yield str(e.value), e.value.step, getattr(e.value, "__notes__", [])
+
+    def fails_otherwise() -> None:
+        if rank == 0:
+            raise KeyError("name")
+
+    with pytest.raises((KeyError, RankError)) as other:
+        once(ranks, fails_otherwise)
+    yield type(other.value).__name__, str(other.value)
+    check_same(ranks, "plans", b"same")
+    with pytest.raises(PlanMismatchError, match="rank 1's has the SHA-256") as different:
+        check_same(ranks, "plans", bytes(rank))
+    yield str(different.value)
+
+
+def test_ranks_that_work_together_hear_of_errors() -> None:
+    first, second = on_ranks(2, working)
+    assert first[0] == second[0] == ([0, 10], "by 0")
+    assert first[1] == second[1] == ([1.0, 0.0], True, False, 5)
+    assert first[2] == ("full", 3, ["memfit: the error is from rank 1"]) and second[2] == ("full", 3, [])
+    assert first[3] == ("KeyError", "'name'") and second[3] == ("RankError", "KeyError: 'name'")
+    assert first[4] == second[4]
+
+
+def test_one_process_works_by_itself() -> None:
+    alone = SingleProcess()
+    assert each(alone, lambda: 1) == [1] and once(alone, lambda: 2) == 2
+    check_same(alone, "plans", b"any")
+    assert alone.outside(lambda: 3) == 3 and alone.gathered(4) == [4]

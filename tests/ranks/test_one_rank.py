@@ -1,4 +1,4 @@
-"""Sharded steps against forms worked out by hand, and what holds for every step. Real ranks: test_sharding_measured."""
+"""Sharded steps against forms worked out by hand, and what holds for every step. Real ranks: test_one_rank_measured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from torch import nn
@@ -60,13 +60,19 @@ def resident(trace: Trace, category: str) -> int:
 # By hand
 
 
-def test_ddp_keeps_weights_gradients_and_buckets() -> None:
-    assert 0 <= peak(mlp(), "ddp", 8) - 3 * LAYERS * WEIGHT <= ACTIVATIONS
-
-
-def test_ddp_with_views_keeps_weights_and_buckets_and_one_gradient() -> None:
-    by_hand = 2 * LAYERS * WEIGHT + WEIGHT
-    assert 0 <= peak(mlp(), "ddp", 8, gradient_as_bucket_view=True) - by_hand <= ACTIVATIONS
+@pytest.mark.parametrize(
+    ("mode", "world_size", "views", "by_hand"),
+    [
+        ("ddp", 8, False, 3 * LAYERS * WEIGHT),  # weights, gradients and buckets
+        ("ddp", 8, True, 2 * LAYERS * WEIGHT + WEIGHT),  # weights and buckets, and one gradient
+        # In the second layer's backward pass: its weight and gradient, the first's gather, the third's reduction.
+        *(("zero3", n, False, (2 * LAYERS - 2) * (WEIGHT // n) + 4 * WEIGHT) for n in (2, 4, 16)),
+        # When the last layer's weight is copied out: all weights, its gather, and the one before that waits for it.
+        *(("zero2", n, False, LAYERS * WEIGHT // n + (LAYERS + 2) * WEIGHT) for n in (2, 4, 16)),
+    ],
+)
+def test_peaks_are_those_by_hand(mode: Mode, world_size: int, views: bool, by_hand: int) -> None:
+    assert 0 <= peak(mlp(), mode, world_size, gradient_as_bucket_view=views) - by_hand <= ACTIVATIONS
 
 
 def test_zero1_keeps_the_state_of_its_own_weights() -> None:
@@ -75,21 +81,6 @@ def test_zero1_keeps_the_state_of_its_own_weights() -> None:
     assert resident(sharded, "optimizer state") == owned * (2 * WEIGHT + 4)
     one_update = sum(s.nbytes for s in sharded.storages if s.category == "temporaries" and s.nbytes == WEIGHT)
     assert one_update > 0
-
-
-@pytest.mark.parametrize("world_size", [2, 4, 16])
-def test_zero3_gathers_one_layer_while_it_computes_another(world_size: int) -> None:
-    """In the second layer's backward pass: its weight and gradient, the first's gather, the third's reduction."""
-    share = WEIGHT // world_size
-    by_hand = LAYERS * share + (LAYERS - 2) * share + 4 * WEIGHT
-    assert 0 <= peak(mlp(), "zero3", world_size) - by_hand <= ACTIVATIONS
-
-
-@pytest.mark.parametrize("world_size", [2, 4, 16])
-def test_zero2_keeps_what_it_gathered_until_the_backward_pass(world_size: int) -> None:
-    """When the last layer's weight is copied out: all weights, its gather, and the one before that waits for it."""
-    by_hand = LAYERS * WEIGHT // world_size + (LAYERS + 2) * WEIGHT
-    assert 0 <= peak(mlp(), "zero2", world_size) - by_hand <= ACTIVATIONS
 
 
 @pytest.mark.parametrize("world_size", [2, 8])
@@ -106,7 +97,7 @@ def test_mixed_precision_keeps_sixteen_bytes_of_each_parameter_among_all_ranks(w
     assert kept == 16 * numel // world_size + steps
 
 
-def test_bytes_sent_are_those_of_ring_algorithms() -> None:
+def test_bytes_sent_are_those_of_ring_algorithms_for_every_microbatch() -> None:
     total = LAYERS * WEIGHT
     sent = {mode: communication(mlp(torch.optim.Adam), Sharding(world_size=4, mode=mode), 1e9) for mode in MODES}
     share = 3 / 4
@@ -116,9 +107,6 @@ def test_bytes_sent_are_those_of_ring_algorithms() -> None:
     assert (sent["zero3"].all_gather_bytes, sent["zero3"].reduce_scatter_bytes) == (2 * share * total, share * total)
     assert sent["ddp"].all_gather_bytes == sent["ddp"].reduce_scatter_bytes == sent["zero3"].all_reduce_bytes == 0
     assert sent["zero3"].seconds == pytest.approx(3 * share * total / 1e9)
-
-
-def test_every_microbatch_is_sent() -> None:
     given = Sharding(world_size=2, mode="zero3")
     once, thrice = (communication(plain_trace("transformer", "32-true", m), given, 1e9) for m in (1, 4))
     assert thrice.reduce_scatter_bytes == 4 * once.reduce_scatter_bytes
@@ -149,13 +137,8 @@ def test_units_given_by_name_hold_only_what_they_contain() -> None:
 # DDP's and ZeRO's own rules
 
 
-def test_buckets_are_filled_in_order() -> None:
-    given = Sharding(world_size=2, mode="ddp", bucket_cap_bytes=10, first_bucket_bytes=3)
-    assert buckets([1, 2, 4, 5, 6, 1], given) == [3, 15, 1]
-    assert buckets([], given) == []
-
-
 @given(st.lists(st.integers(1, 1000), max_size=30), st.integers(1, 1000), st.integers(1, 1000))
+@example([1, 2, 4, 5, 6, 1], 3, 10)
 def test_buckets_hold_everything_and_are_full_but_for_the_last(sizes: list[int], first: int, cap: int) -> None:
     found = buckets(sizes, Sharding(world_size=2, mode="ddp", bucket_cap_bytes=cap, first_bucket_bytes=first))
     assert sum(found) == sum(sizes)
@@ -240,16 +223,11 @@ def test_more_ranks_hold_no_more(name: str, mode: Mode) -> None:
     assert all(more <= fewer + padding for fewer, more in zip(peaks, peaks[1:], strict=False))
 
 
-@pytest.mark.parametrize("name", ["transformer", "tied", "convnet"])
-def test_each_stage_holds_no_more_than_the_one_before(name: str) -> None:
+@pytest.mark.parametrize("name", BUILDERS)
+def test_one_rank_holds_buckets_and_nothing_else_more_and_each_stage_no_more_than_the_one_before(name: str) -> None:
     trace = plain_trace(name, large=True)
     peaks = [peak(trace, mode, 8) for mode in MODES]
-    assert peaks == sorted(peaks, reverse=True)
-
-
-@pytest.mark.parametrize("name", BUILDERS)
-def test_one_rank_holds_buckets_and_nothing_else_more(name: str) -> None:
-    trace = plain_trace(name, large=True)
+    assert name not in ("transformer", "tied", "convnet") or peaks == sorted(peaks, reverse=True)
     total = sum(s.nbytes for s in trace.storages if s.category == "gradients")
     buffers = sum(s.nbytes for s in trace.storages if s.category == "buffers")
     plain = simulate(trace, COSTS).peak_bytes
@@ -257,13 +235,9 @@ def test_one_rank_holds_buckets_and_nothing_else_more(name: str) -> None:
         assert plain + total <= peak(trace, mode, 1) <= plain + total + buffers
 
 
-def test_nothing_put_in_changes_nothing() -> None:
+def test_operators_put_in_move_calls_and_saves_along_and_none_change_nothing() -> None:
     trace = plain_trace("transformer")
     assert Insertion(trace).result() == trace
-
-
-def test_operators_put_in_move_calls_and_saves_along() -> None:
-    trace = plain_trace("transformer")
     insertion = Insertion(trace)
     for position in range(0, len(trace.ops) + 1, 3):
         insertion.op("pause", 0, position, like=0, call=-1)
@@ -291,12 +265,9 @@ def test_a_sharding_that_does_not_fit_is_refused(given: dict[str, object], said:
         shard(mlp(), Sharding(**given))  # type: ignore[arg-type]
 
 
-def test_a_trace_without_parameters_is_refused() -> None:
+def test_a_trace_without_parameters_and_a_link_without_a_rate_are_refused() -> None:
     with pytest.raises(UsageError, match="capture it again"):
         shard(replace(mlp(), parameters=[]), Sharding(world_size=2, mode="ddp"))
-
-
-def test_a_link_without_a_rate_is_refused() -> None:
     with pytest.raises(UsageError, match="link_bytes_per_second=0"):
         communication(mlp(), Sharding(world_size=2, mode="ddp"), 0.0)
 

@@ -1,4 +1,4 @@
-"""What batches hold, whatever they are made of."""
+"""What batches hold, whatever they are made of, and what is within another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,17 @@ from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 from torch.utils._pytree import register_pytree_node
 
 from memfit.errors import WorkloadError
-from memfit.workload import batch_size_of, map_tensors, packed_in, slice_batch, take, tensors_of, tokens_per_sample
+from memfit.workload import (
+    batch_size_of,
+    covers,
+    extent_of,
+    map_tensors,
+    packed_in,
+    slice_batch,
+    take,
+    tensors_of,
+    tokens_per_sample,
+)
 from memfit.workload.batch import samples_in
 from tests.batch_cases import CONTAINERS, Data, Frozen, N, Slotted, graphs, images, normalised, targets, xy
 
@@ -154,18 +164,15 @@ def test_what_sparse_and_nested_tensors_hold_is_counted() -> None:
 
 
 def test_objects_may_refer_to_each_other() -> None:
+    model = nn.Linear(3, 3)  # models and optimizers are no part of a batch
+    mixed = {"x": torch.ones(2, 3), "model": model, "optimizer": torch.optim.SGD(model.parameters())}
+    assert len(tensors_of(mixed)) == 1 and slice_batch(mixed, 0, 1)["model"] is model
     batch = Data(**xy())
     part = slice_batch(batch, 0, 2)
     assert part.store.parent is part and part.x.shape == (2, 16) and batch.x.shape == (N, 16)
     batch.store.weak = weakref.ref(batch)
     part = slice_batch(batch, 0, 2)
     assert part.store.weak() is part
-
-
-def test_models_and_optimizers_in_a_batch_are_no_part_of_it() -> None:
-    model = nn.Linear(3, 3)
-    batch = {"x": torch.ones(2, 3), "model": model, "optimizer": torch.optim.SGD(model.parameters())}
-    assert len(tensors_of(batch)) == 1 and slice_batch(batch, 0, 1)["model"] is model
 
 
 def test_what_was_cut_is_freed_without_the_collector() -> None:
@@ -193,3 +200,43 @@ def test_packed_sequences_are_found_anywhere() -> None:
     assert packed_in([{"a": SimpleNamespace(b=packed)}]) == [packed]
     moved = map_tensors(lambda t: t.double(), packed)
     assert moved.data.dtype is torch.float64 and moved.batch_sizes is packed.batch_sizes
+
+
+LONG, SHORT = torch.zeros(4, 9), torch.zeros(4, 5)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((LONG, SHORT), [LONG, SHORT]),
+        ([LONG, LONG], (LONG, LONG)),
+        (((LONG, LONG), SHORT), [[LONG, LONG], SHORT]),
+        ({"x": (LONG, LONG)}, {"x": [LONG, LONG]}),
+        ([{"x": LONG}, {"x": SHORT}], ({"x": LONG}, {"x": SHORT})),
+    ],
+    ids=["pair", "alike", "nested", "in a dict", "of dicts"],
+)
+def test_a_loaders_list_of_a_tuples_parts_is_no_larger(one: Any, other: Any) -> None:
+    assert covers(extent_of(one), extent_of(other)) and covers(extent_of(other), extent_of(one))
+
+
+@pytest.mark.parametrize(
+    ("planned", "given"),
+    [
+        ((LONG, SHORT), [LONG, LONG]),
+        ([LONG, SHORT], [LONG, SHORT, SHORT]),
+        ({"images": [SHORT, SHORT]}, {"images": [SHORT, LONG]}),
+        ({"images": [SHORT, SHORT]}, {"images": [SHORT, SHORT, SHORT]}),
+        ({"images": [SHORT, SHORT]}, {"images": (SHORT, LONG)}),
+        ({"images": [SHORT, SHORT]}, {"images": (SHORT, SHORT, SHORT)}),
+        ({"images": (SHORT, SHORT)}, {"images": [SHORT, SHORT, SHORT]}),
+        ({"images": (SHORT, SHORT)}, {"images": [SHORT, LONG]}),
+        ({"images": [SHORT]}, {"pictures": [SHORT]}),
+    ],
+)
+def test_a_part_that_grew_is_larger_though_another_one_is_as_large(planned: Any, given: Any) -> None:
+    assert not covers(extent_of(planned), extent_of(given))
+
+
+def test_images_of_a_list_are_within_it_in_any_order() -> None:
+    assert covers(extent_of({"images": [LONG, SHORT, SHORT]}), extent_of({"images": [SHORT, LONG]}))

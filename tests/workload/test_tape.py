@@ -55,6 +55,8 @@ def test_each_pass_casts_weights_for_itself_within_a_loops_autocast_too(depth: i
     with outside_autocast():
         assert not torch.is_autocast_enabled("cpu")
         counts = casts_of_two_passes(MIXED)
+        with ExecutionContext((), grad=False).entered():
+            assert not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
     assert counts == [3, 3]
     assert within == ([3, 3] if depth == 0 else [3, 1])  # what the loop's own context keeps
 
@@ -67,8 +69,3 @@ def test_a_loops_autocast_is_as_it_was_afterwards(depth: int) -> None:
     assert before == after == (depth > 0, *before[1:])
     assert torch.autocast_increment_nesting() == depth + 1
     assert torch.autocast_decrement_nesting() == depth
-
-
-def test_code_runs_outside_as_it_is() -> None:
-    with outside_autocast(), ExecutionContext((), grad=False).entered():
-        assert not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, namedtuple
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,11 +44,8 @@ def test_slices_are_the_samples_in_order(kind: str) -> None:
         joined = torch.cat([tensors_of(piece)[index] for piece in pieces])
         assert torch.equal(joined, whole)
         assert tensors_of(pieces[0])[index].untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-
-
-def test_what_is_no_tensor_is_kept_by_slices() -> None:
-    piece = slice_batch(batches(4)["nested"], 0, 1)
-    assert (piece["name"], piece["weight"], piece["none"]) == ("text", 0.5, None)
+    if kind == "nested":
+        assert [pieces[0][name] for name in ("name", "weight", "none")] == ["text", 0.5, None]
 
 
 @given(st.integers(1, 20), st.integers(0, 20), st.integers(0, 20))
@@ -57,18 +55,9 @@ def test_a_slice_has_as_many_samples_as_fit(n: int, start: int, stop: int) -> No
     assert piece["x"].tolist() == list(range(n))[start:stop]
 
 
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        ({}, "has no samples"),
-        ("text", "has no samples"),
-        (None, "has no samples"),
-        (torch.tensor(3.0), "has no samples"),
-        ({"x": torch.zeros(0, 4)}, "has no samples"),
-    ],
-)
-def test_batches_without_samples_are_refused(batch: Any, message: str) -> None:
-    with pytest.raises(WorkloadError, match=message):
+@pytest.mark.parametrize("batch", [{}, "text", None, torch.tensor(3.0), {"x": torch.zeros(0, 4)}])
+def test_batches_without_samples_are_refused(batch: Any) -> None:
+    with pytest.raises(WorkloadError, match="has no samples"):
         batch_size_of(batch)
 
 
@@ -79,49 +68,37 @@ def test_every_workload_has_its_own_fingerprint_and_keeps_it() -> None:
     assert found == {name: fingerprint(build()) for name, build in builders.items()}
 
 
-def test_training_keeps_the_fingerprint() -> None:
-    workload = convnet()
+def test_training_and_checkpointing_keep_the_fingerprint() -> None:
+    workload = twice()
     before = fingerprint(workload)
-    with step_of(workload) as step:
+    with step_of(workload, regions={"shared": ()}) as step:
+        assert fingerprint(workload) == before
         for _ in range(2):
             step(workload.batch)
     workload.model.eval()
     assert fingerprint(workload) == before
 
 
-def test_a_checkpointed_model_keeps_the_fingerprint() -> None:
-    workload = twice()
-    before = fingerprint(workload)
-    with step_of(workload, regions={"shared": ()}):
-        assert fingerprint(workload) == before
+def changed(change: Callable[[Any], Any]) -> Callable[[Workload], Workload]:
+    """Return a change of a workload's model as one of the workload."""
+
+    def apply(workload: Workload) -> Workload:
+        change(workload.model)
+        return workload
+
+    return apply
 
 
-def frozen(workload: Workload) -> Workload:
-    next(workload.model.parameters()).requires_grad_(False)
-    return workload
-
-
-def renamed(workload: Workload) -> Workload:
-    workload.model.tail = workload.model.head
-    del workload.model.head
-    return workload
-
-
-def with_buffer(workload: Workload) -> Workload:
-    workload.model.register_buffer("more", torch.zeros(3))
-    return workload
-
-
-def with_sigmoid(workload: Workload) -> Workload:
-    workload.model.shared[1] = nn.Sigmoid()
-    return workload
+def renamed(model: Any) -> None:
+    model.tail = model.head
+    del model.head
 
 
 CHANGES = {
-    "a frozen parameter": frozen,
-    "another name": renamed,
-    "another buffer": with_buffer,
-    "another module of the same shape": with_sigmoid,
+    "a frozen parameter": changed(lambda model: next(model.parameters()).requires_grad_(False)),
+    "another name": changed(renamed),
+    "another buffer": changed(lambda model: model.register_buffer("more", torch.zeros(3))),
+    "another module of the same shape": changed(lambda model: setattr(model.shared, "1", nn.Sigmoid())),
     "another dtype": lambda w: dataclasses.replace(w, model=w.model.double()),
     "another batch size": lambda w: dataclasses.replace(w, batch=slice_batch(w.batch, 0, 4)),
     "another batch dtype": lambda w: dataclasses.replace(w, batch=tuple(t.double() for t in w.batch)),
@@ -174,6 +151,7 @@ class Source:
         raise AssertionError("a check runs nothing of the user's")
 
 
+SGD = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)
 WRONG: dict[str, list[Any]] = {
     "model": [lambda x: x, nn.Linear],
     "loss_fn": [None, torch.ones(1)],
@@ -181,7 +159,7 @@ WRONG: dict[str, list[Any]] = {
     "batch": [rows, rows(), Rows(), torch.utils.data.DataLoader(Rows())],
     "batches": [rows, lambda: rows(), Source, 5],
     "evaluate": [{"loss": 1.0}],
-    "scheduler": [0.1, torch.optim.lr_scheduler.LambdaLR],
+    "scheduler": [0.1, torch.optim.lr_scheduler.LambdaLR, torch.optim.lr_scheduler.ReduceLROnPlateau(SGD)],
     "max_grad_norm": [0, -1.0, True, "1"],
     "loss_scaling": [2.0**16, None],
     "bf16_updates": ["master"],
@@ -198,12 +176,6 @@ def test_a_field_of_another_kind_is_refused_when_a_workload_is_made(field: str, 
     workload = convnet()
     with pytest.raises(WorkloadError, match=rf"^Workload\.{field} is .*[:;] (give|call|create|take) "):
         dataclasses.replace(workload, **{field: value})
-
-
-def test_a_scheduler_that_needs_a_metric_is_refused() -> None:
-    workload = convnet()
-    with pytest.raises(WorkloadError, match="takes no metric"):
-        dataclasses.replace(workload, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(workload.optimizer))
 
 
 @pytest.mark.parametrize("batches", [[], rows(), Rows(), Source(), torch.utils.data.DataLoader(Rows()), iter([])])

@@ -22,10 +22,10 @@ from msgspec.structs import replace
 from torch.utils.checkpoint import checkpoint
 
 from memfit import hardware, ir
-from memfit.cost.cpu_costs import OperatorCount, storages_of
+from memfit.cost.cpu_costs import OperatorCount, storages_of, tiny_model
 from memfit.cost.error_bars import measured_like
-from memfit.cost.modelled_costs import PEAK_ERROR, PEAK_ERROR_CONVOLUTIONS, check_figures, floor_seconds, roofline
-from memfit.cost.operator_call import OperatorCall, resident_bytes
+from memfit.cost.modelled_costs import check_figures, floor_seconds, peak_error, roofline
+from memfit.cost.operator_call import distinct_calls, resident_bytes
 from memfit.errors import OutputError, PlanError, UsageError
 from memfit.foundations import Progress, StageProgress, silent
 from memfit.hardware import (
@@ -38,7 +38,7 @@ from memfit.hardware import (
     stopwatch,
     synchronize,
 )
-from memfit.ir import CONVOLUTIONS, COPY_IN, COPY_OUT, CostTable, Device, Matmul, OpCost, Trace, operator_class
+from memfit.ir import COPY_IN, COPY_OUT, CostTable, Device, Matmul, OpCost, Trace
 from memfit.workload import rebuild
 
 STEP_ERROR = 0.2
@@ -72,12 +72,6 @@ def measured_costs(
 ) -> CostTable:
     """Return the costs of the operators of some traces on an accelerator of this machine.
 
-    Args:
-        traces: Captured for this device.
-        device: One for which `Device.is_here`.
-        progress: Told how many of the calls are measured.
-        matmul: Whether products of float32 may run as TF32 ("high").
-
     Raises:
         CaptureError: The process that measures ended without a result.
     """
@@ -89,7 +83,7 @@ def measured_costs(
     lacks_link = not known.link_bytes_per_second and any(_name(text) in (COPY_IN, COPY_OUT) for text in wanted)
     if missing or not known.launch_seconds or lacks_link:
         knows_the_device = known.launch_seconds > 0 and known.link_bytes_per_second > 0
-        found = _measure(missing, device, matmul, progress, ops_only=knows_the_device)
+        found = _measure(missing, device, matmul, progress, knows_the_device)
         ops = {**known.ops, **found.ops}
         known = replace(known if knows_the_device else found, ops=ops)
         with contextlib.suppress(OutputError):  # without a cache, the next run measures again
@@ -104,28 +98,23 @@ def _table(traces: list[Trace], device: Device, known: AcceleratorCosts, matmul:
         check_figures(device)
         modelled = roofline(traces, device, matmul=matmul).ops
     ops: dict[str, OpCost] = {}
-    for trace in traces:
-        for op in trace.ops:
-            text, rate = trace.signatures[op.signature], known.link_bytes_per_second
-            if text in ops:
-                continue
-            call = OperatorCall(op.name, text, trace.works[op.signature], device)
-            if op.name in (COPY_IN, COPY_OUT):
-                if not rate:
-                    raise UsageError(
-                        "the device had no room to measure copies to the host: free memory there, and try again"
-                    )
-                ops[text] = OpCost(max((t.nbytes for t in call.given.tensors), default=0) / rate, 0, True)
-            elif text in known.ops:
-                seconds, nbytes = known.ops[text]
-                ops[text] = OpCost(max(seconds, floor_seconds(call)), nbytes, True)
-            else:
-                ops[text] = modelled.get(text, OpCost(known.launch_seconds, 0, False))
-    convolves = any(operator_class(op.name) == CONVOLUTIONS for trace in traces for op in trace.ops)
-    peak_error, step_error, notes = PEAK_ERROR_CONVOLUTIONS if convolves else PEAK_ERROR, STEP_ERROR, []
+    for call in distinct_calls(traces, device):
+        text = call.signature
+        if call.copies:
+            if not known.link_bytes_per_second:
+                raise UsageError(
+                    "the device had no room to measure copies to the host: free memory there, and try again"
+                )
+            ops[text] = OpCost(call.largest_bytes / known.link_bytes_per_second, 0, True)
+        elif text in known.ops:
+            seconds, nbytes = known.ops[text]
+            ops[text] = OpCost(max(seconds, floor_seconds(call)), nbytes, True)
+        else:
+            ops[text] = modelled.get(text, OpCost(known.launch_seconds, 0, False))
+    peak_share, step_share, notes = peak_error(traces), STEP_ERROR, []
     like = measured_like(device)
     if like is not None and like.peak_error is not None and like.step_error is not None:
-        peak_error, step_error = like.peak_error, like.step_error
+        peak_share, step_share = like.peak_error, like.step_error
         notes = [f"error bars are those of {like.cases} steps on {like.device} ({like.date})"]
     return CostTable(
         device=device.name,
@@ -135,8 +124,8 @@ def _table(traces: list[Trace], device: Device, known: AcceleratorCosts, matmul:
         dispatch_seconds=0.0,  # within each operator's time, as the accelerator works on while the host dispatches
         checkpoint_seconds=known.checkpoint_seconds,
         selective_op_seconds=0.0,
-        peak_error=peak_error,
-        step_error=step_error,
+        peak_error=peak_share,
+        step_error=step_share,
         notes=notes,
         resident_workspace_bytes=max((resident_bytes(trace, device) for trace in traces), default=0),
         link_bytes_per_second=known.link_bytes_per_second,
@@ -165,29 +154,28 @@ def read_cache(path: Path) -> AcceleratorCosts:
 
 
 def _measure(
-    signatures: list[str], device: Device, matmul: Matmul, progress: StageProgress | None, *, ops_only: bool = False
+    signatures: list[str], device: Device, matmul: Matmul, progress: StageProgress | None, ops_only: bool
 ) -> AcceleratorCosts:
+    """Measure calls here, or for CUDA in a process of its own."""
+    there = functools.partial(measure, signatures, torch.device(device.name), matmul, ops_only=ops_only)
     if device.kind != "cuda":
-        return measure(signatures, torch.device(device.name), matmul, progress, ops_only=ops_only)
+        return there(progress=progress)
     failure = f"the process that measures operators on {device.name} ended with status {{status}}: see its output above"
-    there = functools.partial(_measure_there, signatures, device.name, matmul, ops_only)
-    found = hardware.process.run(there, silent, fakes_cuda=False, failure=failure)
+    found = hardware.process.run(functools.partial(_unwatched, there), silent, fakes_cuda=False, failure=failure)
     if progress is not None:
         progress(len(signatures), len(signatures))
     return found
 
 
-def _measure_there(
-    signatures: list[str], device: str, matmul: Matmul, ops_only: bool, progress: Progress
-) -> AcceleratorCosts:
-    return measure(signatures, torch.device(device), matmul, None, ops_only=ops_only)
+def _unwatched(call: Callable[[], AcceleratorCosts], progress: Progress) -> AcceleratorCosts:
+    return call()
 
 
 def measure(
     signatures: list[str],
     device: torch.device,
     matmul: Matmul,
-    progress: StageProgress | None,
+    progress: StageProgress | None = None,
     *,
     ops_only: bool = False,
 ) -> AcceleratorCosts:
@@ -242,8 +230,7 @@ def _least_seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 def _overheads(device: torch.device) -> tuple[float, float]:
     """Return the time from one operator to the next in a step of tiny modules, and of a checkpointed call."""
-    layers = [torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(8)]
-    model = torch.nn.Sequential(*layers).to(device)
+    model = tiny_model().to(device)
     x = torch.ones(4, 8, device=device)
 
     def step() -> None:
@@ -263,4 +250,4 @@ def _overheads(device: torch.device) -> tuple[float, float]:
     plain_seconds, again_seconds = (min(timed(run, 1) for _ in range(_TINY_STEPS)) for run in (step, again))
     launch_seconds = plain_seconds / plain.operators
     more = again_seconds - plain_seconds - (recomputed.operators - plain.operators) * launch_seconds
-    return launch_seconds, max(0.0, more / len(layers))
+    return launch_seconds, max(0.0, more / len(model))

@@ -27,8 +27,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from memfit import hardware, ir
 from memfit._torch import EagerMode, profiler_enabled, storage_key, tree_leaves
-from memfit.cost.cost_source import fixed_source
 from memfit.cost.error_bars import calibration
+from memfit.cost.links import fixed_source
 from memfit.errors import OutputError, PlanError
 from memfit.foundations import Progress, StageProgress, safe_point, silent
 from memfit.hardware import allocated_by_name, cache_folder, host_name
@@ -180,15 +180,11 @@ _seen: dict[Path, set[str]] = {}  # the calls that this process has measured or 
 
 
 def _has_drifted(table: CostTable, uses: Mapping[str, int], seen: Collection[str]) -> bool:
-    """Tell whether the largest calls of a step, and dispatch, take another time than the kept one.
+    """Tell whether the largest calls of a step but for `seen` ones, and dispatch, take another time than the kept one.
 
     Calls that take longer are timed again, until they don't or the time is over: a machine needs a second to come to
     its clock rate, and to give a second thread a processor of its own. On a busy machine no call counts as slower: the
     least times of short calls are those of a machine at rest there, and those of long ones are not.
-
-    Args:
-        uses: The number of each call's runs in the step.
-        seen: Calls that are not checked.
     """
     checked = [s for s in _largest(table, uses) if s not in seen]
     if not checked:
@@ -247,11 +243,7 @@ def _others_seconds() -> float:
 
 
 def _with_overheads(table: CostTable, again: bool = False) -> CostTable:
-    """Return a table with the overheads of operators and checkpoints as they are measured now.
-
-    Args:
-        again: Whether those that the table has are kept where they are less.
-    """
+    """Return a table with the overheads as they are measured now; with `again`, the lesser of these and its own."""
     names = ("dispatch_seconds", "checkpoint_seconds", "selective_op_seconds")
     if (source := fixed_source()) is not None:
         return msgspec.structs.replace(table, **{name: getattr(source, name) for name in names})
@@ -278,22 +270,28 @@ def measure(
             whose times are then those at the machine's pace of before: only so do they add up.
     """
     known = known or {}
+    times = {text: 1 if uses is None else uses.get(text, 1) for text in [*signatures, *known]}
     with torch.random.fork_rng(devices=[]):
         first = _first_runs(signatures, progress)
         if (source := fixed_source()) is not None:
             if progress is not None:
                 progress(2 * len(signatures), 2 * len(signatures))
-            fixed = {text: source.seconds(text) for text in first}
-            return {text: _cost(text, first, fixed, fixed, 1.0) for text in signatures}
-        with torch.no_grad():
-            coarse = {text: _coarse_seconds(text, run.seconds) for text, run in first.items()}
-            times = {text: 1 if uses is None else uses.get(text, 1) for text in [*signatures, *known]}
-            share = 0.0 if uses is None else _SHARE
-            seconds = _precise_seconds(coarse, times, share, progress, len(signatures), known)
+            coarse = seconds = {text: source.seconds(text) for text in first}
+            known = {}
+        else:
+            with torch.no_grad():
+                coarse = {text: _coarse_seconds(text, run.seconds) for text, run in first.items()}
+                share = 0.0 if uses is None else _SHARE
+                seconds = _precise_seconds(coarse, times, share, progress, len(signatures), known)
     again = [text for text in known if text in seconds]
     now = sum(times[text] * seconds[text] for text in again)
     pace = sum(times[text] * known[text] for text in again) / now if now else 1.0
-    return {text: _cost(text, first, coarse, seconds, pace) for text in signatures}
+    return {
+        text: OpCost(pace * seconds.get(text, coarse[text]), first[text].workspace_bytes, True, text not in seconds)
+        if text in first
+        else OpCost(0.0, 0, False)  # it could not be run
+        for text in signatures
+    }
 
 
 class _FirstRun(NamedTuple):
@@ -365,16 +363,6 @@ def _settle(
             seconds = min(seconds_of[text], _timed(text, about_seconds[text], evicting))
             faster += (seconds_of[text] - seconds) * times[text]
             seconds_of[text] = seconds
-
-
-def _cost(
-    text: str, first: Mapping[str, _FirstRun], coarse: Mapping[str, float], seconds: Mapping[str, float], pace: float
-) -> OpCost:
-    """Return the cost of a call: its measured seconds times the pace, or none where it could not be run."""
-    if text not in first:
-        return OpCost(0.0, 0, False)
-    found = pace * seconds.get(text, coarse[text])
-    return OpCost(found, first[text].workspace_bytes, True, text not in seconds)
 
 
 def _coarse_seconds(text: str, first_seconds: float) -> float:
@@ -533,11 +521,15 @@ class OperatorCount(EagerMode):
         return func(*args, **(kwargs or {}))
 
 
+def tiny_model() -> torch.nn.Sequential:
+    """Return a model of 8 blocks of layers, whose time is that of dispatching them."""
+    layers = [torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(8)]
+    return torch.nn.Sequential(*layers)
+
+
 def _dispatch_seconds() -> float:
     """Return the measured time of an operator in a step of tiny modules beyond a bare call of a tiny operator."""
-    layers = [torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(8)]
-    model = torch.nn.Sequential(*layers)
-    x = torch.ones(4, 8)
+    model, x = tiny_model(), torch.ones(4, 8)
     with OperatorCount() as count:  # type: ignore[no-untyped-call]
         model(x).sum().backward()
     step = _backward_seconds(lambda: model(x)) / count.operators

@@ -30,12 +30,9 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Error bars of predicted peaks on the CPU, and where they come from.
 
     Attributes:
-        source: The result file.
-        command: The command that made the source.
-        machine, torch_version, date: Those of the measurements.
+        source, command: The result file, and the command that made it.
         rate: The wanted share of steps whose measured peak is within the upper end.
-        cases: The number of steps measured.
-        workloads: The number of their workloads.
+        cases, workloads: The number of steps measured, and of their workloads.
         quantile: The share by which upper ends lie above predictions for that rate, from the scores.
         floor: The least share in use, chosen and not measured: for steps unlike those of the source.
         peak_error: The larger of the two: the share in use.
@@ -77,10 +74,8 @@ class CardMeasurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     Attributes:
         device: Its name for people.
         sources: The result files.
-        torch_version, date: Those of the measurements.
         rate: The wanted share of steps within the error bars.
-        cases: The number of steps measured.
-        workloads: The number of their workloads.
+        cases, workloads: The number of steps measured, and of their workloads.
         peak_error: The share by which upper ends lie above predicted peaks, reserved where the device counts it; None
             where too few steps were measured for the rate.
         step_error: The relative half-width of the interval around predicted step times; None likewise.
@@ -127,11 +122,7 @@ def measured_like(device: Device) -> CardMeasurement | None:
 
 
 def key_of(device: Device, *, probed: bool) -> str:
-    """Return what a device's measurements are kept under.
-
-    Args:
-        probed: Whether its figures are those of a probe, and not the vendor's.
-    """
+    """Return what a device's measurements are kept under: its product, where its figures are those of a probe."""
     of_family = family(device)
     return of_family if of_family and not probed else _product(device.vendor, device.description)
 

@@ -1,4 +1,8 @@
-"""Links between ranks, and costs of collectives: measured among processes of this machine, or from the catalogue."""
+"""Where costs come from that a clock tells, or a link: measured here, from the catalogue, or fixed.
+
+Links between ranks are measured among processes of this machine, or from the catalogue. A `CostSource` fixes them, and
+what operators take, so that no clock is in the costs.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +13,19 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 import torch
 
 from memfit import ir
 from memfit._torch import leave
-from memfit.cost.cost_source import Link, Links, fixed_source
 from memfit.cost.modelled_costs import figures
 from memfit.errors import CaptureError, OutputError
 from memfit.hardware import cache_folder
 from memfit.ir import (
     COPIES,
+    Collective,
     CostTable,
     Device,
     OpCost,
@@ -39,6 +43,84 @@ _LARGE_BYTES, _SMALL_BYTES = 8 * 2**20, 2**10
 _REPEATS = 7
 _MOST_SECONDS = 120
 _MOST_PROBED = 4  # ranks of one machine that are probed; more share its processors alike
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A link between ranks.
+
+    Attributes:
+        bytes_per_second: Of one rank in one direction, while all send (> 0).
+        latency_seconds: Of one message to the next rank (≥ 0).
+    """
+
+    bytes_per_second: float
+    latency_seconds: float = 0.0
+
+    def seconds(self, sent: Collective) -> float:
+        """Return the time of a collective by ring algorithms: N − 1 messages, twice as many for a sum."""
+        rounds = (sent.ranks - 1) * (2 if sent.sent_bytes > sent.nbytes else 1)
+        return rounds * self.latency_seconds + sent.sent_bytes / self.bytes_per_second
+
+
+class Links(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The links of some ranks.
+
+    Attributes:
+        within: Of the ranks of one node.
+        copy_bytes_per_second: At which a rank copies parameters out of what it gathered, and gradients into one buffer.
+        between: Of the ranks of different nodes; None for one node.
+        ranks_per_node: Ranks of one node (> 0), consecutive ones; 0 for all.
+        pads: Whether gradients are padded in copies before they are put into one buffer, as a CPU's kernel does.
+    """
+
+    within: Link
+    copy_bytes_per_second: float
+    between: Link | None = None
+    ranks_per_node: int = 0
+    pads: bool = False
+
+    def of(self, ranks: int, *, spread: bool = False) -> Link:
+        """Return the link that limits some ranks: consecutive ones, or ones `spread` over all nodes."""
+        if self.between is None or not (spread or ranks > (self.ranks_per_node or ranks)):
+            return self.within
+        return self.between
+
+
+class CostSource(msgspec.Struct, frozen=True, kw_only=True):
+    """Costs in the place of measured ones. What calls allocate inside is measured as ever: no clock is in that.
+
+    Attributes:
+        name: Its costs are cached under this name.
+        seconds: The time of a call, by its signature.
+        dispatch_seconds, checkpoint_seconds, selective_op_seconds: As in a `CostTable`.
+        links: The links among processes of this machine.
+    """
+
+    name: str
+    seconds: Callable[[str], float]
+    dispatch_seconds: float
+    checkpoint_seconds: float
+    selective_op_seconds: float
+    links: Links
+
+
+_fixed: CostSource | None = None
+
+
+def fixed_source() -> CostSource | None:
+    """Return the source of costs within `costs_from`; None where costs are measured."""
+    return _fixed
+
+
+@contextlib.contextmanager
+def costs_from(source: CostSource) -> Iterator[None]:
+    """Take the costs of this machine's CPU from a source within the context, and time no operator."""
+    global _fixed
+    before, _fixed = _fixed, source
+    try:
+        yield
+    finally:
+        _fixed = before
 
 
 def links_of(device: Device, sharding: Sharding) -> Links:
@@ -85,13 +167,6 @@ def _measured(ranks: int) -> Links:
     path = cache_folder() / f"links-{ranks}ranks-torch{torch.__version__}.json"
     with contextlib.suppress(Exception):  # damaged, or of another version: it is measured again
         return msgspec.json.decode(path.read_bytes(), type=Links)
-    found = _probe(ranks)
-    with contextlib.suppress(OutputError):  # without a cache, the next run measures again
-        ir.codec.write_atomic(path, msgspec.json.encode(found))
-    return found
-
-
-def _probe(ranks: int) -> Links:
     with contextlib.closing(socket.socket()) as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
@@ -117,7 +192,10 @@ def _probe(ranks: int) -> Links:
             process.kill()
     if any(process.returncode for process in processes):
         raise CaptureError(f"the {ranks} processes that measure their link failed: see their output above")
-    return msgspec.json.decode(written[0], type=Links)
+    found = msgspec.json.decode(written[0], type=Links)
+    with contextlib.suppress(OutputError):  # without a cache, the next run measures again
+        ir.codec.write_atomic(path, written[0])
+    return found
 
 
 def _as_rank() -> None:

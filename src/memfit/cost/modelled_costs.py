@@ -20,6 +20,7 @@ import msgspec
 from memfit.cost.error_bars import measured_like
 from memfit.cost.operator_call import (
     OperatorCall,
+    distinct_calls,
     layout_bytes,
     repeated_bytes,
     resident_bytes,
@@ -31,8 +32,6 @@ from memfit.ir import (
     ATTENTION,
     CONVOLUTIONS,
     COPIES,
-    COPY_IN,
-    COPY_OUT,
     ITEM_BYTES,
     MATRIX,
     RECURRENT,
@@ -87,24 +86,17 @@ def roofline(traces: Iterable[Trace], device: Device, *, matmul: Matmul = "highe
     traces = list(traces)
     ops: dict[str, OpCost] = {}
     like = measured_like(device)
-    for trace in traces:
-        for op in trace.ops:
-            text = trace.signatures[op.signature]
-            if text in ops:
-                continue
-            call = OperatorCall(op.name, text, trace.works[op.signature], device, matmul)
-            if call.name in (COPY_OUT, COPY_IN):
-                rate = device.link_bytes_per_second
-                if not rate:
-                    raise UsageError(
-                        f"device={device.name!r} has no link_bytes_per_second, the rate of copies to the host: add it"
-                    )
-                ops[text] = OpCost(max((t.nbytes for t in call.given.tensors), default=0) / rate, 0, False)
-                continue
-            factor = like.time_factor(call.kind, call.work.dtype) if like is not None else 1.0
-            seconds = max(kernel_seconds(call) * factor, floor_seconds(call))
-            ops[text] = OpCost(seconds, workspace_bytes(call), False)
-    convolves = any(operator_class(op.name) == CONVOLUTIONS for trace in traces for op in trace.ops)
+    for call in distinct_calls(traces, device, matmul):
+        if call.copies:
+            if not device.link_bytes_per_second:
+                raise UsageError(
+                    f"device={device.name!r} has no link_bytes_per_second, the rate of copies to the host: add it"
+                )
+            ops[call.signature] = OpCost(call.largest_bytes / device.link_bytes_per_second, 0, False)
+            continue
+        factor = like.time_factor(call.kind, call.work.dtype) if like is not None else 1.0
+        seconds = max(kernel_seconds(call) * factor, floor_seconds(call))
+        ops[call.signature] = OpCost(seconds, workspace_bytes(call), False)
     return CostTable(
         device=device.name,
         torch_version=traces[0].torch_version if traces else "",
@@ -113,12 +105,18 @@ def roofline(traces: Iterable[Trace], device: Device, *, matmul: Matmul = "highe
         dispatch_seconds=0.0,
         checkpoint_seconds=figures()["device"]["checkpoint_seconds"],
         selective_op_seconds=figures()["device"]["selective_op_seconds"],
-        peak_error=PEAK_ERROR_CONVOLUTIONS if convolves else PEAK_ERROR,
+        peak_error=peak_error(traces),
         step_error=STEP_ERROR,
         resident_workspace_bytes=max((resident_bytes(trace, device) for trace in traces), default=0),
         link_bytes_per_second=device.link_bytes_per_second,
         notes=[f"times are modelled, and corrected by measured steps on {like.device} ({like.date})"] if like else [],
     )
+
+
+def peak_error(traces: Iterable[Trace]) -> float:
+    """Return the estimated error of predicted peaks."""
+    convolves = any(operator_class(op.name) == CONVOLUTIONS for trace in traces for op in trace.ops)
+    return PEAK_ERROR_CONVOLUTIONS if convolves else PEAK_ERROR
 
 
 def check_figures(device: Device) -> None:
@@ -293,10 +291,5 @@ def kernels_of(trace: Trace) -> int:
 
 
 def code_seconds(trace: Trace, processes: int) -> float:
-    """Return about how long the code of a compiled step takes to make on a CPU that has none kept from before.
-
-    Args:
-        trace: The step, captured under the plan.
-        processes: Kernels that are compiled at a time.
-    """
+    """Return about how long a captured step's code takes to make on a CPU without kept code, some kernels at a time."""
     return _HEADER_SECONDS + _OPERATOR_SECONDS * len(trace.ops) + _KERNEL_SECONDS * kernels_of(trace) / processes

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
 from memfit.ir import (
     CONVOLUTIONS,
+    COPY_IN,
+    COPY_OUT,
     ITEM_BYTES,
     MATRIX,
     VIEWS,
@@ -59,7 +61,6 @@ _READS_TWICE = {
 }
 """Kernels that read their input once for the statistics or the parameters' gradients, and once more."""
 _GATHERS = {"embedding", "index", "index_select", "gather", "_unsafe_index"}
-_SHAPE_ONLY = {"nll_loss_backward", "nll_loss2d_backward"}
 _BLOCKS = 2  # blocks of 1024 threads on a multiprocessor
 _SECTOR_BYTES = 32  # the least that a GPU reads at once
 
@@ -114,6 +115,16 @@ class OperatorCall(msgspec.Struct, frozen=True, dict=True):
         return peak_flops(self.device, self.work.dtype, self.kind, self.matmul)
 
     @property
+    def copies(self) -> bool:
+        """Whether it is a copy between the device and the host."""
+        return self.name in (COPY_IN, COPY_OUT)
+
+    @property
+    def largest_bytes(self) -> int:
+        """The bytes of its largest argument."""
+        return max((t.nbytes for t in self.given.tensors), default=0)
+
+    @property
     def weight(self) -> Tensor | None:
         """The weight of a convolution; None for unknown arguments."""
         weight = self.given.get(2 if self.is_backward else 1, "weight")
@@ -126,9 +137,34 @@ class OperatorCall(msgspec.Struct, frozen=True, dict=True):
         return groups if isinstance(groups, int) else 1
 
 
+def distinct_calls(traces: Iterable[Trace], device: Device, matmul: Matmul = "highest") -> Iterator[OperatorCall]:
+    """Yield the calls of some traces on a device, each signature once."""
+    seen: set[str] = set()
+    for trace in traces:
+        for op in trace.ops:
+            if (text := trace.signatures[op.signature]) not in seen:
+                seen.add(text)
+                yield OperatorCall(op.name, text, trace.works[op.signature], device, matmul)
+
+
 def traffic_bytes(call: OperatorCall) -> int:
     """Return the bytes read and written by a call; kernels don't read all their arguments exactly once."""
-    return _read_bytes(call) + call.work.write_bytes
+    base, work, indices_bytes = call.base, call.work, _integer_bytes(call)
+    read_bytes = work.read_bytes
+    if base in _OVERWRITES or call.name.endswith(".out"):  # the written argument is not read
+        read_bytes = max(0, work.read_bytes - work.write_bytes)
+    elif base in _READS_TWICE:
+        read_bytes = 2 * work.read_bytes
+    elif base in _GATHERS:  # the looked-up rows, not the whole table
+        read_bytes = min(work.read_bytes, work.write_bytes + indices_bytes)
+    elif base in ("nll_loss_backward", "nll_loss2d_backward"):  # of the scores the shape alone
+        read_bytes = indices_bytes
+    elif base in ("nll_loss_forward", "nll_loss2d_forward"):  # one score for each target
+        read_bytes = min(work.read_bytes, indices_bytes + indices_bytes // 8 * _SECTOR_BYTES)
+    elif base == "embedding_dense_backward":
+        gradient = call.given.get(0, "grad_output")  # scattered rows are read and written once more
+        read_bytes += 2 * gradient.nbytes if isinstance(gradient, Tensor) else 0
+    return read_bytes + work.write_bytes
 
 
 def repeated_bytes(call: OperatorCall) -> int:
@@ -158,25 +194,6 @@ def repeated_bytes(call: OperatorCall) -> int:
     return product + x.nbytes * (1 if call.is_backward else 2)
 
 
-def _read_bytes(call: OperatorCall) -> int:
-    base, work = call.base, call.work
-    if base in _OVERWRITES or call.name.endswith(".out"):  # the written argument is not read
-        return max(0, work.read_bytes - work.write_bytes)
-    if base in _READS_TWICE:
-        return 2 * work.read_bytes
-    if base in _GATHERS:  # the looked-up rows, not the whole table
-        return min(work.read_bytes, work.write_bytes + _integer_bytes(call))
-    if base in _SHAPE_ONLY:
-        return _integer_bytes(call)
-    if base in ("nll_loss_forward", "nll_loss2d_forward"):  # one score for each target
-        targets = _integer_bytes(call)
-        return min(work.read_bytes, targets + targets // 8 * _SECTOR_BYTES)
-    if base == "embedding_dense_backward":
-        gradient = call.given.get(0, "grad_output")  # scattered rows are read and written once more
-        return work.read_bytes + (2 * gradient.nbytes if isinstance(gradient, Tensor) else 0)
-    return work.read_bytes
-
-
 def _integer_bytes(call: OperatorCall) -> int:
     return sum(t.nbytes for t in call.given.tensors if t.dtype in ("int64", "int32"))
 
@@ -189,7 +206,6 @@ CUDNN_KERNELS_BYTES = 283 * 2**20
 """Those of cuDNN, on an A100: 13 of timm's models at batch 8 hold 1704 MiB (the median; 1569 to 1790) beyond their
 predicted reserved bytes, perceptrons on the same machine 1421 MiB (GPUMemNet, fake_tensor.xlsx, mlp_data_step1.csv)."""
 _FLOAT, _LONG = 4, 8
-_Rule = Callable[[OperatorCall], int]
 
 
 def workspace_bytes(call: OperatorCall) -> int:
@@ -427,7 +443,7 @@ def layout_bytes(call: OperatorCall) -> int:
     return _layout_copies(call) * (2 if call.is_backward else 1)
 
 
-_RULES: dict[str, _Rule] = {
+_RULES: dict[str, Callable[[OperatorCall], int]] = {
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_cudnn_attention_backward": _cudnn_attention_backward,

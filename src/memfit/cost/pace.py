@@ -113,13 +113,7 @@ def undisturbed(turns: Sequence[Paced], least: int) -> list[Paced]:
 
 
 def busy_notes(doing: str, attended_share: float, slowdown: float = 1.0) -> list[str]:
-    """Return notes on times that were measured on a busy machine.
-
-    Args:
-        doing: What it did meanwhile, such as "plans were measured".
-        attended_share: The share of the time in which the thread that ran the steps computed.
-        slowdown: See `Pace`.
-    """
+    """Return notes on times that were measured on a busy machine while it was `doing` ("plans were measured")."""
     notes = []
     if attended_share < _ATTENDED:
         notes.append(

@@ -1,6 +1,6 @@
 """The foundations of every room, without PyTorch: tracebacks of users' code, units, interrupts.
 
-`frames` finds the user's own line, `tracebacks` ends an error there, `interrupts` holds signals back while state is
+`frames` finds the user's own line and ends an error there, `interrupts` holds signals back while state is
 changed, and `turns` lets one thread at a time replace what PyTorch looks up.
 """
 

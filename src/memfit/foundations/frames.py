@@ -1,7 +1,11 @@
-"""The user's own frames of a traceback, and memfit's where the fault is its own."""
+"""The user's own frames of a traceback, and memfit's where the fault is its own.
+
+Errors that leave memfit show the user's, without memfit's between and below them (`public`).
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import sys
@@ -9,12 +13,18 @@ import sysconfig
 import traceback
 import warnings
 import weakref
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, ParamSpec, TypeVar
 
+from memfit.errors import MemfitError
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_T = TypeVar("_T")
+VARIABLE = "MEMFIT_TRACEBACK"
+"""The environment variable by which "full" leaves tracebacks whole."""
 _MOST = 8
 _HOME = f"{Path(__file__).parents[1]}{os.sep}"
 _BETWEEN = tuple(
@@ -25,9 +35,7 @@ _BETWEEN = tuple(
         ("hardware", "attention.py"),
         ("hardware", "fake_cuda.py"),
         ("ir",),
-        ("workload", "argument_values.py"),
         ("workload", "signatures.py"),
-        ("workload", "sparse.py"),
     ]
 )
 """Rooms and modules of memfit whose code runs between a step and PyTorch."""
@@ -41,7 +49,7 @@ def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
     They are those of the first error in the chain of causes: errors that memfit raises from a user's error have no
     further frames of the user's code.
     """
-    for link in reversed(list(_chain(error))):
+    for link in reversed(list(chain(error))):
         frames = [f for f in traceback.extract_tb(link.__traceback__) if is_users(f.filename)]
         if frames:
             return frames
@@ -60,7 +68,7 @@ def memfits_place(error: BaseException) -> str:
     It is the innermost frame outside of Python's library, of the first error in the chain of causes. Only code that
     stands between a step and PyTorch counts: what calls the step's functions fails where they take other arguments.
     """
-    first = list(_chain(error))[-1]
+    first = list(chain(error))[-1]
     _, packages, python = _known_folders()
     for frame in reversed(traceback.extract_tb(first.__traceback__)):
         path = frame.filename
@@ -106,7 +114,8 @@ def _users_line() -> tuple[str, int]:
     return ("<unknown>", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, and those that it was raised from."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -115,7 +124,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__
 
 
-@cache
+@functools.cache
 def _known_folders() -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """Return the folders of memfit with its foundations, of installed packages, and of Python."""
     paths = sysconfig.get_paths()
@@ -144,6 +153,99 @@ def is_users(filename: str) -> bool:
 
 
 def _short(filename: str) -> str:
-    path = Path(filename)
-    here = Path.cwd()
+    path, here = Path(filename), Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else filename
+
+
+def public(
+    function: Callable[_P, _R], check: Callable[[tuple[Any, ...], Mapping[str, Any]], None] | None = None
+) -> Callable[_P, _R]:
+    """Make a function one that users call: its errors end at the line that called it.
+
+    `check` is called with the arguments first, and raises what is wrong with them.
+    """
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            if check is not None:
+                check(args, kwargs)
+            return function(*args, **kwargs)
+        except Exception as e:
+            if not is_called_by_memfit() and os.environ.get(VARIABLE) != "full":
+                trim(e)
+            raise  # by itself, which adds no frame
+
+    return call
+
+
+def constructor(kind: type[_T]) -> type[_T]:
+    """Make a class one that users create: errors of its constructor end at the line that called it."""
+    setattr(kind, "__init__", public(kind.__init__))  # noqa: B010 (an assignment is an error for mypy)
+    return kind
+
+
+def is_called_by_memfit() -> bool:
+    """Tell whether memfit's own code called the function that asks."""
+    frame = sys._getframe(2)
+    while frame.f_globals is globals() and frame.f_back is not None:  # `call`, above
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "memfit"
+
+
+def trim(error: BaseException) -> None:
+    """Take memfit's frames, and causes that have no others, out of an error that was caught at memfit's door.
+
+    An error that is no `MemfitError` and has no frame of the user's is memfit's own fault: it stays whole.
+    """
+    door = error.__traceback__
+    rest = _users(door.tb_next if door is not None else None, isinstance(error, MemfitError))
+    if not isinstance(error, MemfitError) and (rest is None or memfits_place(error)):
+        return
+    error.__traceback__ = rest
+    link, seen = error, {id(error)}
+    while (cause := _next(link)) is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        if any(is_memfits(entry.tb_frame.f_code.co_filename) for entry in _entries(cause.__traceback__)):
+            rest = _users(cause.__traceback__, isinstance(cause, MemfitError))
+            if rest is None:
+                _link(link, _next(cause))
+                continue
+            cause.__traceback__ = rest
+        link = cause
+
+
+def _next(error: BaseException) -> BaseException | None:
+    """Return the error that Python shows above another one."""
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _link(error: BaseException, cause: BaseException | None) -> None:
+    """Have Python show another error above an error, or none."""
+    if cause is None or error.__cause__ is not None:
+        error.__cause__ = cause
+    else:
+        error.__context__ = cause
+
+
+def _entries(entry: TracebackType | None) -> list[TracebackType]:
+    found = []
+    while entry is not None:
+        found.append(entry)
+        entry = entry.tb_next
+    return found
+
+
+def _users(outermost: TracebackType | None, raised_by_memfit: bool) -> TracebackType | None:
+    """Return a traceback from the user's first frame on, without memfit's; None where it has no frame of the user's.
+
+    Where memfit raised the error, the user's frames are all; else those of what the user's code called are kept too.
+    """
+    entries = _entries(outermost)
+    names = [entry.tb_frame.f_code.co_filename for entry in entries]
+    first = next((index for index, name in enumerate(names) if is_users(name)), len(entries))
+    kept = None
+    for entry, name in reversed(list(zip(entries[first:], names[first:], strict=True))):
+        if is_users(name) or not (raised_by_memfit or is_memfits(name)):
+            kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return kept

@@ -116,10 +116,7 @@ def read_budget(
 
 
 def parse_budget(budget: int | float | str, device_bytes: int | None, argument: str = "budget") -> int:
-    """Return the bytes of a budget without shares of a plain step; see `read_budget`.
-
-    Args:
-        device_bytes: The device's usable memory; None if shares are not allowed.
+    """Return the bytes of a budget that is no share of a plain step, nor of a device without `device_bytes`.
 
     Raises:
         BudgetError: The budget can't be parsed, or is not above 0.

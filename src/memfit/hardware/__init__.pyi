@@ -19,8 +19,6 @@ from .catalogue import read_prices as read_prices
 from .catalogue import supports_bfloat16 as supports_bfloat16
 from .catalogue import supports_tf32 as supports_tf32
 from .catalogue import user_file as user_file
-from .cpu_allocations import allocated as allocated
-from .cpu_allocations import allocated_by_name as allocated_by_name
 from .fake_cuda import fake_gpu as fake_gpu
 from .fake_cuda import family as family
 from .fake_cuda import runs_alike as runs_alike
@@ -39,6 +37,8 @@ from .measurement import float32_precision as float32_precision
 from .measurement import keep_devices as keep_devices
 from .measurement import link_rate as link_rate
 from .measurement import probe_all as probe_all
-from .memory_errors import OutOfMemory as OutOfMemory
-from .memory_errors import allocations_can_fail as allocations_can_fail
-from .memory_errors import out_of_memory as out_of_memory
+from .memory import OutOfMemory as OutOfMemory
+from .memory import allocated as allocated
+from .memory import allocated_by_name as allocated_by_name
+from .memory import allocations_can_fail as allocations_can_fail
+from .memory import out_of_memory as out_of_memory

@@ -137,9 +137,6 @@ def memory_info(device: torch.device) -> tuple[int, int]:
 class MemoryFraction:
     """The share of a device's memory that PyTorch's allocator may take.
 
-    Args:
-        device: The device.
-
     Raises:
         UsageError: PyTorch can't limit a device of this kind.
     """

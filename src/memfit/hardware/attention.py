@@ -246,7 +246,11 @@ class AttentionKernels:
         )
         kernel, reasons = choose(call, self.device)
         self.calls.add(call)
-        self.chosen[kernel, _why(kernel, reasons)] += 1
+        why = f"not flash since {reasons['flash']}" if kernel == "efficient" else ""  # against a leaner one
+        if kernel == "math":
+            listed = "; ".join(f"not {_NAMES[k]} since {reason}" for k, reason in reasons.items())
+            why = f"{listed}; it allocates the whole matrix of scores"
+        self.chosen[kernel, why] += 1
         if attn_mask is not None and attn_mask.dtype is torch.bool:
             zero = torch.zeros((), dtype=query.dtype, device=query.device)
             attn_mask = torch.where(attn_mask, zero, zero - math.inf)
@@ -274,11 +278,3 @@ class AttentionKernels:
         else:
             out = _aten._scaled_dot_product_cudnn_attention(*given, False, scale=scale)[0]
         return out
-
-
-def _why(kernel: Kernel, reasons: dict[Kernel, str]) -> str:
-    """Return the reason against a leaner kernel; "" where the user need not know."""
-    if kernel == "math":
-        listed = "; ".join(f"not {_NAMES[k]} since {why}" for k, why in reasons.items())
-        return f"{listed}; it allocates the whole matrix of scores"
-    return f"not flash since {reasons['flash']}" if kernel == "efficient" else ""

@@ -17,7 +17,7 @@ import msgspec
 import platformdirs
 
 from memfit.errors import UsageError
-from memfit.ir import Device, Precision, Price, Vendor
+from memfit.ir import CardPrice, Device, Precision, Vendor
 
 DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8")
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
@@ -201,7 +201,7 @@ def match(product: str, memory_bytes: int, known: Iterable[Device], kind: str = 
     return None
 
 
-def read_prices(path: str | Path) -> dict[str, Price]:
+def read_prices(path: str | Path) -> dict[str, CardPrice]:
     """Return the prices in a TOML file, every entry with its date, by the card's name in the catalogue.
 
     Raises:
@@ -215,23 +215,19 @@ def read_prices(path: str | Path) -> dict[str, Price]:
     entries = tables.get("prices")
     if not isinstance(entries, dict) or set(tables) != {"prices"}:
         raise UsageError(f"{path} needs one table, [prices], with an entry a card: {_EXAMPLE}")
-    found: dict[str, Price] = {}
+    found: dict[str, CardPrice] = {}
     for name, entry in entries.items():
-        found[look_up(name).name] = _price(name, entry, str(path))
+        card, of = look_up(name).name, f"{path}, price of {name}"
+        try:
+            price = found[card] = msgspec.convert(entry, CardPrice)
+        except msgspec.ValidationError as e:
+            raise UsageError(f"{of}: {e}. An entry has per_hour, currency and date: {_EXAMPLE}") from e
+        if not (math.isfinite(price.per_hour) and price.per_hour > 0) or not price.currency.strip():
+            raise UsageError(
+                f"{of}: per_hour is {price.per_hour} and currency {price.currency!r}: give a price above 0 in a"
+                f" currency: {_EXAMPLE}"
+            )
     return found
-
-
-def _price(name: str, entry: Any, source: str) -> Price:
-    try:
-        price = msgspec.convert(entry, Price)
-    except msgspec.ValidationError as e:
-        raise UsageError(f"{source}, price of {name}: {e}. An entry has per_hour, currency and date: {_EXAMPLE}") from e
-    if not (math.isfinite(price.per_hour) and price.per_hour > 0) or not price.currency.strip():
-        raise UsageError(
-            f"{source}, price of {name}: per_hour is {price.per_hour} and currency {price.currency!r}: give a price"
-            f" above 0 in a currency: {_EXAMPLE}"
-        )
-    return price
 
 
 _ARCHITECTURES = {(7, 0): "Volta", (7, 2): "Volta", (7, 5): "Turing"}

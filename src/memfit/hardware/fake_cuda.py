@@ -46,13 +46,30 @@ _attention: AttentionKernels | None = None
 
 
 def fake_gpu(device: Device) -> AttentionKernels:
-    """Make this process look as if it had a GPU, and return its attention.
+    """Make this process look, to the user's code and to PyTorch's own, as if it had one GPU; return its attention.
+
+    That holds until the process ends, which is memfit's own (`shim.command`), not the user's.
 
     Raises:
         RuntimeError: Fake CUDA is not loaded in this process.
     """
     global _library, _attention
-    _pretend(device)
+    if not is_loaded():
+        raise RuntimeError("fake CUDA is not loaded in this process: start it by memfit.hardware.shim.command")
+    for name, answer in _answers(device).items():
+        setattr(torch.cuda, name, answer)
+    fake_tensor.init_gpu_context = _constant(None)  # type: ignore[assignment]  # it would call the driver
+    FakeTensorMode.avoid_device_init = property(_constant(True))  # type: ignore[assignment]  # torch.tensor, too
+    for name in ("mark", "range_push", "range_pop", "range_start", "range_end"):
+        setattr(torch.cuda.nvtx, name, _constant(None))
+    answer_for_one_device()
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+    torch.Tensor.is_pinned = _constant(False)  # type: ignore[method-assign]
+    if device.vendor == "nvidia" and torch.version.cuda is None:
+        torch.version.cuda = "13.0"
+    # Optimizers choose their multi-tensor kernels by the exact type of the parameters.
+    if FakeTensor not in optimizer_types:
+        optimizer_types.append(FakeTensor)
     if _library is None or _attention is None:
         _library, _attention = torch.library.Library("aten", "IMPL"), AttentionKernels(device)
         _attention.register(_library)
@@ -99,34 +116,23 @@ def _no_data(*_: Any, **__: Any) -> None:
     raise RuntimeError("a kernel was called on fake tensors, which have no data")
 
 
-def _pretend(device: Device) -> None:
-    """Make this process look, to the user's code and to PyTorch's own, as if it had one GPU of this kind.
-
-    That holds until the process ends, which is memfit's own (`shim.command`), not the user's.
-
-    Raises:
-        RuntimeError: The shim is not loaded in this process.
-    """
-    if not is_loaded():
-        raise RuntimeError("fake CUDA is not loaded in this process: start it by memfit.hardware.shim.command")
-    for name, answer in _answers(device).items():
-        setattr(torch.cuda, name, answer)
-    fake_tensor.init_gpu_context = _constant(None)  # type: ignore[assignment]  # it would call the driver
-    FakeTensorMode.avoid_device_init = property(_constant(True))  # type: ignore[assignment]  # torch.tensor, too
-    for name in ("mark", "range_push", "range_pop", "range_start", "range_end"):
-        setattr(torch.cuda.nvtx, name, _constant(None))
-    answer_for_one_device()
-    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
-    torch.Tensor.is_pinned = _constant(False)  # type: ignore[method-assign]
-    if device.vendor == "nvidia" and torch.version.cuda is None:
-        torch.version.cuda = "13.0"
-    # Optimizers choose their multi-tensor kernels by the exact type of the parameters.
-    if FakeTensor not in optimizer_types:
-        optimizer_types.append(FakeTensor)
-
-
 def _answers(device: Device) -> dict[str, Callable[..., Any]]:
-    properties = _properties(device)
+    major, minor = device.capability or (9, 0)
+    properties = types.SimpleNamespace(
+        name=device.description,
+        major=major,
+        minor=minor,
+        total_memory=device.memory_bytes,
+        multi_processor_count=device.cores,
+        warp_size=64 if device.vendor == "amd" else 32,
+        max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=49152,
+        L2_cache_size=device.cache_bytes,
+        gcnArchName=device.name,
+        is_integrated=0,
+        is_multi_gpu_board=0,
+    )
     newer = device.capability is None or device.capability >= (8, 0)
     zero = "_exchange_device _maybe_exchange_device current_device max_memory_allocated max_memory_reserved"
     zero += " memory_allocated memory_reserved"
@@ -142,12 +148,12 @@ def _answers(device: Device) -> dict[str, Callable[..., Any]]:
         "is_initialized": _constant(True),
         "is_bf16_supported": lambda including_emulation=True: including_emulation or newer,
         "device_count": _constant(1),
-        "get_device_capability": _constant(device.capability or (9, 0)),
+        "get_device_capability": _constant((major, minor)),
         "get_device_name": _constant(device.description),
         "get_device_properties": _constant(properties),
-        "get_arch_list": _constant([f"sm_{properties.major}{properties.minor}"]),
-        "get_rng_state": _rng_state,
-        "get_rng_state_all": lambda: [_rng_state()],
+        "get_arch_list": _constant([f"sm_{major}{minor}"]),
+        "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8, device="cpu"),
+        "get_rng_state_all": lambda: [torch.cuda.get_rng_state()],
         "mem_get_info": _constant((device.usable_bytes, device.memory_bytes)),
         "memory_stats": lambda *_, **__: collections.defaultdict(int),
         "memory_summary": _constant(""),
@@ -160,34 +166,10 @@ def _answers(device: Device) -> dict[str, Callable[..., Any]]:
 
 
 def _constant(value: Any) -> Callable[..., Any]:
-
     def answer(*_: Any, **__: Any) -> Any:
         return value
 
     return answer
-
-
-def _properties(device: Device) -> types.SimpleNamespace:
-    major, minor = device.capability or (9, 0)
-    return types.SimpleNamespace(
-        name=device.description,
-        major=major,
-        minor=minor,
-        total_memory=device.memory_bytes,
-        multi_processor_count=device.cores,
-        warp_size=64 if device.vendor == "amd" else 32,
-        max_threads_per_multi_processor=2048,
-        regs_per_multiprocessor=65536,
-        shared_memory_per_block=49152,
-        L2_cache_size=device.cache_bytes,
-        gcnArchName=device.name,
-        is_integrated=0,
-        is_multi_gpu_board=0,
-    )
-
-
-def _rng_state(*_: Any) -> torch.Tensor:
-    return torch.zeros(16, dtype=torch.uint8, device="cpu")
 
 
 class _Event:

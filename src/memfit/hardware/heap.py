@@ -90,14 +90,11 @@ def is_kept() -> bool:
 
 @contextlib.contextmanager
 def touched(blocks: Sequence[int]) -> Iterator[None]:
-    """Hold free memory for some blocks in the heap that was touched before, as there is amid a step.
+    """Hold free memory for blocks of some bytes in the heap that was touched before, as there is amid a step.
 
     A call that runs alone gets memory from the heap's end, which glibc returns when the call's output is freed: each
     run then costs page faults that a step has once. Blocks above the threshold are left out, as each of them is mapped
     anew in a step too. Elsewhere than with glibc nothing happens.
-
-    Args:
-        blocks: Their bytes.
     """
     nbytes = sum(block + _BESIDE_BYTES for block in blocks if block <= _MOST_BYTES)
     if not nbytes or is_kept() or is_set_by_user() or platform.libc_ver()[0] != "glibc":

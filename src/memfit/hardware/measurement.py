@@ -45,8 +45,6 @@ _CHAIN = 8
 _DISPATCHES = 500
 _MARKS = ("# memfit tools probe-devices wrote [{}]", "# end of [{}]")
 
-_Measurement = tuple[str, str, Callable[[], float]]
-
 
 def probe_all(progress: Progress = silent) -> list[Device]:
     """Measure this machine's CPU and accelerators, one of each product."""
@@ -59,14 +57,24 @@ def probe_all(progress: Progress = silent) -> list[Device]:
 def probe(device: Device, progress: Progress = silent) -> Device:
     """Return a device of this machine with measured figures, under a name for the catalogue."""
     at = torch.device(device.name)
-    figures: dict[str, Any] = {"launch_seconds": _rounded(_launch_seconds(at))}
+    add = functools.partial(torch.zeros(4, device=at).add_, 1)
+    figures: dict[str, Any] = {"launch_seconds": _rounded(_least_seconds(at, add, _DISPATCHES))}
     if at.type == "cpu":
         figures["cache_bytes"] = _cpu_cache_bytes()
-    steps = _steps(at, device, figures)
-    for done, (attribute, name, measure) in enumerate(steps):
+    bandwidth = functools.partial(_bandwidth, at, figures.get("cache_bytes", device.cache_bytes), device.usable_bytes)
+    # By attribute, and by dtype where the attribute has a figure for each.
+    steps: list[tuple[str, str, Callable[[], float]]] = [("bandwidth_bytes_per_second", "", bandwidth)]
+    measures = {"matrix_flops": _matrix_flops} | ({"vector_flops": _vector_flops} if at.type == "cpu" else {})
+    for attribute, measure in measures.items():
+        steps += [(attribute, name, functools.partial(measure, at, dtype)) for name, dtype in _DTYPES.items()]
+    if device.vendor == "nvidia" and device.capability is not None and device.capability >= (8, 0):
+        steps.append(("matrix_flops", "tf32", functools.partial(_matrix_flops, at, torch.float32)))
+    if at.type != "cpu":
+        steps.append(("link_bytes_per_second", "", functools.partial(link_rate, at)))
+    for done, (attribute, name, measured) in enumerate(steps):
         progress(f"probe {device.name}", done, len(steps))
         with float32_precision("high" if name == "tf32" else "highest"):
-            figure = measure()
+            figure = measured()
         if not name:
             figures[attribute] = figure
         else:
@@ -75,22 +83,6 @@ def probe(device: Device, progress: Progress = silent) -> Device:
     if at.type != "cpu":  # eager elementwise kernels never reach the peak of a GPU's vector units; products do
         figures["vector_flops"] = {k: rate for k, rate in figures["matrix_flops"].items() if k == "float32"}
     return _entry(device, figures)
-
-
-def _steps(at: torch.device, device: Device, figures: dict[str, Any]) -> list[_Measurement]:
-    """Return the measurements by attribute, and by dtype where the attribute has a figure for each."""
-    cache_bytes = figures.get("cache_bytes", device.cache_bytes)
-
-    def each(attribute: str, measure: Callable[..., float]) -> list[_Measurement]:
-        return [(attribute, name, functools.partial(measure, at, dtype)) for name, dtype in _DTYPES.items()]
-
-    bandwidth = functools.partial(_bandwidth, at, cache_bytes, device.usable_bytes)
-    steps: list[_Measurement] = [("bandwidth_bytes_per_second", "", bandwidth), *each("matrix_flops", _matrix_flops)]
-    if at.type == "cpu":
-        return [*steps, *each("vector_flops", _vector_flops)]
-    if device.vendor == "nvidia" and device.capability is not None and device.capability >= (8, 0):
-        steps.append(("matrix_flops", "tf32", functools.partial(_matrix_flops, at, torch.float32)))
-    return [*steps, ("link_bytes_per_second", "", functools.partial(link_rate, at))]
 
 
 def _entry(device: Device, figures: dict[str, Any]) -> Device:
@@ -111,15 +103,17 @@ def _rounded(figure: float) -> float:
     return float(f"{figure:.4g}")
 
 
-def _least_seconds(at: torch.device, call: Callable[[], Any]) -> float:
+def _least_seconds(at: torch.device, call: Callable[[], Any], count: int = 1) -> float:
+    """Return the least time of a call, of as many in a row."""
     least, started = math.inf, time.perf_counter()
     while time.perf_counter() - started < _SECONDS or least == math.inf:
         synchronize(at)
         before = time.perf_counter()
-        call()
+        for _ in range(count):
+            call()
         synchronize(at)
         least = min(least, time.perf_counter() - before)
-    return least
+    return least / count
 
 
 def _bandwidth(at: torch.device, cache_bytes: int, usable_bytes: int) -> float:
@@ -163,24 +157,8 @@ def _vector_flops(at: torch.device, dtype: torch.dtype) -> float:
     best = 0.0
     for kib in _VECTOR_KIB:
         x, a, b = (torch.full((kib * 1024 // dtype.itemsize,), 0.5, dtype=dtype, device=at) for _ in range(3))
-        seconds = _least_seconds(at, functools.partial(_chain, x, a, b)) / _CHAIN
-        best = max(best, 3 * x.numel() / seconds)
+        best = max(best, 3 * x.numel() / _least_seconds(at, functools.partial(torch.addcmul, x, a, b, out=x), _CHAIN))
     return _rounded(best)
-
-
-def _chain(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    for _ in range(_CHAIN):
-        torch.addcmul(x, a, b, out=x)
-
-
-def _launch_seconds(at: torch.device) -> float:
-    x = torch.zeros(4, device=at)
-
-    def tiny() -> None:
-        for _ in range(_DISPATCHES):
-            x.add_(1)
-
-    return _least_seconds(at, tiny) / _DISPATCHES
 
 
 def link_rate(at: torch.device) -> float:

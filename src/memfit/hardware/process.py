@@ -54,7 +54,6 @@ def run_each(
 
     Args:
         calls: Functions of their progress, which can be pickled.
-        progress: Told the stages of all.
         fakes_cuda: Whether CUDA tensors are fake there.
         failure: The error of a process that ended without a reply, with a place for its `{status}`.
 

@@ -72,8 +72,21 @@ def library() -> Path:
     version = (torch_folder / "version.py").read_bytes()
     key = hashlib.sha256(_SOURCE.read_bytes() + version + str(torch_folder).encode()).hexdigest()[:16]
     built = Path(os.environ.get("MEMFIT_CACHE_DIR") or platformdirs.user_cache_dir("memfit"), f"fake_cuda-{key}.so")
-    if not built.exists():
-        _build(torch_folder, built)
+    if built.exists():
+        return built
+    program = compiler()
+    if program is None:
+        name = os.environ.get(_COMPILER, "g++")
+        raise OSError(f"no C++ compiler {name!r} is on the PATH: install it, or name another in {_COMPILER}")
+    built.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=built.parent) as folder:  # then it is renamed: two processes may build at once
+        output = Path(folder, built.name)
+        include = torch_folder / "include"
+        line = [program, "-std=c++20", "-O0", "-fPIC", "-shared", f"-I{include}", str(_SOURCE), "-o", str(output)]
+        done = subprocess.run(line, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise OSError(f"{program} could not build {_SOURCE.name}: {done.stderr.strip()[-2000:]}")
+        output.rename(built)
     return built
 
 
@@ -82,23 +95,6 @@ def _torch_folder() -> Path:
     if spec is None or spec.origin is None:
         raise OSError("torch is not installed")
     return Path(spec.origin).parent
-
-
-def _build(torch_folder: Path, built: Path) -> None:
-    """Compile to a temporary file, then rename: two processes may build at once."""
-    program = compiler()
-    if program is None:
-        name = os.environ.get(_COMPILER, "g++")
-        raise OSError(f"no C++ compiler {name!r} is on the PATH: install it, or name another in {_COMPILER}")
-    built.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=built.parent) as folder:
-        output = Path(folder, built.name)
-        include = torch_folder / "include"
-        line = [program, "-std=c++20", "-O0", "-fPIC", "-shared", f"-I{include}", str(_SOURCE), "-o", str(output)]
-        done = subprocess.run(line, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise OSError(f"{program} could not build {_SOURCE.name}: {done.stderr.strip()[-2000:]}")
-        output.rename(built)
 
 
 def load() -> None:

@@ -108,12 +108,12 @@ from .simulation import captured_overheads as captured_overheads
 from .simulation import overhead_seconds as overhead_seconds
 from .simulation import recomputed_runs as recomputed_runs
 from .simulation import simulate as simulate
+from .surveys import CardPrice as CardPrice
 from .surveys import Fleet as Fleet
 from .surveys import FleetRow as FleetRow
 from .surveys import Ladder as Ladder
 from .surveys import Misfit as Misfit
 from .surveys import Outcome as Outcome
-from .surveys import Price as Price
 from .surveys import Rung as Rung
 from .surveys import pareto as pareto
 from .throughputs import AttentionShape as AttentionShape

@@ -92,7 +92,7 @@ def pareto(items: Iterable[_Item], size: Callable[[_Item], float], value: Callab
     return found
 
 
-class Price(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CardPrice(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The price of one card, as the user's file has it.
 
     Attributes:
@@ -173,7 +173,7 @@ class Fleet(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     step_error: float
     rows: list[FleetRow]
     misfits: list[Misfit] = []
-    prices: dict[str, Price] = {}
+    prices: dict[str, CardPrice] = {}
     notes: list[str] = []
 
     @property

@@ -15,7 +15,7 @@ from memfit.cost import STEP_ERROR
 from memfit.errors import InfeasibleError, UsageError
 from memfit.foundations import Progress, format_seconds, parse_hours, read_budget, silent
 from memfit.hardware import find_device, known_devices, read_prices
-from memfit.ir import NUMERICS, Device, Fleet, FleetRow, Mode, Numerics, Precision, Price, allows
+from memfit.ir import NUMERICS, CardPrice, Device, Fleet, FleetRow, Mode, Numerics, Precision, allows
 from memfit.levers import check_as_given, check_workload, microbatch_sizes
 from memfit.pipeline.verbs import checked, verb
 from memfit.planner import FleetRequest, FleetSearch, joined, search
@@ -39,7 +39,7 @@ def fleet(
     sharding: Mode | Literal["auto"] = "auto",
     numerics: Numerics = "reduced",
     precisions: Sequence[Precision] | None = None,
-    prices: Mapping[str, Price] | str | Path | None = None,
+    prices: Mapping[str, CardPrice] | str | Path | None = None,
     each: bool = False,
     progress: Progress = silent,
 ) -> Fleet:

@@ -39,6 +39,7 @@ from memfit.foundations import Budget, Progress
 from memfit.hardware import family, runs_alike
 from memfit.hardware import precisions as precisions_of
 from memfit.ir import (
+    CardPrice,
     CostTable,
     Device,
     FleetRow,
@@ -47,7 +48,6 @@ from memfit.ir import (
     Mode,
     Numerics,
     Precision,
-    Price,
     Region,
     Regions,
     Replay,
@@ -89,7 +89,7 @@ class FleetRequest:
     modes: Sequence[Mode]
     numerics: Numerics
     precisions: Sequence[Precision] | None  # None for the one that suits each card and the numerics
-    prices: Mapping[str, Price]  # by card
+    prices: Mapping[str, CardPrice]  # by card
     each: bool  # also numbers of ranks that can't be faster than fewer
 
     def precisions_for(self, device: Device) -> tuple[Precision, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from memfit.foundations import CommandOption
-from memfit.ir import Mode, Numerics, OptimizerLever, Precision, Price, Sharding
+from memfit.ir import CardPrice, Mode, Numerics, OptimizerLever, Precision, Sharding
 
 if TYPE_CHECKING:
     import torch
@@ -144,7 +144,7 @@ class FleetOptions:
         ),
     ] = None
     prices: Annotated[
-        Mapping[str, Price] | str | Path | None,
+        Mapping[str, CardPrice] | str | Path | None,
         CommandOption("TOML file of your prices, each with its date.", kind=Path),
     ] = None
     each: Annotated[

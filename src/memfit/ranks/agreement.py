@@ -1,5 +1,4 @@
-"""What ranks agree on while they share a step, so that out of memory on one of them is undone on all, and none waits
-for ever.
+"""A step that ranks share, and their agreement in it: out of memory on one is undone on all, and none waits for ever.
 
 Note [Answering]
 DistributedDataParallel and `fully_shard` send in the middle of the passes, where the others wait for a rank that fails.
@@ -24,13 +23,19 @@ their process group's timeout ends them.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from memfit._torch import collectives_sent
+from memfit._torch import collectives_sent, is_shared, storage_key_of
+from memfit.ranks.group import BatchPart, Group, Number, drawing_as, message_of, share_of
+from memfit.workload import Loss, Workload, tensors_of
 
 FINE, UNSURE, RAN_OUT, FAILED = range(4)
 """A rank's vote. Unsure: it may run out in the optimizer, so that all have to be able to undo the update."""
@@ -41,74 +46,94 @@ Answer = Callable[[], int | None]
 
 @dataclass(frozen=True)
 class PendingCollective:
-    """What a step is about to send: on one group, or on one after the other.
-
-    Attributes:
-        key: What tells it from others.
-        answers: For each group, what a rank that failed sends there instead.
-    """
+    """What a step is about to send, by what tells it from others; a rank that failed answers on each group."""
 
     key: tuple[Hashable, ...]
     answers: tuple[tuple[dist.ProcessGroup, Answer], ...] = field(compare=False)
 
 
-class Agreement:
-    """The votes and answers of one rank; see [Answering]. All ranks create it together.
+class SharedStep(Group):
+    """The ranks of a step that one of PyTorch's engines shares; the engines are its subclasses.
 
     Args:
-        reset: Makes the engine ready for a step after one that was aborted.
-
-    Attributes:
-        is_active: Whether a step runs.
-        is_updating: Whether ranks may have updated, so that the step can't be undone any more.
-        own: The vote of a rank that fails.
+        mesh: Of all ranks.
+        shards: Ranks among which gradients are cut, where they are.
+        is_part: Whether batches are this rank's parts already, as in a capture; all ranks then have as many samples,
+            and random generators are left alone.
     """
 
-    def __init__(self, reset: Callable[[], None]) -> None:
-        self._reset = reset
+    def __init__(self, mesh: DeviceMesh, *, shards: int = 1, is_part: bool = False) -> None:
+        super().__init__(mesh.device_type)
+        self.mesh, self._shards, self.is_part = mesh, shards, is_part
+        self._buckets: dict[int, torch.Tensor] = {}
+        self._side: dist.ProcessGroup | None = None  # on which ranks vote, while they watch
+        self.is_updating = self._is_active = self._is_answering = self._is_opening = False
+
+    # What an engine does
+
+    def loss(self, batch: Any) -> Loss:
+        """Run the forward pass."""
+        raise NotImplementedError
+
+    def tell(self) -> None:
+        """Say `before` each collective what is sent, from now on.
+
+        Raises:
+            UsageError: What runs here can't be watched.
+        """
+        raise NotImplementedError
+
+    def restart(self) -> None:
+        """Make the engine ready for the next step, after one that was aborted in the middle."""
+        raise NotImplementedError
+
+    # Votes and answers: see [Answering]
+
+    def watch(self) -> None:
+        """Have ranks undo steps together, from now on; call it on all of them.
+
+        Raises:
+            UsageError: The engine can't be watched.
+        """
+        self.tell()  # first: a rank that gave up a group at once would break the others' connections to it
         self._side = dist.new_group(backend="gloo")
         # Written and read through NumPy: a vote is one operator, which fails before it is sent or not at all.
         self._ballot = torch.zeros(1, dtype=torch.int32)
         self._written = self._ballot.numpy()
-        self.is_active = self.is_updating = False
-        self.own = FINE
-        self._is_answering = self._is_opening = False
-        self._stopped: int | None = None
-        self._sent: list[PendingCollective] = []
-        self._counts: list[int] = []
-        self._script: list[PendingCollective] | None = None
+        self._own = FINE  # the vote of this rank where it fails
         self._known: dict[Hashable, list[PendingCollective]] = {}
         self._seen: dict[Hashable, list[PendingCollective]] = {}
 
     def close(self) -> None:
-        """Give up the votes' group."""
-        if dist.is_initialized():
+        if self._side is not None and dist.is_initialized():
             dist.destroy_process_group(self._side)
+        self._side, self.is_updating, self._is_active = None, False, False
 
-    # A step
+    def begin(self, batch: Any) -> None:
+        assert self._side is not None, "watch() comes first"
+        self._shapes: Hashable = tuple(tensor.shape for tensor in tensors_of(batch))
+        self._script = self._known.get(self._shapes)
+        self._sent: list[PendingCollective] = []
+        self._counts: list[int] = []
+        self._stopped: int | None = None
+        self._is_active, self.is_updating, self._is_opening = True, False, False
 
-    def begin(self, shapes: Hashable) -> None:
-        """Note that a step begins, on a batch of some shapes."""
-        self._shapes, self._script = shapes, self._known.get(shapes)
-        self._sent, self._counts, self._stopped = [], [], None
-        self.is_active, self.is_updating, self._is_opening = True, False, False
-
-    def before(self, what: PendingCollective) -> None:
+    def before(self, key: tuple[Hashable, ...], *answers: tuple[dist.ProcessGroup, Answer]) -> None:
         """Note that this rank is about to send; vote where it is not yet known what a step sends.
 
         Raises:
             PeerError: A rank has failed.
         """
-        if not self.is_active or self._is_answering:
+        if not self._is_active or self._is_answering:
             return
         self._check(self._stopped or FINE)
-        script, number = self._script, len(self._sent)
+        what, script, number = PendingCollective(key, answers), self._script, len(self._sent)
         if script is not None and (number >= len(script) or script[number] != what):
             self._known.pop(self._shapes, None)
             self._script = None
         if self._script is None:
-            self._check(self.vote(FINE))
-        counts = [collectives_sent(group) for group, _ in what.answers]
+            self._check(self._vote(FINE))
+        counts = [collectives_sent(group) for group, _ in answers]
         self._sent.append(what)
         self._counts = counts
 
@@ -119,8 +144,8 @@ class Agreement:
         Raises:
             PeerError: A rank has failed.
         """
-        self.before(PendingCollective(("opening",), ()))
-        self._is_opening = self.is_active
+        self.before(("opening",))
+        self._is_opening = self._is_active
         yield
         self._is_opening = False
 
@@ -130,9 +155,12 @@ class Agreement:
         Raises:
             PeerError: A rank has failed.
         """
-        worst = self.vote(FINE if is_sure else UNSURE)
+        worst = self._vote(FINE if is_sure else UNSURE)
         self._check(worst)
         return worst == FINE
+
+    def commit(self) -> None:
+        self.is_updating = True
 
     def finish(self) -> None:
         """Note that a step is done, with an update or without.
@@ -141,8 +169,8 @@ class Agreement:
             PeerError: The step made no update, and a rank has failed.
         """
         if not self.is_updating:
-            self._check(self.vote(FINE))
-        self.is_active = False
+            self._check(self._vote(FINE))
+        self._is_active = False
         if self._script is not None:
             return
         if self._seen.get(self._shapes) == self._sent:
@@ -150,29 +178,22 @@ class Agreement:
         else:
             self._seen[self._shapes] = self._sent
 
-    def vote(self, own: int) -> int:
+    def all(self, value: bool) -> bool:
+        return super().all(value) if self._side is None else self._vote(int(not value)) == FINE
+
+    def _vote(self, own: int) -> int:
         """Return the worst vote of all ranks."""
         self._written[0] = own
         dist.all_reduce(self._ballot, dist.ReduceOp.MAX, group=self._side)
         return int(self._written[0])
-
-    def heed(self, ran_out: float, failed: float) -> None:
-        """Stop where a sum over all ranks says that some failed.
-
-        Raises:
-            PeerError: Some did.
-        """
-        self._check(worst_of(ran_out, failed))
 
     def _check(self, worst: int) -> None:
         if worst >= RAN_OUT:
             self._stopped = worst
             raise PeerError(worst == RAN_OUT)
 
-    # A step that failed
-
-    def failed(self, own: int) -> int:
-        """Tell the others that this rank failed, and answer what they wait for; return the worst vote.
+    def failed(self, ran_out: bool) -> bool:
+        """Tell the others that this rank failed, and answer what they wait for; return whether all ran out of memory.
 
         Its memory has to be free by then.
 
@@ -182,21 +203,14 @@ class Agreement:
         if self._stopped is None:
             if self._is_opening:
                 raise UnansweredError
-            self.own = own
-            self._reset()
+            self._own = RAN_OUT if ran_out else FAILED
+            self.restart()
             self._is_answering = True
             try:
                 self._stopped = self._answered()
             finally:
                 self._is_answering = False
-        return self._stopped
-
-    def reset(self) -> None:
-        """Make the engine ready for the next step, after one that was aborted on all ranks."""
-        self.is_active = False
-        self._known.clear()
-        self._seen.clear()
-        self._reset()
+        return self._stopped == RAN_OUT
 
     def _answered(self) -> int:
         answers = []
@@ -209,22 +223,92 @@ class Agreement:
             told = answer()
             if told is not None:
                 return told
-        return self.vote(self.own)
+        return self._vote(self._own)
+
+    def reset(self) -> None:
+        """Make the engine ready for the next step, after one that was aborted on all ranks."""
+        self._is_active = False
+        self._known.clear()
+        self._seen.clear()
+        self.restart()
+
+    # What a step asks
+
+    @property
+    def buckets(self) -> list[torch.Tensor]:
+        return list(self._buckets.values())
+
+    def reduce(self, bucket: torch.Tensor) -> None:
+        """Average a bucket of gradients in place, as `DistributedDataParallel` does by itself."""
+        self._buckets[storage_key_of(bucket)] = bucket.detach()
+        dist.all_reduce(bucket.div_(self.size), group=self.mesh.get_group())
+
+    def share(self, workload: Workload, batch: Any) -> BatchPart:
+        """Return this rank's part of a global batch: the first ones have a sample more where it does not divide."""
+        self._buckets.clear()  # the engine makes others after its first step
+        if self.is_part:
+            return super().share(workload, batch)
+        return share_of(workload, batch, self.rank, self.size)
+
+    def means(self, values: list[Number]) -> list[Number]:
+        """Return the means over all ranks of some numbers; all stop here where a rank failed before."""
+        message = message_of(values, self._place)
+        if not self._is_active:
+            dist.all_reduce(message)
+        else:
+            message = torch.cat([message, message.new_zeros(2)])
+            self._before_message(("told", len(values)), self._tell_vote, message)
+            dist.all_reduce(message)
+            self._check(_worst_of(message))
+        return list((message[: len(values)] / self.size).unbind())
+
+    def mean(self, value: Number) -> Number:
+        message = message_of([value], self._place)
+        self._before_message(("number",), dist.all_reduce, message)
+        dist.all_reduce(message)
+        return (message[0] / self.size).float()  # a loss divided by it is not widened further
+
+    def _before_message(self, key: tuple[Hashable, ...], answer: Callable[..., int | None], like: torch.Tensor) -> None:
+        """Note that a message is about to be sent; a rank that failed answers by zeros like it."""
+        assert dist.group.WORLD is not None
+        zeros = functools.partial(torch.zeros, like.shape, dtype=like.dtype, device=like.device)
+        self.before(key, (dist.group.WORLD, lambda: answer(zeros())))
+
+    def _tell_vote(self, message: torch.Tensor) -> int:
+        """Send the vote of a rank that failed, in place of its numbers; return the worst of all ranks."""
+        message[-2 if self._own == RAN_OUT else -1] = 1
+        dist.all_reduce(message)
+        return _worst_of(message)
+
+    def norm(self, norm: torch.Tensor, is_part: bool) -> torch.Tensor:
+        if not is_part:
+            return norm
+        (mean,) = self.means([norm.double() ** 2 if norm.device.type != "mps" else norm**2])
+        return (torch.as_tensor(mean) * self._shards).sqrt().to(norm.dtype)  # replicas have the same parts
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        full: torch.Tensor = tensor.full_tensor() if is_shared(type(tensor)) else tensor  # type: ignore[attr-defined]
+        return full
+
+    def drawing(self) -> AbstractContextManager[object]:
+        """Have this rank draw other random numbers than the others, until the context is left.
+
+        Afterwards all draw the same again, wherever they were: seeds follow from the one before. So data that is
+        shuffled with PyTorch's generator is shuffled alike, and a run that is resumed draws what it would have drawn.
+        """
+        return contextlib.nullcontext() if self.is_part else drawing_as(self.rank)
 
 
-def worst_of(ran_out: float, failed: float) -> int:
-    """Return the worst vote, of how many ranks ran out of memory and how many failed otherwise."""
+def _worst_of(message: torch.Tensor) -> int:
+    """Return the worst vote; a message ends with how many ranks ran out of memory, and how many failed otherwise."""
+    ran_out, failed = message[-2:].tolist()
     if failed:
         return FAILED
     return RAN_OUT if ran_out else FINE
 
 
 class PeerError(Exception):
-    """Another rank aborted a step.
-
-    Args:
-        ran_out: Whether all aborting ranks ran out of memory.
-    """
+    """Another rank aborted a step; `ran_out` where all that did so ran out of memory."""
 
     def __init__(self, ran_out: bool) -> None:
         self.ran_out = ran_out

@@ -3,6 +3,10 @@
 Both wrap a module that runs the whole of `loss_fn(model, batch)`, so that their hooks see every pass, whatever parts of
 the model the loss function calls, and the model itself stays the object that it was. Where steps may have to be undone,
 they tell an agreement before a collective of theirs is sent, and how a rank that failed answers it.
+
+By themselves gloo's gather and reduce-scatter copy all that they send, as no other backend does, and its threads hold
+what was sent for a moment after it has arrived: a rank would take several units more than predicted, by chance.
+`Gather` and `ReduceScatter` send the same in the engine's own buffers, and wait until the threads have let go.
 """
 
 from __future__ import annotations
@@ -11,7 +15,8 @@ import contextlib
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,22 +28,26 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit._torch import (
+    disable_current_modes,
     drop_unsharded_gradients,
     initialize_units,
     rebuild_buckets,
     restart_buckets,
     send_buffers_by,
+    storage_key_of,
+    storage_use_count,
     tree_map,
 )
 from memfit.errors import PlanError, UsageError
 from memfit.ir import Sharding
-from memfit.ranks.agreement import Agreement, Answer, PeerError, PendingCollective
-from memfit.ranks.group import SharedStep
-from memfit.ranks.in_place import Gather, ReduceScatter, is_gloo, send_in_place
+from memfit.ranks.agreement import PeerError, SharedStep
+from memfit.ranks.group import T
 from memfit.ranks.meta_models import Initialisation, allocate, is_on_meta
 from memfit.workload import Loss, Workload, class_name
 
 _MIB = 2**20
+_LONGEST_SECONDS = 1.0
+"""For which gloo's threads are waited for: they only have to be given a processor."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -75,14 +84,17 @@ def shared(
     Raises:
         PlanError: A unit is no module of the model, or there is no engine of this mode.
     """
-    if sharding.mode == "ddp":
-        return _data_parallel(workload, sharding, mesh, is_part)
-    if not sharding.is_fully_sharded:
+    if sharding.mode != "ddp" and not sharding.is_fully_sharded:
         raise PlanError(
             f"levers.sharding.mode={sharding.mode!r} can be predicted only: use 'ddp', or 'zero2' with reduces='last'"
             " for less memory"
         )
-    return _fully_sharded(workload, sharding, mesh, is_part)
+    engine = (_DataParallel if sharding.mode == "ddp" else _FullySharded)(workload, sharding, mesh, is_part)
+
+    def loss_fn(model: nn.Module, batch: Any) -> Loss:
+        return engine.loss(batch)
+
+    return dataclasses.replace(workload, loss_fn=loss_fn), engine
 
 
 def why_not_undone(sharding: Sharding) -> str:
@@ -102,36 +114,28 @@ def why_not_undone(sharding: Sharding) -> str:
     return ""
 
 
-def _data_parallel(
-    workload: Workload, sharding: Sharding, mesh: DeviceMesh, is_part: bool
-) -> tuple[Workload, SharedStep]:
-    if not is_part:
-        _equalize(workload.model)
-    wrapped = DistributedDataParallel(
-        _ForwardPass(workload.model, workload.loss_fn),
-        process_group=mesh.get_group(),
-        gradient_as_bucket_view=sharding.gradient_as_bucket_view,
-        bucket_cap_mb=sharding.bucket_cap_bytes / _MIB,
-        init_sync=False,  # its copies of the weights outlive this call, by chance, in gloo's threads
-    )
-    engine = _DataParallel(wrapped, sharding)
-    ranks = SharedStep(mesh, engine, is_part=is_part)
-    if is_part:
-        wrapped.register_comm_hook(ranks, _reduce)  # C++ reads a result that fake ranks don't give
-        wrapped.logger = _Silent()  # which times kernels of a GPU that is not there
-    return _with_loss(workload, engine), ranks
+class _DataParallel(SharedStep):
+    """A step under DistributedDataParallel: weights are whole."""
 
+    def __init__(self, workload: Workload, sharding: Sharding, mesh: DeviceMesh, is_part: bool) -> None:
+        super().__init__(mesh, is_part=is_part)
+        if not is_part:
+            _equalize(workload.model)
+        self._sharding = sharding
+        self._wrapped = DistributedDataParallel(
+            _ForwardPass(workload.model, workload.loss_fn),
+            process_group=mesh.get_group(),
+            gradient_as_bucket_view=sharding.gradient_as_bucket_view,
+            bucket_cap_mb=sharding.bucket_cap_bytes / _MIB,
+            init_sync=False,  # its copies of the weights outlive this call, by chance, in gloo's threads
+        )
+        if is_part:
+            self._wrapped.register_comm_hook(self, _reduce)  # C++ reads a result that fake ranks don't give
+            self._wrapped.logger = _Silent()  # which times kernels of a GPU that is not there
 
-class _DataParallel:
-    """DistributedDataParallel on a model."""
-
-    def __init__(self, wrapped: DistributedDataParallel, sharding: Sharding) -> None:
-        self._wrapped, self._sharding = wrapped, sharding
-        self._agreement: Agreement | None = None
-
-    def __call__(self, batch: Any) -> Loss:
-        if self._agreement is not None:
-            with self._agreement.opening():
+    def loss(self, batch: Any) -> Loss:
+        if self._side is not None:
+            with self.opening():
                 rebuild_buckets(self._wrapped)
         result: Loss = self._wrapped(batch)
         return result
@@ -145,15 +149,8 @@ class _DataParallel:
         """Return the bytes of the buckets: as large as the gradients."""
         return sum(p.numel() * p.itemsize for p in workload.model.parameters() if p.requires_grad)
 
-    def outside(self, work: Callable[[], Any]) -> Any:
-        """Run work outside of steps: weights are whole."""
-        return work()
-
-    def drop_forward(self) -> None:
-        """Do nothing: weights are whole."""
-
-    def watch(self, agreement: Agreement) -> None:
-        """Tell an agreement of the model's buckets and buffers, which are sent as the engine sends them by itself."""
+    def tell(self) -> None:
+        """Tell of the model's buckets and buffers, which are sent as the engine sends them by itself."""
         sending = self._wrapped.process_group
         source = dist.get_global_rank(sending, 0)
 
@@ -161,24 +158,32 @@ class _DataParallel:
             buffer = bucket.buffer()
             made: dict[str, Any] = {"dtype": buffer.dtype, "device": buffer.device, "layout": buffer.layout}
             answer = functools.partial(_all_reduce_zeros, group, buffer.shape, made, dist.ReduceOp.SUM)
-            key = ("bucket", buffer.shape, buffer.dtype, buffer.layout)
             try:
-                agreement.before(PendingCollective(key, ((group, answer),)))
+                self.before(("bucket", buffer.shape, buffer.dtype, buffer.layout), (group, answer))
             except PeerError:  # not to be thrown through the engine: the next sum throws it again
                 return _done(buffer)
             buffer.mul_(1.0 / group.size())
             work = dist.all_reduce(buffer, group=group, async_op=True)
             return work.get_future().then(lambda future: future.value()[0])
 
+        @torch.no_grad()
         def equalized(buffers: list[torch.Tensor]) -> None:
+            """Make buffers those of the source, in one message for each dtype."""
             for kind in dict.fromkeys(buffer.dtype for buffer in buffers):
-                _send_buffers([b for b in buffers if b.dtype == kind], source, sending, agreement)
+                own = [buffer for buffer in buffers if buffer.dtype == kind]
+                flat = torch.cat([buffer.reshape(-1) for buffer in own])
+                zeros = functools.partial(torch.zeros, flat.shape, dtype=flat.dtype, device=flat.device)
+                answer = functools.partial(lambda zeros: dist.broadcast(zeros(), source, group=sending), zeros)
+                self.before(("buffers", flat.shape, flat.dtype), (sending, answer))
+                dist.broadcast(flat, source, group=sending)
+                if dist.get_rank() != source:
+                    for buffer, value in zip(own, flat.split([buffer.numel() for buffer in own]), strict=True):
+                        buffer.copy_(value.view_as(buffer))
 
         self._wrapped.register_comm_hook(sending, reduced)
         send_buffers_by(self._wrapped, equalized)
-        self._agreement = agreement
 
-    def reset(self) -> None:
+    def restart(self) -> None:
         restart_buckets(self._wrapped)
 
 
@@ -203,52 +208,55 @@ def _done(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 _reduce.__annotations__.clear()  # DistributedDataParallel compares them, which are texts here, with classes
 
 
-def _fully_sharded(
-    workload: Workload, sharding: Sharding, mesh: DeviceMesh, is_part: bool
-) -> tuple[Workload, SharedStep]:
-    model = workload.model
-    initialisation = Initialisation(model) if is_on_meta(model) else None
-    if initialisation is not None:
-        _draw_as_first(mesh)
-    elif not is_part:
-        _equalize(model)
-    before = dict(model.named_parameters(remove_duplicate=False))
-    policy = MixedPrecisionPolicy(
-        param_dtype=_dtype(sharding.param_dtype), reduce_dtype=_dtype(sharding.reduce_dtype), cast_forward_inputs=False
-    )
-    given: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": policy,
-        "offload_policy": CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
-        if sharding.offload
-        else OffloadPolicy(),
-    }
-    for fqn in sharding.units or ():
-        unit, stays = _unit(model, fqn), sharding.mode == "zero2" or fqn in sharding.kept
-        name = class_name(unit)
-        fully_shard(unit, reshard_after_forward=not stays, **given)
-        setattr(type(unit), "memfit_stands_for", name)  # noqa: B010  (PyTorch made this class for the unit's)
-    dtype = _dtype(sharding.param_dtype)
-    if dtype is not None:  # the loss function's other inputs, such as targets, stay as they are
-        model.register_forward_pre_hook(functools.partial(_cast, dtype), with_kwargs=True)
-    root: Any = fully_shard(_ForwardPass(model, workload.loss_fn), **given)
-    if is_gloo(mesh.get_group(mesh.ndim - 1)):
-        send_in_place(root)
-    if initialisation is not None:
-        allocate(root, torch.device("cpu" if sharding.offload else mesh.device_type))
-        initialisation.run()
-    _rebind(workload.optimizer, before, dict(model.named_parameters(remove_duplicate=False)))
-    del before
-    gc.collect()  # whole parameters are in cycles of objects
-    engine = _FullySharded(root, sharding, mesh)
-    return _with_loss(workload, root), SharedStep(mesh, engine, shards=sharding.shards, is_part=is_part)
+class _FullySharded(SharedStep):
+    """A step under `fully_shard`."""
 
+    def __init__(self, workload: Workload, sharding: Sharding, mesh: DeviceMesh, is_part: bool) -> None:
+        super().__init__(mesh, shards=sharding.shards, is_part=is_part)
+        self._sharding = sharding
+        model = workload.model
+        initialisation = Initialisation(model) if is_on_meta(model) else None
+        if initialisation is not None:  # random numbers are drawn as the first rank draws them, from here on
+            state = torch.get_rng_state().to(mesh.device_type)
+            dist.broadcast(state, 0)
+            torch.set_rng_state(state.cpu())
+        elif not is_part:
+            _equalize(model)
+        before = dict(model.named_parameters(remove_duplicate=False))
+        dtype, reduce_dtype = (
+            None if name is None else getattr(torch, name) for name in (sharding.param_dtype, sharding.reduce_dtype)
+        )
+        pins = torch.accelerator.is_available()
+        given: dict[str, Any] = {
+            "mesh": mesh,
+            "mp_policy": MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False),
+            "offload_policy": CPUOffloadPolicy(pin_memory=pins) if sharding.offload else OffloadPolicy(),
+        }
+        for fqn in sharding.units or ():
+            try:
+                unit = model.get_submodule(fqn)
+            except AttributeError as e:
+                raise PlanError(f"levers.sharding.units names {fqn!r}, and the model has no such module") from e
+            name = class_name(unit)
+            stays = sharding.mode == "zero2" or fqn in sharding.kept
+            fully_shard(unit, reshard_after_forward=not stays, **given)
+            setattr(type(unit), "memfit_stands_for", name)  # noqa: B010  (PyTorch made this class for the unit's)
+        if dtype is not None:  # the loss function's other inputs, such as targets, stay as they are
+            model.register_forward_pre_hook(functools.partial(_cast, dtype), with_kwargs=True)
+        root: Any = fully_shard(_ForwardPass(model, workload.loss_fn), **given)
+        self._root = root
+        if is_gloo(mesh.get_group(mesh.ndim - 1)):
+            send_in_place(root)
+        if initialisation is not None:
+            allocate(root, torch.device("cpu" if sharding.offload else mesh.device_type))
+            initialisation.run()
+        _rebind(workload.optimizer, before, dict(model.named_parameters(remove_duplicate=False)))
+        del before
+        gc.collect()  # whole parameters are in cycles of objects
 
-class _FullySharded:
-    """`fully_shard` on a model."""
-
-    def __init__(self, root: FSDPModule, sharding: Sharding, mesh: DeviceMesh) -> None:
-        self._root, self._sharding, self._mesh = root, sharding, mesh
+    def loss(self, batch: Any) -> Loss:
+        result: Loss = self._root(batch)
+        return result
 
     @contextlib.contextmanager
     def syncing(self, is_last: bool) -> Iterator[None]:
@@ -256,8 +264,8 @@ class _FullySharded:
             self._root.set_requires_gradient_sync(is_last)
         yield
 
-    def watch(self, agreement: Agreement) -> None:
-        """Tell an agreement of the gathers and reductions of the model's units; replicas average what shards added up.
+    def tell(self) -> None:
+        """Tell of the gathers and reductions of the model's units; replicas average what shards added up.
 
         Raises:
             UsageError: This PyTorch can't end a step in the middle, or nothing is cut.
@@ -265,56 +273,60 @@ class _FullySharded:
         if reason := why_not_undone(self._sharding):
             raise UsageError(f"recover=True with {reason}, or give recover=False")
         initialize_units(self._root)
-        replicas = self._mesh.get_group("replicas") if self._sharding.replicas > 1 else None
-        units = [module for module in self._root.modules() if isinstance(module, FSDPModule)]  # type: ignore[attr-defined]
-        for number, unit in enumerate(units):
-            gather: Any = _ToldGather(agreement, number, unit)
-            reduce: Any = _ToldReduceScatter(agreement, number, replicas)
+        replicas = self.mesh.get_group("replicas") if self._sharding.replicas > 1 else None
+        for number, unit in enumerate(m for m in self._root.modules() if isinstance(m, FSDPModule)):
+            gather: Any = Gather(functools.partial(self._tell_of_gather, number, unit))
+            reduce: Any = ReduceScatter(functools.partial(self._tell_of_reduction, number, replicas))
             unit.set_custom_all_gather(gather)
             unit.set_custom_reduce_scatter(reduce)
 
-    def reset(self) -> None:
+    def _tell_of_gather(self, number: int, unit: FSDPModule, *given: Any) -> None:
+        def answer() -> None:
+            """Send the shards: what the others compute of them stays within the range of their own values."""
+            unit.unshard()
+            unit.reshard()
+
+        self.before(("gather", number), (given[2], answer))
+
+    def _tell_of_reduction(
+        self,
+        number: int,
+        replicas: dist.ProcessGroup | None,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+    ) -> None:
+        made: dict[str, Any] = {"dtype": given.dtype, "device": given.device}
+        shape = given.shape  # the answer holds no tensor
+
+        def answer() -> None:
+            zeros = torch.zeros(shape, **made)
+            ReduceScatter()(zeros.new_empty(zeros.numel() // group.size()), zeros, group, op)
+
+        answers: list[tuple[dist.ProcessGroup, Callable[[], None]]] = [(group, answer)]
+        if replicas is not None:
+            answers.append((replicas, functools.partial(_all_reduce_zeros, replicas, output.shape, made, op)))
+        self.before(("reduce", number, given.shape, given.dtype), *answers)
+
+    def restart(self) -> None:
         self._root.reset_iter_state()
         drop_unsharded_gradients(self._root)
 
-    def held_bytes(self, workload: Workload) -> int:
-        """Return 0: what is sent is made when it is."""
-        return 0
-
-    def outside(self, work: Callable[[], Any]) -> Any:
+    def outside(self, work: Callable[[], T]) -> T:
         """Run work that runs the model forward outside of steps, within what is put around a step's forward pass."""
         given = _Outside(work)
-        root: Any = self._root
-        root(given)
+        self._root(given)
         self.drop_forward()
-        return given.result
-
-    def drop_forward(self) -> None:
-        root: Any = self._root
-        if hasattr(root, "reset_iter_state"):  # new in torch 2.13
-            root.reset_iter_state()  # or the next backward pass would look for the order of these passes
-        for module in root.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-
-def _unit(model: nn.Module, fqn: str) -> nn.Module:
-    try:
-        return model.get_submodule(fqn)
-    except AttributeError as e:
-        raise PlanError(f"levers.sharding.units names {fqn!r}, and the model has no such module") from e
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else getattr(torch, name)
-
-
-def _with_loss(workload: Workload, wrapped: Any) -> Workload:
-    def loss_fn(model: nn.Module, batch: Any) -> Loss:
-        result: Loss = wrapped(batch)
+        result: T = given.result
         return result
 
-    return dataclasses.replace(workload, loss_fn=loss_fn)
+    def drop_forward(self) -> None:
+        if hasattr(self._root, "reset_iter_state"):  # new in torch 2.13
+            self._root.reset_iter_state()  # or the next backward pass would look for the order of these passes
+        for module in self._root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def _equalize(model: nn.Module) -> None:
@@ -322,13 +334,6 @@ def _equalize(model: nn.Module) -> None:
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor, 0)
-
-
-def _draw_as_first(mesh: DeviceMesh) -> None:
-    """Draw random numbers as the first rank does, from here on."""
-    state = torch.get_rng_state().to(mesh.device_type)
-    dist.broadcast(state, 0)
-    torch.set_rng_state(state.cpu())
 
 
 def _cast(dtype: torch.dtype, model: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -347,51 +352,55 @@ def _rebind(optimizer: torch.optim.Optimizer, before: dict[str, nn.Parameter], a
         shard = shard_of.get(id(parameter))
         if isinstance(shard, DTensor):
             values = optimizer.state.pop(parameter)
-            optimizer.state[shard] = {key: _cut(value, parameter, shard) for key, value in values.items()}
+            optimizer.state[shard] = {
+                key: distribute_tensor(value, shard.device_mesh, shard.placements)
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+                else value
+                for key, value in values.items()
+            }
 
 
-def _cut(value: Any, parameter: torch.Tensor, shard: DTensor) -> Any:
-    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
-        return value
-    return distribute_tensor(value, shard.device_mesh, shard.placements)
+class _InPlace:
+    """A collective of `fully_shard`, in place over gloo and as the backend does it elsewhere.
+
+    Args:
+        before: Called with the output, the input, the group and, of a reduction, how it is done.
+    """
+
+    def __init__(self, before: Callable[..., None] | None = None) -> None:
+        self._before = before
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Allocate as the engine does by itself."""
+        return torch.empty(*size, dtype=dtype, device=device)
 
 
-@torch.no_grad()
-def _send_buffers(buffers: list[torch.Tensor], source: int, group: dist.ProcessGroup, agreement: Agreement) -> None:
-    """Make buffers of one dtype those of the source, in one message."""
-    flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-    zeros = functools.partial(torch.zeros, flat.shape, dtype=flat.dtype, device=flat.device)
-    key = ("buffers", flat.shape, flat.dtype)
-    agreement.before(PendingCollective(key, ((group, lambda: dist.broadcast(zeros(), source, group=group)),)))
-    dist.broadcast(flat, source, group=group)
-    if dist.get_rank() != source:
-        for buffer, value in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-            buffer.copy_(value.view_as(buffer))
-
-
-class _ToldGather(Gather):
-    """A gather that tells an agreement first."""
-
-    def __init__(self, agreement: Agreement, number: int, unit: FSDPModule) -> None:
-        self._agreement, self._number, self._unit = agreement, number, unit
+class Gather(_InPlace):
+    """A gather of shards."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        self._agreement.before(PendingCollective(("gather", self._number), ((group, self._answer),)))
-        return super().__call__(output_tensor, input_tensor, group, async_op)
+        if self._before is not None:
+            self._before(output_tensor, input_tensor, group)
+        if not is_gloo(group):
+            work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+            return work
+        held = _holders(output_tensor), _holders(input_tensor)
+        parts = output_tensor.chunk(group.size())
+        own = parts[group.rank()]
+        if own.data_ptr() != input_tensor.data_ptr():
+            own.copy_(input_tensor)
+        with disable_current_modes():  # nothing is allocated: a rank sends all of it, or fails before
+            for rank, part in enumerate(parts):
+                dist.broadcast(part, group_src=rank, group=group)
+        del own, parts, part
+        _wait_for_release((output_tensor, held[0]), (input_tensor, held[1]))
+        return None
 
-    def _answer(self) -> None:
-        """Send the shards as they are: what the others compute of them stays within the range of their own values."""
-        self._unit.unshard()
-        self._unit.reshard()
 
-
-class _ToldReduceScatter(ReduceScatter):
-    """A reduction that tells an agreement first."""
-
-    def __init__(self, agreement: Agreement, number: int, replicas: dist.ProcessGroup | None) -> None:
-        self._agreement, self._number, self._replicas = agreement, number, replicas
+class ReduceScatter(_InPlace):
+    """A reduction of which each rank keeps its part."""
 
     def __call__(
         self,
@@ -401,22 +410,46 @@ class _ToldReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        made: dict[str, Any] = {"dtype": input_tensor.dtype, "device": input_tensor.device}
-        answers: list[tuple[dist.ProcessGroup, Answer]] = [
-            (group, functools.partial(_reduce_scatter_zeros, group, input_tensor.shape, made, op))
-        ]
-        if self._replicas is not None:
-            answer = functools.partial(_all_reduce_zeros, self._replicas, output_tensor.shape, made, op)
-            answers.append((self._replicas, answer))
-        key = ("reduce", self._number, input_tensor.shape, input_tensor.dtype)
-        self._agreement.before(PendingCollective(key, tuple(answers)))
-        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+        if self._before is not None:
+            self._before(output_tensor, input_tensor, group, op)
+        if not is_gloo(group):
+            work: dist.Work | None = dist.reduce_scatter_single(
+                output_tensor, input_tensor, op=op, group=group, async_op=async_op
+            )
+            return work
+        held = _holders(input_tensor)
+        # A view: gloo's threads then hold a tensor of their own, which shows in the count of the storage.
+        dist.all_reduce(input_tensor.view(-1), op, group=group)
+        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+        _wait_for_release((input_tensor, held))
+        return None
+
+
+def send_in_place(model: nn.Module) -> None:
+    """Have all units of a fully sharded model gather and reduce in place, where they do so over gloo."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            gather: Any = Gather()
+            reduce: Any = ReduceScatter()
+            module.set_custom_all_gather(gather)
+            module.set_custom_reduce_scatter(reduce)
+
+
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Tell whether a process group sends over gloo."""
+    return bool(dist.get_backend(group) == "gloo")
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    return storage_use_count(storage_key_of(tensor))
+
+
+def _wait_for_release(*tensors: tuple[torch.Tensor, int]) -> None:
+    """Wait until storages are held as often as before; no longer than that takes by any chance."""
+    until = time.monotonic() + _LONGEST_SECONDS
+    while any(_holders(tensor) > before for tensor, before in tensors) and time.monotonic() < until:
+        time.sleep(0)
 
 
 def _all_reduce_zeros(group: dist.ProcessGroup, shape: torch.Size, made: dict[str, Any], op: Any) -> None:
     dist.all_reduce(torch.zeros(shape, **made), op=op, group=group)
-
-
-def _reduce_scatter_zeros(group: dist.ProcessGroup, shape: torch.Size, made: dict[str, Any], op: Any) -> None:
-    given = torch.zeros(shape, **made)
-    ReduceScatter()(given.new_empty(given.numel() // group.size()), given, group, op)

@@ -27,11 +27,6 @@ def launched_size() -> int:
 def check_shared(size: int, what: str, remedy: str) -> None:
     """Check that all processes of a launcher share a step: others would train by themselves, on all of the data.
 
-    Args:
-        size: How many processes share it.
-        what: What says so, for the error.
-        remedy: What to do about it.
-
     Raises:
         UsageError: A launcher has started more or fewer.
     """

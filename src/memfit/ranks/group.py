@@ -1,60 +1,154 @@
-"""What a step asks of the ranks that it is shared with: its part of a batch, sums over all, and when to send."""
+"""The processes that share a step, as the step sees them: a single one, the ranks of a group, or ranks that are played.
+
+A step asks them for its part of a batch, for sums over all, and when to send. `each`, `agreed` and `once` are work that
+all of them do: it succeeds on all or fails on all, so that none waits for one that failed.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from memfit._torch import storage_key_of
-from memfit.errors import UsageError
-from memfit.ranks.agreement import FAILED, RAN_OUT, Agreement, PendingCollective, worst_of
-from memfit.ranks.processes import BatchPart, Number, SingleProcess, T
-from memfit.workload import Workload, part_of, samples_of, tensors_of
+from memfit.errors import MemfitError, PlanMismatchError, RankError
+from memfit.workload import Workload, part_of, samples_of
 
+T = TypeVar("T")
+Number = torch.Tensor | float
 _MIX = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, as in SplitMix64 (Steele, Lea, Flood 2014)
 _MASK = 2**64 - 1
 
 
-class Engine(Protocol):
-    """One of PyTorch's engines, on a model."""
+@dataclass(frozen=True)
+class BatchPart:
+    """A rank's part of a global batch.
 
-    def syncing(self, is_last: bool) -> AbstractContextManager[object]:
-        """Make the context of a microbatch's passes, given whether it is the last."""
+    Attributes:
+        batch: The part; some sample, which counts nothing, where `samples` is 0.
+        samples: Its samples (≥ 0).
+        mean_samples: Samples of a rank on average: the weight of a mean over `n` samples is `n / mean_samples`.
+        most_samples: Samples of the largest part.
+    """
 
-    def watch(self, agreement: Agreement) -> None:
-        """Tell an agreement of what is sent, from now on.
+    batch: Any
+    samples: int
+    mean_samples: float
+    most_samples: int
 
-        Raises:
-            UsageError: What runs here can't be watched.
-        """
 
-    def held_bytes(self, workload: Workload) -> int:
-        """Return the bytes that it holds for a workload's gradients between steps."""
+class SingleProcess:
+    """A process that trains by itself: it agrees with itself.
+
+    Attributes:
+        size: Number of processes that share a step (> 0).
+        rank: This one's number among them; the first, 0, writes what a run keeps.
+        is_updating: Whether ranks may have updated, so that the step can't be undone any more.
+    """
+
+    size = 1
+    rank = 0
+    is_updating = False
+
+    # What a step that may have to be undone asks
+
+    def watch(self) -> None:
+        """Have ranks undo steps together, from now on."""
+
+    def close(self) -> None:
+        """Watch no more."""
+
+    def begin(self, batch: Any) -> None:
+        """Note that a step begins on a global batch."""
+
+    def agree(self, is_sure: bool) -> bool:
+        """Agree to update, or that it was done; tell whether all are sure that memory is there for it."""
+        return is_sure
+
+    def commit(self) -> None:
+        """Note that ranks may have updated, from here on."""
+
+    def finish(self) -> None:
+        """Note that a step is done, with an update or without."""
+
+    def failed(self, ran_out: bool) -> bool:
+        """Tell the other ranks that this one aborts the step; return whether all aborting ranks ran out of memory."""
+        return ran_out
 
     def reset(self) -> None:
-        """Make the engine ready for the next step, after one that was aborted in the middle."""
+        """Make ready for the next step, after one that was aborted."""
+
+    def all(self, value: bool) -> bool:
+        """Tell whether a value is true on every rank."""
+        return value
+
+    def most(self, values: list[float]) -> list[float]:
+        """Return the maximum over the ranks of each value."""
+        return values
+
+    def first(self, value: int) -> int:
+        """Return the value of the first rank."""
+        return value
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, by rank."""
+        return [value]
+
+    @property
+    def buckets(self) -> list[torch.Tensor]:
+        """What gradients are sent in, where an engine holds that between steps; known once a step ran in a capture."""
+        return []
+
+    def held_bytes(self, workload: Workload) -> int:
+        """Return the bytes of what gradients are sent in, where an engine holds that between steps."""
+        return 0
+
+    # What a step asks
+
+    def share(self, workload: Workload, batch: Any) -> BatchPart:
+        """Return this rank's part of a global batch."""
+        samples = samples_of(workload, batch)
+        return BatchPart(batch, samples, samples, samples)
+
+    def means(self, values: list[Number]) -> list[Number]:
+        """Return the means over all ranks of some numbers."""
+        return values
+
+    def mean(self, value: Number) -> Number:
+        """Return the mean over all ranks of a number."""
+        return self.means([value])[0]
+
+    def norm(self, norm: torch.Tensor, is_part: bool) -> torch.Tensor:
+        """Return the norm of all gradients, given that of this rank's; it may have a part of them."""
+        return norm
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor whole, of which each rank has a shard or a part of a sum."""
+        return tensor
+
+    def syncing(self, is_last: bool) -> AbstractContextManager[object]:
+        """Make the context of a microbatch's passes: gradients of the last are sent, of others where that is asked."""
+        return contextlib.nullcontext()
+
+    def drawing(self) -> AbstractContextManager[object]:
+        """Make the context of a step in which ranks draw different random numbers, and the same afterwards."""
+        return contextlib.nullcontext()
 
     def outside(self, work: Callable[[], T]) -> T:
-        """Run work that runs the model forward outside of steps."""
+        """Run work outside of steps that runs the model forward; return its result. All ranks call it."""
+        return work()
 
     def drop_forward(self) -> None:
-        """Cut gathered parameters again, after a forward pass without a backward pass."""
+        """Cut gathered parameters again, after a forward pass without a backward pass. All ranks call it."""
 
 
 class Group(SingleProcess):
-    """The ranks of the default process group.
-
-    Args:
-        kind: Of the devices that messages are on ("cpu", "cuda").
-    """
+    """The ranks of the default process group, whose messages are on a kind of device ("cpu", "cuda")."""
 
     def __init__(self, kind: str) -> None:
         self.size, self.rank = dist.get_world_size(), dist.get_rank()
@@ -77,152 +171,6 @@ class Group(SingleProcess):
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value)
         return found
-
-
-class SharedStep(Group):
-    """The ranks of a step that an engine shares.
-
-    Args:
-        mesh: Of all ranks.
-        engine: Shares it.
-        shards: Ranks among which gradients are cut, where they are.
-        is_part: Whether batches are this rank's parts already, as in a capture; all ranks then have as many samples,
-            and random generators are left alone.
-    """
-
-    def __init__(self, mesh: DeviceMesh, engine: Engine, *, shards: int = 1, is_part: bool = False) -> None:
-        super().__init__(mesh.device_type)
-        self.mesh, self._engine, self._shards, self.is_part = mesh, engine, shards, is_part
-        self._buckets: dict[int, torch.Tensor] = {}
-        assert dist.group.WORLD is not None
-        self._world = dist.group.WORLD
-        self._agreement: Agreement | None = None
-
-    # Steps that may have to be undone
-
-    def watch(self) -> None:
-        """Have ranks undo steps together, from now on; call it on all of them.
-
-        Raises:
-            UsageError: The engine can't be watched.
-        """
-        agreement = Agreement(self._engine.reset)
-        try:
-            self._engine.watch(agreement)
-        except UsageError:
-            agreement.close()
-            raise
-        self._agreement = agreement
-
-    def close(self) -> None:
-        if self._agreement is not None:
-            self._agreement.close()
-            self._agreement = None
-
-    @property
-    def _watched(self) -> Agreement:
-        assert self._agreement is not None, "watch() comes first"
-        return self._agreement
-
-    @property
-    def is_updating(self) -> bool:  # type: ignore[override]
-        return self._agreement is not None and self._agreement.is_updating
-
-    def begin(self, batch: Any) -> None:
-        self._watched.begin(tuple(tensor.shape for tensor in tensors_of(batch)))
-
-    def agree(self, is_sure: bool) -> bool:
-        return self._watched.agree(is_sure)
-
-    def commit(self) -> None:
-        self._watched.is_updating = True
-
-    def finish(self) -> None:
-        self._watched.finish()
-
-    def failed(self, ran_out: bool) -> bool:
-        return self._watched.failed(RAN_OUT if ran_out else FAILED) == RAN_OUT
-
-    def reset(self) -> None:
-        self._watched.reset()
-
-    def all(self, value: bool) -> bool:
-        return super().all(value) if self._agreement is None else self._watched.vote(int(not value)) == 0
-
-    # What a step asks
-
-    @property
-    def buckets(self) -> list[torch.Tensor]:
-        return list(self._buckets.values())
-
-    def held_bytes(self, workload: Workload) -> int:
-        return self._engine.held_bytes(workload)
-
-    def reduce(self, bucket: torch.Tensor) -> None:
-        """Average a bucket of gradients in place, as `DistributedDataParallel` does by itself."""
-        self._buckets[storage_key_of(bucket)] = bucket.detach()
-        dist.all_reduce(bucket.div_(self.size), group=self.mesh.get_group())
-
-    def syncing(self, is_last: bool) -> AbstractContextManager[object]:
-        return self._engine.syncing(is_last)
-
-    def share(self, workload: Workload, batch: Any) -> BatchPart:
-        """Return this rank's part of a global batch: the first ones have a sample more where it does not divide."""
-        self._buckets.clear()  # the engine makes others after its first step
-        if self.is_part:
-            total = samples_of(workload, batch)
-            return BatchPart(batch, total, total, total)
-        return share_of(workload, batch, self.rank, self.size)
-
-    def means(self, values: list[Number]) -> list[Number]:
-        """Return the means over all ranks of some numbers; all stop here where a rank failed before."""
-        message = self._message(values)
-        agreement = self._agreement
-        if agreement is None or not agreement.is_active:
-            dist.all_reduce(message)
-        else:
-            message = torch.cat([message, message.new_zeros(2)])
-            answer = functools.partial(_tell, agreement, message.shape, message.dtype, message.device)
-            agreement.before(PendingCollective(("told", len(values)), ((self._world, answer),)))
-            dist.all_reduce(message)
-            agreement.heed(*message[-2:].tolist())
-        return list((message[: len(values)] / self.size).unbind())
-
-    def mean(self, value: Number) -> Number:
-        message = self._message([value])
-        if self._agreement is not None:
-            answer = functools.partial(_zero, message.shape, message.dtype, message.device)
-            self._agreement.before(PendingCollective(("number",), ((self._world, answer),)))
-        dist.all_reduce(message)
-        return (message[0] / self.size).float()  # a loss divided by it is not widened further
-
-    def norm(self, norm: torch.Tensor, is_part: bool) -> torch.Tensor:
-        if not is_part:
-            return norm
-        (mean,) = self.means([norm.double() ** 2 if norm.device.type != "mps" else norm**2])
-        return (torch.as_tensor(mean) * self._shards).sqrt().to(norm.dtype)  # replicas have the same parts
-
-    def _message(self, values: list[Number]) -> torch.Tensor:
-        return message_of(values, torch.device(self.mesh.device_type))
-
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-    def outside(self, work: Callable[[], T]) -> T:
-        return self._engine.outside(work)
-
-    def drop_forward(self) -> None:
-        self._engine.drop_forward()
-
-    @contextlib.contextmanager
-    def drawing(self) -> Iterator[None]:
-        """Have this rank draw other random numbers than the others, until the context is left.
-
-        Afterwards all draw the same again, wherever they were: seeds follow from the one before. So data that is
-        shuffled with PyTorch's generator is shuffled alike, and a run that is resumed draws what it would have drawn.
-        """
-        with contextlib.nullcontext() if self.is_part else drawing_as(self.rank):
-            yield
 
 
 def share_of(workload: Workload, batch: Any, rank: int, size: int) -> BatchPart:
@@ -253,23 +201,6 @@ def message_of(values: list[Number], place: torch.device) -> torch.Tensor:
     place = next((v.device for v in values if isinstance(v, torch.Tensor)), place)
     kind = _widest(place)
     return torch.stack([torch.as_tensor(v, device=place).detach().to(kind).reshape(()) for v in values])
-
-
-def mean_of(messages: list[torch.Tensor]) -> torch.Tensor:
-    """Return the mean of the messages of all ranks, in the precision that they are sent in."""
-    return torch.stack(messages).sum(0) / len(messages)
-
-
-def _tell(agreement: Agreement, shape: torch.Size, kind: torch.dtype, device: torch.device) -> int:
-    """Send the vote of a rank that failed, in place of its numbers; return the worst of all ranks."""
-    message = torch.zeros(shape, dtype=kind, device=device)
-    message[-2 if agreement.own == RAN_OUT else -1] = 1
-    dist.all_reduce(message)
-    return worst_of(*message[-2:].tolist())
-
-
-def _zero(shape: torch.Size, kind: torch.dtype, device: torch.device) -> None:
-    dist.all_reduce(torch.zeros(shape, dtype=kind, device=device))
 
 
 def _widest(place: torch.device) -> torch.dtype:
@@ -324,4 +255,61 @@ class PlayedRank(SingleProcess):
         own = message_of(values, torch.device("cpu"))
         number = len(self.sent)
         self.sent.append(own)
-        return own if self._messages is None else mean_of([of_rank[number] for of_rank in self._messages])
+        if self._messages is None:
+            return own
+        sent = [of_rank[number] for of_rank in self._messages]
+        return torch.stack(sent).sum(0) / len(sent)
+
+
+def each(ranks: SingleProcess, work: Callable[[], T]) -> list[T]:
+    """Have each rank do some work; return the results of all, by rank, which pickle must be able to send.
+
+    Raises:
+        Exception: That of this rank, where it failed; else that of the first rank that did, or RankError.
+    """
+    if ranks.size == 1:
+        return [work()]
+    result, error, sent = None, None, None
+    try:
+        result = work()
+    except Exception as e:
+        error, sent = e, e if isinstance(e, MemfitError) else RankError(f"{type(e).__name__}: {e}")
+    found = ranks.gathered((result, sent))
+    if error is not None:
+        raise error
+    for rank, (_, failure) in enumerate(found):
+        if failure is not None:
+            failure.add_note(f"memfit: the error is from rank {rank}")
+            raise failure
+    return [value for value, _ in found]
+
+
+def agreed(ranks: SingleProcess, work: Callable[[], T]) -> T:
+    """Have each rank do some work; return its own result, once all have succeeded.
+
+    Raises:
+        Exception: That of this rank, where it failed; else that of the first rank that did, or RankError.
+    """
+    own: list[T] = []
+    each(ranks, lambda: own.append(work()))
+    return own[0]
+
+
+def once(ranks: SingleProcess, work: Callable[[], T]) -> T:
+    """Have the first rank do some work; return its result on all, which pickle must be able to send.
+
+    Raises:
+        Exception: That of the first rank, or RankError.
+    """
+    return each(ranks, lambda: work() if ranks.rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+def check_same(ranks: SingleProcess, what: str, data: bytes) -> None:
+    """Raise PlanMismatchError, on all ranks, unless all give the same data."""
+    digests = ranks.gathered(hashlib.sha256(data).hexdigest())
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise PlanMismatchError(
+            f"the ranks have different {what}: rank {others[0]}'s has the SHA-256 {digests[others[0]][:12]}..., and"
+            f" rank 0's {digests[0][:12]}.... Save one to a file, and load the same file on every rank"
+        )

@@ -1,4 +1,4 @@
-"""Insertion of operators and storages into a recorded step.
+"""Recorded steps for ranks: the grouping of their modules and gradients, and insertion of operators and storages.
 
 A moment is an operator of the original step, or an inserted one. Storages are alive from their moment of birth through
 their moment of death, as in a trace.
@@ -7,12 +7,16 @@ their moment of death, as in a trace.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from memfit.ir import Call, Category, Op, Share, Storage, Trace, Work, share_text
+from memfit.ir import Call, Category, Op, Share, Storage, Trace, Work, enclosing, share_text
+
+_CONTAINERS = ("ModuleList", "Sequential")
+ITEMSIZES = (1, 2, 4, 8)
 
 
 @dataclass(eq=False)
@@ -146,3 +150,38 @@ def with_shares(trace: Trace, positions: Iterable[int], ranks: int) -> Trace:
             works.append(Work(flops, read_bytes, write_bytes, work.dtype, work.kernel))
         ops[index] = replace(op, signature=of_share[op.signature])
     return replace(trace, ops=ops, signatures=signatures, works=works)
+
+
+def repeated_blocks(trace: Trace) -> tuple[str, ...]:
+    """Return the FQNs of a model's repeated blocks.
+
+    They are the outermost called children of a ModuleList or Sequential that have parameters and a sibling of their
+    class.
+    """
+    kinds = {module.fqn: module.kind for module in trace.modules}
+    called = {trace.fqn_of(index) for index, call in enumerate(trace.calls) if call.phase == "forward"}
+    parents = {fqn: fqn.rpartition(".")[0] for fqn in kinds}
+    siblings = Counter((parents[fqn], kind) for fqn, kind in kinds.items())
+    filled = {fqn for parameter in trace.parameters for fqn in enclosing(parameter.fqn)}
+    blocks: list[str] = []
+    for fqn, kind in kinds.items():
+        listed = fqn in called and kinds.get(parents[fqn]) in _CONTAINERS and siblings[parents[fqn], kind] > 1
+        if fqn and listed and fqn in filled and enclosing(fqn).isdisjoint(blocks):
+            blocks.append(fqn)
+    return tuple(blocks)
+
+
+def innermost(fqn: str, units: Iterable[str]) -> str:
+    """Return the innermost unit that contains a module or parameter."""
+    return max(enclosing(fqn).intersection(units), key=len)
+
+
+def around(units: Iterable[str]) -> frozenset[str]:
+    """Return the modules that hold a unit: recomputing one would gather its units once more."""
+    return frozenset(fqn for unit in units for fqn in enclosing(unit) if fqn != unit)
+
+
+def gradients_by_parameter(trace: Trace) -> dict[int, int]:
+    """Return the storages of gradients by parameter, in the order in which they become ready."""
+    births = [(s.birth, i) for i, s in enumerate(trace.storages) if s.category == "gradients" and s.parameter >= 0]
+    return {trace.storages[index].parameter: index for _, index in sorted(births)}

@@ -19,7 +19,7 @@ from memfit._torch import fake_ranks
 from memfit.errors import RankError, UsageError
 from memfit.ir import Sharding
 from memfit.ranks.environment import is_launched, launched_by_torchrun, launched_rank, launched_size, local_rank
-from memfit.ranks.processes import SingleProcess
+from memfit.ranks.group import Group, SingleProcess
 from memfit.workload import Workload, part_of, samples_of
 
 
@@ -101,12 +101,7 @@ def joined(kind: str) -> Iterator[SingleProcess]:
 
     It is joined here where a launcher has started this process and nobody has joined yet, and then left at the end. On
     accelerators each rank takes the one of its number on its host.
-
-    Args:
-        kind: Of the devices that train ("cpu", "cuda").
     """
-    from memfit.ranks.group import Group  # its DTensors take a while to import, which a fake mesh does without
-
     if is_joined() or not is_launched():
         yield Group(kind) if is_joined() else SingleProcess()
         return

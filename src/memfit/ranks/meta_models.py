@@ -97,9 +97,16 @@ class Initialisation:
                     call.make()
                     made = [_at(group[0]) for group in call.written]
                 for group, value, is_kept in zip(call.written, made, call.kept, strict=True):
-                    if is_kept:
-                        _check_whole(group[0], value)
-                        _fill(_at(group[0]), value)
+                    if not is_kept:
+                        continue
+                    if value.is_floating_point() and value.isnan().any():
+                        module, name = group[0]
+                        raise WorkloadError(
+                            f"the values of {name} of a {type(module).__name__} are not all initialised by one call of"
+                            " reset_parameters(), or of _init_weights: make it write the whole tensor, or build the"
+                            " model without torch.device('meta')"
+                        )
+                    _fill(_at(group[0]), value)
 
 
 def allocate(root: nn.Module, place: torch.device) -> None:
@@ -174,16 +181,6 @@ def _unmade(tensor: torch.Tensor) -> torch.Tensor:
     """Return a whole tensor on the CPU in which a value that nobody makes is seen."""
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return whole.fill_(torch.nan) if whole.is_floating_point() else whole
-
-
-def _check_whole(place: Place, value: torch.Tensor) -> None:
-    if value.is_floating_point() and value.isnan().any():
-        module, name = place
-        raise WorkloadError(
-            f"the values of {name} of a {type(module).__name__} are not all initialised by one call of"
-            " reset_parameters(), or of _init_weights: make it write the whole tensor, or build the model without"
-            " torch.device('meta')"
-        )
 
 
 def _fill(tensor: torch.Tensor, value: torch.Tensor) -> None:

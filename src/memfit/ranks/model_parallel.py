@@ -1,5 +1,12 @@
 """A model that several ranks share, on paper: tensor, context and pipeline parallelism of one copy of it.
 
+Tensor parallelism cuts the layers of each repeated block as in M. Shoeybi et al. (2019), "Megatron-LM: Training
+Multi-Billion Parameter Language Models Using Model Parallelism", section 3: the linear layers before an activation
+function or attention by their columns, the one after it by its rows. What lies between them is cut too; a sum over the
+ranks follows the latter in the forward pass, and the former in the backward pass. Sums are in place. Embeddings,
+normalisations, the layer of the logits and the loss stay whole (Megatron's vocabulary and sequence parallelism are not
+counted).
+
 Context parallelism is as in H. Liu, M. Zaharia, P. Abbeel (2023), "Ring Attention with Blockwise Transformers for
 Near-Infinite Context": each rank has its tokens' activations, keys and values go round, and weights stay whole. A rank
 holds its own keys and values and receives the next. Attention is taken to need memory in proportion to the tokens, as
@@ -15,22 +22,23 @@ another takes no time here. Weights that two stages share are counted on the fir
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import msgspec
 from msgspec.structs import replace
 
 from memfit.errors import UsageError
-from memfit.ir import ATTENTION, RING, Storage, Trace, enclosing, operator_class
-from memfit.ranks.groups import repeated_blocks
-from memfit.ranks.insertion import Insertion, with_shares
-from memfit.ranks.tensor_parallel import TensorParallel
+from memfit.ir import ATTENTION, MATRIX, RING, SOFTMAX, SUM, Op, Storage, Trace, enclosing, operator_class
+from memfit.ranks.insertion import ITEMSIZES, Insertion, innermost, repeated_blocks, with_shares
 
 _NAMES = ("tp", "cp", "pp")
 _SCALAR_BYTES = 16
-_ITEMSIZES = (1, 2, 4, 8)
+_LINEAR = ("Linear", "NonDynamicallyQuantizableLinear")
+_TRANSPOSED = ("Conv1D",)  # transformers' linear layer, with a weight of inputs × outputs
+_ACTIVATIONS = "gelu relu silu tanh sigmoid mish elu leaky_relu hardswish softplus relu6 glu".split()
 _PASSES = ("forward", "backward", "recompute")
 
 
@@ -72,10 +80,7 @@ def read_parallel(text: str) -> Parallel:
 
 
 def stages_of(trace: Trace, parallel: Parallel) -> list[Trace]:
-    """Return the step of one rank of each stage, the first stage's first.
-
-    Args:
-        trace: The step of one process, at the microbatch size of the pipeline.
+    """Return the step of one rank of each stage, the first stage's first, from that of one process and microbatch size.
 
     Raises:
         UsageError: The model can't be shared so.
@@ -100,13 +105,217 @@ def stages_of(trace: Trace, parallel: Parallel) -> list[Trace]:
     return [replace(stage, notes=[*stage.notes, *noted]) for stage in stages]
 
 
+@dataclass(frozen=True)
+class _Linear:
+    """A linear layer of a block."""
+
+    fqn: str
+    inputs: int
+    outputs: int
+
+
+@dataclass(eq=False)
+class _Region:
+    """Calls of linear layers that are cut together: by their columns, and the last one by its rows."""
+
+    columns: list[int] = field(default_factory=list)
+    row: int = -1
+    mixes: bool = False
+
+
+class TensorParallel:
+    """The step of one rank of `ranks`, from the step of one process."""
+
+    def __init__(self, trace: Trace, ranks: int) -> None:
+        self.trace, self.ranks = trace, ranks
+        weights = {p.fqn.removesuffix(".weight"): p.shape for p in trace.parameters if p.fqn.endswith(".weight")}
+        self.linears: dict[str, _Linear] = {}
+        for module in trace.modules:
+            shape = weights.get(module.fqn, ())
+            if len(shape) == 2 and module.kind in (*_LINEAR, *_TRANSPOSED):
+                outputs, inputs = shape if module.kind in _LINEAR else reversed(shape)
+                self.linears[module.fqn] = _Linear(module.fqn, inputs, outputs)
+        blocks = set(repeated_blocks(trace))
+        self.regions: list[_Region] = []
+        for index, call in enumerate(trace.calls):
+            if trace.fqn_of(index) in blocks and call.phase in ("forward", "recompute"):
+                self.regions += self._regions_in(range(call.start, call.end))
+        self.columns = {self._linear(call).fqn for region in self.regions for call in region.columns}
+        self.rows = {self._linear(region.row).fqn for region in self.regions}
+        if not self.regions:
+            raise UsageError(
+                f"parallel='tp={ranks}': {trace.workload!r} has no repeated blocks with linear layers around"
+                " an activation function or attention: memfit can't cut it. Leave out tp"
+            )
+        sizes = [(fqn, "out_features", self.linears[fqn].outputs) for fqn in sorted(self.columns)]
+        sizes += [(fqn, "in_features", self.linears[fqn].inputs) for fqn in sorted(self.rows)]
+        for fqn, name, size in sizes:
+            if size % ranks:
+                raise UsageError(
+                    f"parallel='tp={ranks}': {fqn}.{name}={size} is not a multiple of {ranks}. Give a tp that"
+                    " divides it"
+                )
+        self.of_call = {call: region for region in self.regions for call in (*region.columns, region.row)}
+        self.out_bytes: dict[int, int] = {}  # of what a linear layer returns
+        for index in self.of_call:
+            call = trace.calls[index]
+            born = [
+                s for at in range(call.start, call.end) if _multiplies(trace.ops[at].name) for s in trace.births[at]
+            ]
+            self.out_bytes[index] = max((trace.storages[s].nbytes for s in born), default=0)
+        self.cut: set[int] = set()  # storages
+        self.shared: set[int] = set()  # operators
+        self.sums: list[tuple[int, int]] = []  # bytes, and the operator before which they are summed
+        backward: dict[int, list[int]] = defaultdict(list)  # the operators of each linear layer's call
+        for position, op in enumerate(trace.ops):
+            if op.phase == "backward" and op.call in self.of_call:
+                backward[op.call].append(position)
+        for region in self.regions:
+            self._forward(region)
+            self._after(region, backward)
+
+    def _linear(self, call: int) -> _Linear:
+        return self.linears[self.trace.fqn_of(call)]
+
+    def _regions_in(self, positions: range) -> list[_Region]:
+        """Return the regions of one call of a block, in the order of its operators."""
+        found, region, last = [], _Region(), -1
+        for position in positions:
+            op = self.trace.ops[position]
+            if op.call < 0 or self.trace.fqn_of(op.call) not in self.linears:
+                region.mixes |= bool(region.columns) and _mixes(op.name)
+                continue
+            if op.call == last:
+                continue
+            last, linear = op.call, self._linear(op.call)
+            width = self._linear(region.columns[0]).inputs if region.columns else 0
+            if region.mixes and linear.outputs == width:
+                region.row = op.call
+                found.append(region)
+                region = _Region()
+            elif not region.columns or linear.inputs == width:
+                region.columns.append(op.call)
+            else:  # another kind of layer: nothing here is cut
+                region = _Region([op.call])
+        return found
+
+    # What is cut
+
+    def _in_bytes(self, call: int) -> int:
+        linear = self._linear(call)
+        return self.out_bytes[call] * linear.inputs // linear.outputs
+
+    def _is_bias(self, nbytes: int, call: int) -> bool:
+        return nbytes in [self._linear(call).outputs * itemsize for itemsize in ITEMSIZES]
+
+    def _forward(self, region: _Region) -> None:
+        def is_whole(op: Op, position: int, nbytes: int) -> bool:
+            if op.call == region.row:
+                return _multiplies(op.name) or self._is_bias(nbytes, region.row)
+            return op.call in region.columns and not _multiplies(op.name) and _alike(nbytes, self._in_bytes(op.call))
+
+        first, last = self.trace.calls[region.columns[0]], self.trace.calls[region.row]
+        self._cut(range(first.start, last.end), is_whole)
+        self.sums.append((self.out_bytes[region.row], last.end))
+
+    def _after(self, region: _Region, backward: dict[int, list[int]]) -> None:
+        """Cut the backward pass of a region: from that of its last layer to that of its first ones."""
+        of_columns = [position for call in region.columns for position in backward[call]]
+        if not backward[region.row] or not of_columns:
+            return
+        first, entered, last = backward[region.row][0], min(of_columns), max(of_columns)
+        in_bytes = self._in_bytes(region.columns[0])
+
+        def is_whole(op: Op, position: int, nbytes: int) -> bool:
+            if op.call == region.row:
+                is_output = _alike(nbytes, self.out_bytes[region.row])
+                return not _multiplies(op.name) and (is_output or self._is_bias(nbytes, region.row))
+            return (op.call in region.columns or position > entered) and _alike(nbytes, in_bytes)
+
+        self._cut(range(first, last + 1), is_whole)
+        self.sums.append((in_bytes, last + 1))
+
+    def _cut(self, positions: range, is_whole: Callable[[Op, int, int], bool]) -> None:
+        """Cut what operators do, and what they allocate but for what stays whole, by operator and bytes."""
+        self.shared.update(positions)
+        for position in positions:
+            for index in self.trace.births[position]:
+                storage = self.trace.storages[index]
+                may_be = storage.parameter < 0 and storage.nbytes > _SCALAR_BYTES
+                if may_be and not is_whole(self.trace.ops[position], position, storage.nbytes):
+                    self.cut.add(index)
+
+    # The step of a rank
+
+    def result(self) -> Trace:
+        """Return the step of one rank."""
+        parameters, sizes = [], defaultdict[int, int](int)  # sizes of parameters, for what the update allocates
+        for p in self.trace.parameters:
+            shape = p.shape
+            if self._is_cut(p.fqn):  # which dimension is cut does not matter to the bytes
+                at = next(i for i, size in enumerate(shape) if size % self.ranks == 0)
+                shape = (*shape[:at], shape[at] // self.ranks, *shape[at + 1 :])
+            parameters.append(replace(p, shape=shape))
+            sizes[p.nbytes] = max(sizes[p.nbytes], parameters[-1].nbytes)
+        storages = []
+        for index, storage in enumerate(self.trace.storages):
+            is_part = index in self.cut
+            if storage.parameter >= 0:
+                p = self.trace.parameters[storage.parameter]
+                numel = p.nbytes // p.itemsize
+                is_part = self._is_cut(p.fqn) and storage.nbytes in [numel * size for size in ITEMSIZES]
+            elif not is_part and storage.birth >= 0 and self.trace.ops[storage.birth].phase == "optimizer":
+                storage = replace(storage, nbytes=sizes.get(storage.nbytes, storage.nbytes))
+            storages.append(replace(storage, nbytes=-(-storage.nbytes // self.ranks), shape=()) if is_part else storage)
+        shared = with_shares(self.trace, sorted(self.shared), self.ranks)
+        insertion = Insertion(replace(shared, parameters=parameters, storages=storages))
+        for summed, position in sorted(self.sums, key=lambda each: each[1]):
+            insertion.op(SUM, summed, position, like=position - 1, call=-1, ranks=self.ranks)
+        return insertion.result()
+
+    def _is_cut(self, fqn: str) -> bool:
+        module, _, name = fqn.rpartition(".")
+        return module in self.columns or (module in self.rows and name == "weight")
+
+    def note(self) -> str:
+        """Return what was cut, in words."""
+        return (
+            f"tensor parallelism of {self.ranks} ranks: columns of {self._patterns(self.columns)}, rows of"
+            f" {self._patterns(self.rows)}; embeddings, normalisations and logits are not cut"
+        )
+
+    def _patterns(self, names: set[str]) -> str:
+        """Return names with the numbers of their blocks as *, each once."""
+        blocks = repeated_blocks(self.trace)
+        kinds = set()
+        for name in names:
+            block = innermost(name, ("", *blocks))
+            parent, _, last = block.rpartition(".")
+            kinds.add(f"{parent}.*{name[len(block) :]}" if last.isdigit() and parent else name)
+        return ", ".join(sorted(kinds))
+
+
+def _multiplies(name: str) -> bool:
+    return operator_class(name) == MATRIX
+
+
+def _mixes(name: str) -> bool:
+    base = name.split(".")[1].removesuffix("_") if "." in name else name
+    return operator_class(name) in (ATTENTION, SOFTMAX, MATRIX) or base in _ACTIVATIONS
+
+
+def _alike(nbytes: int, other: int) -> bool:
+    """Tell whether tensors may have as many elements, of the same or of another itemsize."""
+    return nbytes in (other // 2, other, 2 * other)
+
+
 def _context_parallel(trace: Trace, ranks: int) -> Trace:
     """Return the step of one rank of `ranks`, from the step of one process."""
     # By module, the bytes that its weights have in any dtype: what is as large may be one of them.
     of_weights: dict[str, set[int]] = defaultdict(set)
     for parameter in trace.parameters:
         numel = parameter.nbytes // parameter.itemsize
-        of_weights[parameter.fqn.rpartition(".")[0]] |= {numel * size for size in _ITEMSIZES}
+        of_weights[parameter.fqn.rpartition(".")[0]] |= {numel * size for size in ITEMSIZES}
     storages = []
     for storage in trace.storages:
         owner = trace.fqn_of(trace.ops[storage.birth].call) if storage.birth >= 0 else ""
@@ -145,7 +354,21 @@ class Pipeline:
         counts = [len(blocks) // stages + (i < len(blocks) % stages) for i in range(stages)]
         self.of_block = dict(zip(blocks, [i for i, count in enumerate(counts) for _ in range(count)], strict=True))
         self.op_stages = self._op_stages()
-        self.parameter_stages = self._parameter_stages()
+        self.outputs: set[int] = set()  # what the model's own calls return, as the last that they allocate
+        for index, call in enumerate(trace.calls):
+            if call.phase == "forward" and not trace.fqn_of(index):
+                born = [i for at in range(call.start, call.end) for i in trace.births[at]]
+                self.outputs |= {max(born, key=lambda i: trace.storages[i].birth)} if born else set()
+        of_module: dict[str, int] = {}  # the stage of the first operator of a module's call
+        for index, call in enumerate(trace.calls):
+            if call.end > call.start:
+                of_module.setdefault(trace.fqn_of(index), self.op_stages[call.start])
+        self.parameter_stages = []
+        for parameter in trace.parameters:
+            around = enclosing(parameter.fqn)
+            block = next((stage for fqn, stage in self.of_block.items() if fqn in around), None)
+            of_call = of_module.get(parameter.fqn.rpartition(".")[0], 0)
+            self.parameter_stages.append(of_call if block is None else block)
 
     def _op_stages(self) -> list[int]:
         """Return the stage of each operator: that of its block, or of the block before it in the forward pass."""
@@ -172,116 +395,59 @@ class Pipeline:
             return None
         return 0 if self.trace.calls[call].start % len(self.trace.ops) < first_block else self.stages - 1
 
-    def _parameter_stages(self) -> list[int]:
-        """Return the stage of each parameter: of its block, or of the first operator of its module's call."""
-        of_module: dict[str, int] = {}
-        for index, call in enumerate(self.trace.calls):
-            if call.end > call.start:
-                of_module.setdefault(self.trace.fqn_of(index), self.op_stages[call.start])
-        stages = []
-        for parameter in self.trace.parameters:
-            around = enclosing(parameter.fqn)
-            block = next((stage for fqn, stage in self.of_block.items() if fqn in around), None)
-            stages.append(of_module.get(parameter.fqn.rpartition(".")[0], 0) if block is None else block)
-        return stages
-
     def stage(self, stage: int) -> Trace:
         """Return the step of one stage, with the activations of the other microbatches in flight."""
-        ops, storages = self.trace.ops, list(self.trace.storages)
+        trace, ops, last = self.trace, self.trace.ops, self.trace.microbatches - 1
         kept = [self.op_stages[i] == stage or op.phase == "optimizer" for i, op in enumerate(ops)]
+        # By microbatch and whether backward, the first and the last operator of the stage.
+        reach: dict[tuple[int, bool], tuple[int, int]] = {}
+        for position, op in enumerate(ops):
+            if self.op_stages[position] == stage and op.phase in _PASSES:
+                key = op.microbatch, op.phase != "forward"
+                reach[key] = reach.get(key, (position, 0))[0], position
         wanted: dict[int, int] = defaultdict(int)
-        for parameter, of in zip(self.trace.parameters, self.parameter_stages, strict=True):
+        for parameter, of in zip(trace.parameters, self.parameter_stages, strict=True):
             wanted[parameter.nbytes] += of == stage
         left: dict[int, dict[int, int]] = defaultdict(lambda: dict(wanted))
-        reach = self._reach(stage)
-        received = 0
-        for index, storage in enumerate(storages):
-            if self._is_received(storage, stage, reach):
-                received += storage.nbytes * (self.trace.ops[storage.birth].microbatch == self.trace.microbatches - 1)
-                storages[index] = replace(storage, nbytes=0)
-            elif not self._holds(storage, stage, kept, left):
-                storages[index] = replace(storage, nbytes=0)
-            elif self._is_output(index, stage):
-                last = reach.get(2 * self.trace.ops[storage.birth].microbatch + 1, (0, storage.death))[1]
-                storages[index] = replace(storage, death=max(storage.death, last))
-        count = len(self.trace.ops)
-        buffers = received * self.trace.scale_microbatches
-        storages.append(Storage(buffers, -1, count, count, "temporaries", -1))
-        filled = self._filled(replace(self.trace, storages=storages), stage)
-        updates = [i for i, op in enumerate(filled.ops) if op.phase == "optimizer"]
-        return _without(with_shares(filled, updates, self.stages), kept)
-
-    def _reach(self, stage: int) -> dict[int, tuple[int, int]]:
-        """Return, by microbatch and whether backward, the first and the last operator of a stage: (start, end)."""
-        found: dict[int, tuple[int, int]] = {}
-        for position, op in enumerate(self.trace.ops):
-            if self.op_stages[position] == stage and op.phase in _PASSES:
-                key = 2 * op.microbatch + (op.phase != "forward")
-                found[key] = (found.get(key, (position, 0))[0], position)
-        return found
-
-    def _holds(self, storage: Storage, stage: int, kept: list[bool], left: dict[int, dict[int, int]]) -> bool:
-        """Tell whether a storage is a stage's own."""
-        if storage.parameter >= 0:
-            return self.parameter_stages[storage.parameter] == stage
-        if storage.birth < 0:
-            return storage.category != "inputs" or stage in (0, self.stages - 1)
-        op = self.trace.ops[storage.birth]
-        if op.phase == "optimizer":
-            counts = left[storage.birth]
-            if storage.nbytes not in counts:
-                return True
-            counts[storage.nbytes] -= 1
-            return counts[storage.nbytes] >= 0
-        return kept[storage.birth]
-
-    @functools.cached_property
-    def _outputs(self) -> set[int]:
-        """What the model's own calls return, as the last that they allocate."""
-        found = set()
-        for index, call in enumerate(self.trace.calls):
-            if call.phase == "forward" and not self.trace.fqn_of(index):
-                born = [i for at in range(call.start, call.end) for i in self.trace.births[at]]
-                found |= {max(born, key=lambda i: self.trace.storages[i].birth)} if born else set()
-        return found
-
-    def _is_output(self, index: int, stage: int) -> bool:
-        """Tell whether a stage keeps a storage until its backward pass since it returns it."""
-        storage = self.trace.storages[index]
-        if storage.birth < 0 or self.trace.ops[storage.birth].phase != "forward" or storage.parameter >= 0:
-            return False
-        if stage == self.stages - 1:
-            return index in self._outputs
-        used = min(storage.release, len(self.op_stages) - 1)
-        return self.op_stages[storage.birth] == stage < self.op_stages[used]
-
-    def _is_received(self, storage: Storage, stage: int, reach: dict[int, tuple[int, int]]) -> bool:
-        """Tell whether a storage is sent to a stage by the one before it in a pass."""
-        if storage.birth < 0 or storage.parameter >= 0:
-            return False
-        op = self.trace.ops[storage.birth]
-        if op.phase not in ("forward", "backward"):
-            return False
-        start, _ = reach.get(2 * op.microbatch + (op.phase != "forward"), (0, 0))
-        before = stage - 1 if op.phase == "forward" else stage + 1
-        return self.op_stages[storage.birth] == before and storage.birth < start <= storage.release
-
-    def _filled(self, trace: Trace, stage: int) -> Trace:
-        """Add the activations of the microbatches that are in flight besides the one that runs."""
-        reach, last = self._reach(stage), trace.microbatches - 1
-        if 2 * last not in reach:
-            return trace
-        end = reach[2 * last][1]
-        activations = sum(
-            s.nbytes for s in trace.storages
-            if s.birth >= 0 and trace.ops[s.birth].microbatch == last and s.birth <= end < s.death < len(trace.ops)
-            and trace.ops[s.birth].phase == "forward"
-        )  # fmt: skip
-        in_flight = min(self.stages - stage, self.trace.scale_microbatches)  # microbatches
-        others = (in_flight - 1) * activations
-        begins, ends = reach[2 * last][0], reach.get(2 * last + 1, (0, end))[1]
-        held = Storage(others, begins, ends, ends, "activations", -1)
-        return replace(trace, storages=[*trace.storages, held]) if others else trace
+        received, storages = 0, list[Storage]()
+        for index, storage in enumerate(trace.storages):
+            birth, death = storage.birth, storage.death
+            if storage.parameter >= 0:
+                is_own = self.parameter_stages[storage.parameter] == stage
+            elif birth < 0:
+                is_own = storage.category != "inputs" or stage in (0, self.stages - 1)
+            elif ops[birth].phase == "optimizer":
+                counts = left[birth]
+                is_own = storage.nbytes not in counts
+                if not is_own:
+                    counts[storage.nbytes] -= 1
+                    is_own = counts[storage.nbytes] >= 0
+            else:
+                op, is_own = ops[birth], kept[birth]
+                sender = stage - 1 if op.phase == "forward" else stage + 1
+                start = reach.get((op.microbatch, op.phase != "forward"), (0, 0))[0]
+                is_sent = op.phase != "recompute" and self.op_stages[birth] == sender
+                if is_sent and birth < start <= storage.release and op.microbatch == last:
+                    received += storage.nbytes
+                used = self.op_stages[min(storage.release, len(ops) - 1)]
+                is_returned = index in self.outputs if stage == self.stages - 1 else stage < used
+                if is_own and op.phase == "forward" and is_returned:  # it is kept until the backward pass
+                    death = max(death, reach.get((op.microbatch, True), (0, death))[1])
+            storages.append(replace(storage, nbytes=storage.nbytes if is_own else 0, death=death))
+        buffers = received * trace.scale_microbatches
+        storages.append(Storage(buffers, -1, len(ops), len(ops), "temporaries", -1))
+        if (last, False) in reach:  # the activations of the microbatches that are in flight besides the one that runs
+            begins, end = reach[last, False]
+            activations = sum(
+                s.nbytes for s in storages
+                if s.birth >= 0 and ops[s.birth].microbatch == last and s.birth <= end < s.death < len(ops)
+                and ops[s.birth].phase == "forward"
+            )  # fmt: skip
+            ends = reach.get((last, True), (0, end))[1]
+            others = (min(self.stages - stage, trace.scale_microbatches) - 1) * activations
+            storages += [Storage(others, begins, ends, ends, "activations", -1)] if others else []
+        updates = [i for i, op in enumerate(ops) if op.phase == "optimizer"]
+        return _without(with_shares(replace(trace, storages=storages), updates, self.stages), kept)
 
     def note(self) -> str:
         """Return how the step is cut, in words."""

@@ -22,20 +22,33 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 from msgspec.structs import replace
 
 from memfit.errors import UsageError
-from memfit.ir import BROADCAST, GATHER, REDUCE, SCATTER, Parameter, Trace, repeats
+from memfit.ir import (
+    BROADCAST,
+    GATHER,
+    REDUCE,
+    SCATTER,
+    SHARDS_IN,
+    SHARDS_OUT,
+    Parameter,
+    Storage,
+    Trace,
+    repeats,
+)
 from memfit.ir import MODES as MODES
 from memfit.ir import Mode as Mode
 from memfit.ir import Sharding as Sharding
-from memfit.ranks.fully_shard import FullyShard
-from memfit.ranks.groups import gradients_by_parameter
-from memfit.ranks.groups import repeated_blocks as repeated_blocks
-from memfit.ranks.insertion import Insertion, with_shares
+from memfit.ranks.insertion import ITEMSIZES, InsertedStorage, Insertion, gradients_by_parameter, innermost, with_shares
+from memfit.ranks.insertion import repeated_blocks as repeated_blocks
+
+_WEIGHING = ("aten.detach.default", "aten.add.Tensor", "aten.mul.Tensor", "aten.div.Tensor", "aten._to_copy.default")
+_SCALAR_BYTES = 8
 
 
 class Communication(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +76,6 @@ def shard(trace: Trace, sharding: Sharding) -> Trace:
 
     Args:
         trace: The step of one rank with its own batch. A checkpointed region should be a unit, or lie in one.
-        sharding: The sharding.
 
     Raises:
         UsageError: `sharding` does not fit the trace.
@@ -99,7 +111,6 @@ def communication(trace: Trace, sharding: Sharding, link_bytes_per_second: float
 
     Args:
         trace: The step of one rank, as for `shard`.
-        sharding: The sharding.
         link_bytes_per_second: Bandwidth of a rank's link (> 0).
 
     Raises:
@@ -171,41 +182,38 @@ def buckets(sizes: Iterable[int], sharding: Sharding) -> list[int]:
 
 
 def data_parallel(trace: Trace, sharding: Sharding) -> Trace:
-    insertion = Insertion(trace)
+    insertion, ranks = Insertion(trace), sharding.world_size
     gradients = gradients_by_parameter(trace)
-    last = _last_additions(trace, gradients) if sharding.reduces == "last" else {}
+    of_storage = {index: parameter for parameter, index in gradients.items()}
+    last: dict[int, int] = {}  # by parameter, the operator that adds the last microbatch's gradient to those before
+    ends: dict[int, int] = {}  # of each microbatch's backward pass
+    for position, op in enumerate(trace.ops):
+        if op.phase == "backward" and len(op.mutates) == 1 and op.mutates[0] in of_storage:
+            last[of_storage[op.mutates[0]]] = position
+        if op.phase in ("backward", "recompute"):
+            ends[op.microbatch] = position
     by_itemsize: dict[int, list[int]] = defaultdict(list)
     for parameter, index in gradients.items():
+        ready = trace.storages[index].birth
         by_itemsize[trace.parameters[parameter].itemsize].append(trace.storages[index].nbytes)
         if sharding.gradient_as_bucket_view:
-            insertion.free(index, _end_of_node(trace, last.get(parameter, trace.storages[index].birth)))
-    ends = _backward_ends(trace)
+            ready = last.get(parameter, ready) if sharding.reduces == "last" else ready
+            insertion.free(index, _end_of_node(trace, ready))
+    reduced = [ends[microbatch] for microbatch in sorted(ends)]
     for sizes in by_itemsize.values():
         for nbytes in buckets(sizes, sharding):
             insertion.allocate(nbytes, -1, "gradients", -1)
-            for end in ends if sharding.reduces == "each" else ends[-1:]:
-                insertion.op(REDUCE, nbytes, end + 1, like=end, call=-1, ranks=sharding.world_size)
-    _broadcast_buffers(insertion, sharding.world_size)
+            for end in reduced if sharding.reduces == "each" else reduced[-1:]:
+                insertion.op(REDUCE, nbytes, end + 1, like=end, call=-1, ranks=ranks)
+    # Flat copies, by which DDP broadcasts rank 0's buffers before each forward pass.
+    nbytes = sum(s.nbytes for s in trace.storages if s.category == "buffers")
+    seen: set[int] = set()
+    for index, op in enumerate(trace.ops):
+        if nbytes and op.phase == "forward" and op.microbatch not in seen:
+            seen.add(op.microbatch)
+            event = insertion.op(BROADCAST, nbytes, index, like=index, call=-1, ranks=ranks)
+            insertion.allocate(min(nbytes, _BROADCAST_BYTES), event, "temporaries", -1).death = event
     return insertion.result()
-
-
-def _last_additions(trace: Trace, gradients: dict[int, int]) -> dict[int, int]:
-    """Return, by parameter, the operator that adds the last microbatch's gradient to those before."""
-    of_storage = {index: parameter for parameter, index in gradients.items()}
-    found: dict[int, int] = {}
-    for position, op in enumerate(trace.ops):
-        if op.phase == "backward" and len(op.mutates) == 1 and op.mutates[0] in of_storage:
-            found[of_storage[op.mutates[0]]] = position
-    return found
-
-
-def _backward_ends(trace: Trace) -> list[int]:
-    """Return the last operator of each microbatch's backward pass."""
-    ends: dict[int, int] = {}
-    for position, op in enumerate(trace.ops):
-        if op.phase in ("backward", "recompute"):
-            ends[op.microbatch] = position
-    return [ends[microbatch] for microbatch in sorted(ends)]
 
 
 def _end_of_node(trace: Trace, op: int) -> int:
@@ -214,18 +222,6 @@ def _end_of_node(trace: Trace, op: int) -> int:
     while last + 1 < len(trace.ops) and trace.ops[last + 1].call == trace.ops[op].call >= 0:
         last += 1
     return last
-
-
-def _broadcast_buffers(insertion: Insertion, ranks: int) -> None:
-    """Insert the flat copies with which DDP broadcasts rank 0's buffers before each forward pass."""
-    trace = insertion.trace
-    nbytes = sum(s.nbytes for s in trace.storages if s.category == "buffers")
-    seen: set[int] = set()
-    for index, op in enumerate(trace.ops):
-        if nbytes and op.phase == "forward" and op.microbatch not in seen:
-            seen.add(op.microbatch)
-            event = insertion.op(BROADCAST, nbytes, index, like=index, call=-1, ranks=ranks)
-            insertion.allocate(min(nbytes, _BROADCAST_BYTES), event, "temporaries", -1).death = event
 
 
 def with_state_of_one_rank(trace: Trace, world_size: int) -> Trace:
@@ -267,6 +263,279 @@ def partition(parameters: Sequence[Parameter], world_size: int) -> list[list[int
     return ranks
 
 
+@dataclass(eq=False)
+class _Unit:
+    """A parameter group of FSDP2, with its present allocations."""
+
+    fqn: str
+    owner: int
+    parameters: list[int] = field(default_factory=list)
+    full: list[InsertedStorage] = field(default_factory=list)
+    pending: InsertedStorage | None = None
+    reduced: bool = False
+
+
+@dataclass(eq=False)
+class _Pass:
+    """One forward call of a unit, and its backward pass: [start, end) and [opens, closes)."""
+
+    unit: _Unit
+    call: int
+    start: int
+    end: int
+    opens: int = -1
+    closes: int = -1
+
+
+class FullyShard:
+    """A replay of `fully_shard`'s hooks over a recorded step."""
+
+    def __init__(self, trace: Trace, sharding: Sharding) -> None:
+        self.old, self.sharding = trace, sharding
+        self.insertion = Insertion(trace)
+        names = ("", *(repeated_blocks(trace) if sharding.units is None else sharding.units))
+        owners = {module.fqn: index for index, module in enumerate(trace.modules)}
+        self.units = {fqn: _Unit(fqn, owners[fqn]) for fqn in names}
+        for index, parameter in enumerate(trace.parameters):
+            self.units[innermost(parameter.fqn, self.units)].parameters.append(index)
+        self.gradients = gradients_by_parameter(trace)
+        self.ready = self._ready_gradients()
+        self.order: list[_Pass] = []
+        self.held: InsertedStorage | None = None  # the last output of an all-gather in the forward pass
+        self.reducing: InsertedStorage | None = None  # the last input of a reduce-scatter
+        for microbatch in range(trace.microbatches):
+            self._run(microbatch)
+
+    def _ready_gradients(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """Return, for (parameter, microbatch), the storage of its gradient and the operator that completes it."""
+        ready = {(p, 0): (index, self.old.storages[index].birth) for p, index in self.gradients.items()}
+        parameter_of = {index: parameter for parameter, index in self.gradients.items()}
+        dying: dict[int, list[int]] = defaultdict(list)
+        for index, storage in enumerate(self.old.storages):
+            dying[storage.death].append(index)
+        for position, op in enumerate(self.old.ops):
+            parameter = parameter_of.get(op.mutates[0], -1) if len(op.mutates) == 1 else -1
+            if op.phase == "backward" and op.microbatch > 0 and parameter >= 0:  # accumulated
+                nbytes = self.old.storages[self.gradients[parameter]].nbytes
+                added = [i for i in dying[position] if self.old.storages[i].nbytes == nbytes]
+                if added:
+                    held = self.gradients[parameter] if self.sharding.reduces == "last" else added[-1]
+                    ready[parameter, op.microbatch] = (held, position)
+        return ready
+
+    # The order of the hooks
+
+    def _run(self, microbatch: int) -> None:
+        passes = self._passes(microbatch)
+        backward = [
+            i for i, op in enumerate(self.old.ops)
+            if op.microbatch == microbatch and op.phase in ("backward", "recompute")
+        ]  # fmt: skip
+        ready = {at for (_, m), (_, at) in self.ready.items() if m == microbatch}
+        while backward and self.old.ops[backward[-1]].call < 0 and backward[-1] not in ready:
+            backward.pop()  # it ends with the last operator of a module or a gradient
+        if not backward:
+            return
+        self._find_backward(passes, microbatch, backward)
+        root, last = passes[0], backward[-1] + 1
+        hooks: list[tuple[tuple[int, int, int], Callable[[_Pass, int], None], _Pass, int]] = []
+        for i, each in enumerate(passes):
+            final = each.closes >= last
+            hooks.append(((each.start, 1, i), self._pre_forward, each, each.start))
+            hooks.append(((each.end, 0, -i), self._post_forward, each, each.end))
+            if each.opens >= 0:
+                hooks.append(((each.opens, 1, i), self._pre_backward, each, each.opens))
+                hooks.append(((each.closes, 0, i if final else -i), self._post_backward, each, each.closes))
+        self.order, self.root = [], root
+        for _, hook, each, position in sorted(hooks, key=lambda item: item[0]):
+            hook(each, position)
+        # Pending ones are for a backward pass that never came, as frozen units have none.
+        self._free(last, self.reducing, *(unit.pending for unit in self.units.values()))
+        self.reducing = None
+        for unit in self.units.values():
+            unit.pending = None
+
+    def _passes(self, microbatch: int) -> list[_Pass]:
+        """Return the forward calls of the units, the root's first."""
+        calls = [(i, c) for i, c in enumerate(self.old.calls) if c.phase == "forward" and c.microbatch == microbatch]
+        inner = [
+            _Pass(self.units[self.old.fqn_of(i)], i, c.start, c.end)
+            for i, c in calls
+            if self.old.fqn_of(i) in self.units and self.old.fqn_of(i) and c.end > c.start
+        ]
+        # The engine wraps the loss function. The step weighs the loss, and adds it to those of other microbatches.
+        loss = [i for i, op in enumerate(self.old.ops) if op.phase == "forward" and op.microbatch == microbatch]
+        while loss and self.old.ops[loss[-1]].name in _WEIGHING and self._writes_scalar(loss[-1]):
+            loss.pop()
+        start, end = min(c.start for _, c in calls), max([*(c.end for _, c in calls), *(i + 1 for i in loss[-1:])])
+        return [_Pass(self.units[""], calls[0][0], start, end), *inner]
+
+    def _writes_scalar(self, op: int) -> bool:
+        return self.old.works[self.old.ops[op].signature].write_bytes <= _SCALAR_BYTES
+
+    def _find_backward(self, passes: list[_Pass], microbatch: int, backward: list[int]) -> None:
+        """Set the beginning and end of the backward pass of each forward call."""
+        by_call = {each.call: each for each in passes[1:]}
+        by_unit = {each.unit.fqn: each for each in reversed(passes[1:])}
+        for index in backward:
+            op = self.old.ops[index]
+            each = next((by_call[call] for call in self.old.call_chain(op.call) if call in by_call), None)
+            if each is None and op.call >= 0:  # recomputed operators are matched by their module
+                each = by_unit.get(innermost(self.old.fqn_of(op.call), self.units))
+            if each is not None:
+                each.opens = index if each.opens < 0 else each.opens
+                each.closes = index + 1
+        for (parameter, m), (_, at) in self.ready.items():
+            first = by_unit.get(innermost(self.old.parameters[parameter].fqn, self.units))
+            if m == microbatch and first is not None:
+                first.opens = at if first.opens < 0 else first.opens
+                first.closes = max(first.closes, at + 1)
+        for each in passes[1:]:  # sums of gradients belong to no module, and come before the hook
+            while 0 <= each.closes <= backward[-1] and self.old.ops[each.closes].call < 0:
+                each.closes += 1
+        in_model = [i for i in backward if self.old.ops[i].call >= 0]
+        passes[0].opens, passes[0].closes = (in_model or backward)[0], backward[-1] + 1
+
+    # The hooks, as in _fsdp_param_group.py
+
+    def _pre_forward(self, each: _Pass, position: int) -> None:
+        unit = each.unit
+        if not unit.parameters or unit.full:
+            return
+        self._gather(each, position)
+        self._copy_out(each, position)
+        self._free(position, self.held)  # a local of `wait_for_unshard` keeps it until that returns
+        self.held, unit.pending = unit.pending, None
+
+    def _post_forward(self, each: _Pass, position: int) -> None:
+        if each.unit.parameters:
+            again = self.sharding.mode == "zero3" and each.unit.fqn not in self.sharding.kept
+            if again and each is not self.root:
+                self._reshard(each.unit, position)
+            self.order.append(each)
+        if each is self.root:
+            self._free(position, self.held)
+            self.held = None
+
+    def _pre_backward(self, each: _Pass, position: int) -> None:
+        unit = each.unit
+        if not unit.parameters:
+            return
+        if not unit.full:
+            self._gather(each, position)
+            gathered, unit.pending = unit.pending, None
+            self._copy_out(each, position)
+            self._free(position, gathered)
+        before = self.order.index(each) - 1
+        if before >= 0 and not self.order[before].unit.full:
+            self._gather(self.order[before], position)
+
+    def _post_backward(self, each: _Pass, position: int) -> None:
+        unit = each.unit
+        self._reshard(unit, position)
+        self._free(position, self.reducing)
+        self.reducing = None
+        microbatch = self.old.ops[position - 1].microbatch
+        if self.sharding.reduces == "last" and microbatch < self.old.microbatches - 1:
+            return
+        ready = {
+            p: self.ready.pop((p, microbatch))[0]
+            for p in unit.parameters
+            if self.ready.get((p, microbatch), (0, position))[1] < position
+        }
+        if ready:
+            self._reduce(each, position, ready)
+
+    def _gather(self, each: _Pass, position: int) -> None:
+        """Start an all-gather: allocate its output, and the cast shards where dtypes differ."""
+        if self.sharding.shards == 1 or each.unit.pending is not None:
+            return
+        nbytes = sum(self._full_bytes(p) for p in each.unit.parameters)
+        event = self.insertion.op(GATHER, nbytes, position, like=position, call=each.call, ranks=self.sharding.shards)
+        if self.sharding.shard_itemsize is not None:
+            cast = self.insertion.allocate(nbytes // self.sharding.shards, event, "temporaries", each.unit.owner)
+            cast.death = event
+        each.unit.pending = self.insertion.allocate(nbytes, event, "temporaries", each.unit.owner)
+
+    def _copy_out(self, each: _Pass, position: int) -> None:
+        """Finish an all-gather: each parameter gets a storage of its own."""
+        nbytes = sum(self._full_bytes(p) for p in each.unit.parameters)
+        event = self.insertion.op(SHARDS_OUT, nbytes, position, like=position, call=each.call)
+        each.unit.full = [
+            self.insertion.allocate(self._full_bytes(p), event, "parameters", each.unit.owner, p)
+            for p in each.unit.parameters
+        ]
+
+    def _reshard(self, unit: _Unit, position: int) -> None:
+        self._free(position, *unit.full)
+        unit.full = []
+
+    def _free(self, position: int, *blocks: InsertedStorage | None) -> None:
+        for block in blocks:
+            if block is not None:
+                block.death = self.insertion.before(position)
+
+    def _reduce(self, each: _Pass, position: int, ready: dict[int, int]) -> None:
+        """Copy gradients into one buffer, and reduce it to this rank's shards."""
+        numel, world = sum(self._padded(p) for p in ready), self.sharding.shards
+        itemsize = self.old.parameters[next(iter(ready))].itemsize
+        reduce, shards = self.sharding.reduce_itemsize or itemsize, self.sharding.shard_itemsize or itemsize
+        owner, end = each.unit.owner, position - 1
+        padded = sum(self._padded(p) for p in ready if (self.old.parameters[p].shape or (1,))[0] % world) * reduce
+        copied = self.insertion.op(SHARDS_IN, numel * reduce, position, like=end, call=each.call, padded_bytes=padded)
+        self.reducing = self.insertion.allocate(numel * reduce, copied, "temporaries", owner)
+        for index in ready.values():
+            self.insertion.free(index, copied)
+        scattered = self.insertion.op(SCATTER, numel * reduce, position, like=end, call=each.call, ranks=world)
+        if reduce != shards:
+            self.insertion.allocate(numel // world * reduce, scattered, "temporaries", owner).death = scattered
+        shard = self.insertion.allocate(numel // world * shards, scattered, "gradients", owner)
+        if each.unit.reduced:  # added to the shards that are there
+            shard.death = scattered
+        else:
+            last = max(self.old.storages[self.gradients[p]].death for p in ready)
+            shard.death = None if last >= len(self.old.ops) else last
+        each.unit.reduced = True
+
+    # Sizes
+
+    def _padded(self, parameter: int) -> int:
+        """Return the elements of a gathered parameter, with the first dimension rounded up for all ranks."""
+        shape, world = self.old.parameters[parameter].shape or (1,), self.sharding.shards
+        return -(-shape[0] // world) * world * math.prod(shape[1:])
+
+    def _full_bytes(self, parameter: int) -> int:
+        return self._padded(parameter) * self.old.parameters[parameter].itemsize
+
+    def _shard_bytes(self, parameter: int, itemsize: int) -> int:
+        return self._padded(parameter) // self.sharding.shards * itemsize
+
+    def result(self) -> Trace:
+        """Return the sharded step, with resident storages and the optimizer's in shards."""
+        sharded = self.insertion.result()
+        sizes: dict[int, int] = defaultdict(int)
+        for index, parameter in enumerate(self.old.parameters):
+            shards = self._shard_bytes(index, self.sharding.shard_itemsize or parameter.itemsize)
+            sizes[parameter.nbytes] = max(sizes[parameter.nbytes], shards)
+
+        def in_shards(storage: Storage) -> Storage:
+            nbytes = storage.nbytes
+            if storage.parameter >= 0 and storage.category in ("parameters", "optimizer state"):
+                parameter = self.old.parameters[storage.parameter]
+                itemsize = next((n for n in ITEMSIZES if math.prod(parameter.shape) * n == nbytes), None)
+                if nbytes == parameter.nbytes:
+                    itemsize = self.sharding.shard_itemsize or parameter.itemsize
+                if itemsize is not None:  # storages of another size, as step counts, are not sharded
+                    nbytes = self._shard_bytes(storage.parameter, itemsize)
+            elif storage.birth >= 0 and sharded.ops[storage.birth].phase == "optimizer":
+                nbytes = sizes.get(nbytes, nbytes)
+            return replace(storage, nbytes=nbytes)
+
+        resident = len(self.old.storages)
+        storages = [*map(in_shards, sharded.storages[:resident]), *sharded.storages[resident:]]
+        return replace(sharded, storages=storages)
+
+
 SEARCHED: tuple[Mode, ...] = ("ddp", "zero2", "zero3")
 
 
@@ -276,12 +545,6 @@ def proposals(world_size: int, modes: Sequence[Mode], units: tuple[str, ...], ra
     Over several nodes what is fully sharded may be cut within each node, with a copy in each (hybrid sharding), so that
     parameters are gathered over the faster link. Of units, the last half may stay gathered: they are the first to be
     needed again.
-
-    Args:
-        world_size: Ranks (> 1).
-        modes: What may be sharded.
-        units: FQNs of the modules that are gathered by themselves.
-        ranks_per_node: Ranks of one node (> 0).
     """
     found: list[Sharding] = []
     for mode in modes:

@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from memfit._torch import disable_current_modes, tree_flatten, tree_is_leaf, tree_unflatten
 from memfit.errors import WorkloadError
-from memfit.workload.sparse import parts
+from memfit.workload.signatures import parts
 
 _OPAQUE = (nn.Module, torch.optim.Optimizer, logging.Logger, type, types.ModuleType, types.FunctionType)
 _BASES = {object, dict, OrderedDict, defaultdict, list, tuple, types.SimpleNamespace}

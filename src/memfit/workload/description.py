@@ -14,13 +14,7 @@ from torch import nn
 from memfit._torch import FakeTensor
 from memfit.errors import WorkloadError
 from memfit.foundations import constructor
-from memfit.workload.batch import (
-    batch_size_of as batch_size_of,  # re-exported: batches are asked for with their workload
-)
-from memfit.workload.batch import samples_in as samples_in
-from memfit.workload.batch import slice_batch as slice_batch
-from memfit.workload.batch import tensors_of as tensors_of
-from memfit.workload.batch import tokens_per_sample as tokens_per_sample
+from memfit.workload.batch import batch_size_of, samples_in, slice_batch, tensors_of
 
 Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor | int | float]
 """The result of a `loss_fn`: a scalar mean, or a sum and the count to divide it by."""
@@ -442,12 +436,9 @@ class StepProgram(Protocol):
 
 
 def samples_of(workload: Workload, batch: Any = None) -> int:
-    """Return the number of samples of a batch: by `Workload.batch_size`, else by its tensors.
+    """Return the number of samples of a batch, by default the workload's: by `Workload.batch_size`, else by tensors.
 
     It is 1 for a batch that can't be cut into microbatches.
-
-    Args:
-        batch: The batch; None for the workload's own.
 
     Raises:
         WorkloadError: The batch has no samples, or can't be cut into `Workload.batch_size` samples.
@@ -488,15 +479,12 @@ def uncut_note(workload: Workload) -> str | None:
     if workload.batch_size is not None or samples_in(workload.batch) is not None:
         return None
     shapes = [tuple(t.shape) for t in tensors_of(workload.batch)]
+    shown = ", ".join(map(str, shapes[:4])) + (", ..." if len(shapes) > 4 else "")
     return (
         f"the batch counts as one sample, and is not cut into microbatches: its tensors have different first"
-        f" dimensions ({_first(shapes)}), as a graph's have. Figures per sample are figures per batch. To cut it, give"
+        f" dimensions ({shown}), as a graph's have. Figures per sample are figures per batch. To cut it, give"
         " Workload.batch_size and Workload.split"
     )
-
-
-def _first(shapes: list[tuple[int, ...]]) -> str:
-    return ", ".join(map(str, shapes[:4])) + (", ..." if len(shapes) > 4 else "")
 
 
 def is_in_fp32(workload: Workload) -> bool:
@@ -511,12 +499,6 @@ def precision_label(workload: Workload, precision: str) -> str:
         return precision
     names = " and ".join(sorted(str(dtype)[6:] for dtype in dtypes))
     return f"pure {names}" if len(dtypes) == 1 else f"weights in {names}"
-
-
-def _dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Return a tensor's dtype, or the original dtype of weights that a step holds in another one."""
-    dtype: torch.dtype = getattr(tensor, "memfit_dtype", tensor.dtype)
-    return dtype
 
 
 def class_name(module: nn.Module) -> str:
@@ -534,9 +516,9 @@ def fingerprint(workload: Workload) -> str:
     parts = [f"{name}:{class_name(module)}" for name, module in model.named_modules()]
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     first: dict[int, str] = {}
-    parts += [
-        f"{name}={first.setdefault(id(t), name)}:{tuple(t.shape)}:{_dtype(t)}:{t.requires_grad}" for name, t in named
-    ]
+    for name, t in named:
+        dtype = getattr(t, "memfit_dtype", t.dtype)  # the original one of weights that a step holds in another
+        parts.append(f"{name}={first.setdefault(id(t), name)}:{tuple(t.shape)}:{dtype}:{t.requires_grad}")
     if not workload.batch_varies:
         parts += [f"batch:{tuple(t.shape)}:{t.dtype}" for t in tensors_of(workload.batch)]
     parts.append(getattr(workload.optimizer, "memfit_stands_for", type(workload.optimizer).__qualname__))

@@ -15,6 +15,7 @@ import dis
 import enum
 import functools
 import inspect
+import itertools
 import random
 import sys
 import types
@@ -84,19 +85,6 @@ class _Identity:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _few_items(value: Any) -> list[Any] | None:
-    """Return the items of a container, keys included, by Python's own methods; None where they are too many.
-
-    A class may have a `__len__` or an `__iter__` of its own, which raise or return something else.
-    """
-    base = next(kind for kind in (dict, list, tuple) if isinstance(value, kind))
-    if base.__len__(value) > MOST_ITEMS:
-        return None
-    if base is dict:
-        return [item for pair in dict.items(value) for item in pair]
-    return list(base.__iter__(value))
-
-
 def _frozen(value: Any, depth: int = 0) -> Any:
     """Return a frozen value to compare with later ones; containers are copied."""
     kind = type(value)
@@ -106,8 +94,12 @@ def _frozen(value: Any, depth: int = 0) -> Any:
         return kind  # recomputations restore generators
     if isinstance(value, np.ndarray) and value.size <= MOST_ITEMS and value.dtype != object:
         return kind, value.shape, value.tobytes()
-    if depth < _DEEPEST and isinstance(value, (list, tuple, dict)) and (items := _few_items(value)) is not None:
-        return kind, [_frozen(item, depth + 1) for item in items]
+    if depth < _DEEPEST and isinstance(value, (list, tuple, dict)):
+        # By Python's own methods: a class may have a `__len__` or an `__iter__` of its own, which raise.
+        base: Any = next(base for base in (dict, list, tuple) if isinstance(value, base))
+        if base.__len__(value) <= MOST_ITEMS:
+            items = itertools.chain(*dict.items(value)) if isinstance(value, dict) else base.__iter__(value)
+            return kind, [_frozen(item, depth + 1) for item in items]
     if isinstance(value, (set, frozenset)) and all(isinstance(item, ATOMS) for item in value):
         return kind, frozenset(value)
     return _Identity(value)
@@ -255,28 +247,25 @@ class Reader:
     def places(self, fqn: str, module: nn.Module) -> list[Place]:
         """Return the places that a module's own code reads, without its submodules'."""
         own = [value for value in vars(module).values() if any(map(is_followed, _functions(value)))]
-        reached, class_places = self._of_class(type(module), own)
+        kind = type(module)
+        key = kind, tuple(map(id, own))
+        if key not in self._of_classes:
+            reached = _Reached([inspect.getattr_static(kind, "forward", None), *own], kind)
+            bases = [base for base in kind.__mro__ if base is not nn.Module and is_followed(base)]
+            places = [*(_of_type(base, reached.names) for base in bases), *self._places(reached)]
+            self._of_classes[key] = reached, places
+        reached, class_places = self._of_classes[key]
         apart = {*own_modules(module), *own_parameters(module), *own_buffers(module)}
         names = [
             n
             for n in reached.names - reached.assigned - apart - _INTERNAL
-            if not _is_code(inspect.getattr_static(type(module), n, None))
+            if not _is_code(inspect.getattr_static(kind, n, None))
         ]
         held = Place(fqn or "the model", lambda: module.__dict__, tuple(sorted(names)))
         read = tuple(sorted(own_buffers(module).keys() & (reached.names - reached.assigned)))
         buffers = [Place(held.owner, lambda: own_buffers(module), read)] if read else []
         objects = [module.__dict__[name] for name in names if name in module.__dict__]
         return [held, *buffers, *class_places, *self._objects(objects)]
-
-    def _of_class(self, kind: type, own: list[Any]) -> tuple[_Reached, list[Place]]:
-        key = kind, tuple(map(id, own))
-        if key not in self._of_classes:
-            forward = inspect.getattr_static(kind, "forward", None)
-            reached = _Reached([forward, *own], kind)
-            bases = [base for base in kind.__mro__ if base is not nn.Module and is_followed(base)]
-            places = [*(_of_type(base, reached.names) for base in bases), *self._places(reached)]
-            self._of_classes[key] = reached, places
-        return self._of_classes[key]
 
     def hooks(self, module: nn.Module) -> list[Place]:
         """Return the places that a module's forward hooks read; they run with the call of the module around it."""

@@ -35,13 +35,11 @@ RngState = dict[str, Any]
 
 def rng_state() -> RngState:
     """Return the state of the global generators; those of accelerators only if PyTorch has used one."""
-    kind = hardware.accelerators.used_kind()
+    used = hardware.accelerators.used_kind()
     version, internal, gauss_next = random.getstate()
     return {
         "torch": _hex(torch.get_rng_state()),
-        "accelerators": {}
-        if kind is None
-        else {kind: [_hex(state) for state in hardware.accelerators.rng_states(kind)]},
+        "accelerators": {kind: [*map(_hex, hardware.accelerators.rng_states(kind))] for kind in [used] if kind},
         "python": [version, list(internal), gauss_next],
         "numpy": _listed(np.random.get_state(legacy=False)),
     }
@@ -89,9 +87,7 @@ def rng_snapshot() -> Callable[[], None]:
         np.random.set_state(of_numpy)
         if kind is not None:
             hardware.accelerators.set_rng_states(kind, there)
-        elif (
-            used := hardware.accelerators.used_kind()
-        ) is not None:  # for the first time meanwhile: as if for the first time
+        elif used := hardware.accelerators.used_kind():  # for the first time meanwhile: as if for the first time
             hardware.accelerators.seed(used, seed)
 
     return set_back

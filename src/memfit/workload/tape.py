@@ -264,12 +264,11 @@ class RecordedStep:
                 given.append(t.resized(changed(t.size)))
             else:
                 given.append(resized(t, changed(tuple(t.shape))) if Geometry.of(t) is not None else t)
-        calls = {key: _changed_extent(extent, changed) for key, extent in self.calls.items()}
+        calls: dict[CallNumber, Extent] = {
+            key: {path: column._replace(shape=changed(column.shape)) for path, column in extent.items()}
+            for key, extent in self.calls.items()
+        }
         return replace(self, given=given, calls=calls)
-
-
-def _changed_extent(extent: Extent, changed: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Extent:
-    return {path: column._replace(shape=changed(column.shape)) for path, column in extent.items()}
 
 
 def in_turn(steps: Sequence[RecordedStep]) -> RecordedStep:
@@ -287,9 +286,8 @@ def in_turn(steps: Sequence[RecordedStep]) -> RecordedStep:
     for step in steps:
         entries, made = _in_turn(step, given, made)
         own.append(entries)
-    if len(own) > 1:
-        for step_entries, following in zip(own, [*own[1:], own[0]], strict=True):
-            _release(step_entries, following)
+    for step_entries, following in zip(own, [*own[1:], own[0]], strict=True) if len(own) > 1 else ():
+        _release(step_entries, following)
     entries = [entry for step_entries in own for entry in step_entries]
     passes = _set_phases(entries)
     return RecordedStep(tuple(entries), passes, given, {}, False)
@@ -321,7 +319,10 @@ def _in_turn(step: RecordedStep, given: list[torch.Tensor], made: int) -> tuple[
         given: The tensors from outside the tape, to which the step's are added.
         made: The largest number of a result before it.
     """
-    entries = [_trained_as(step.trained)]
+    # Parameters have gradients, or have none, as when the step was recorded.
+    stand_ins = [torch.empty(0, device="meta")] * len(step.trained)
+    trained = EntryArguments(((stand_ins, list(step.trained.values())), {}), tuple(step.trained))
+    entries = [Entry("function", _set_trained, trained, _NO_MODES)]
     references: list[Reference] = []
     for tensor in step.given:
         geometry = Geometry.of(tensor)
@@ -364,13 +365,6 @@ def _moved(entry: Entry, given: list[Reference], made: int) -> Entry:
     )
 
 
-def _trained_as(trained: dict[ModuleTensor, bool]) -> Entry:
-    """Return the entry that begins a step: parameters have gradients, or have none, as when it was recorded."""
-    stand_ins = [torch.empty(0, device="meta")] * len(trained)
-    arguments = EntryArguments(((stand_ins, list(trained.values())), {}), tuple(trained))
-    return Entry("function", _set_trained, arguments, _NO_MODES)
-
-
 def _set_trained(parameters: list[torch.Tensor], trained: list[bool]) -> None:
     for parameter, is_trained in zip(parameters, trained, strict=True):
         parameter.requires_grad_(is_trained)
@@ -380,10 +374,31 @@ def with_phases(entries: list[Entry]) -> tuple[tuple[Entry, ...], int]:
     """Return entries with their phases, and the number of backward passes.
 
     Entries after a backward pass belong to the update, until a module is called for another forward pass. Entries after
-    the last update prepare the next step, and are left out unless they change parameters.
+    the last update prepare the next step, for example load the next batch before gradients are zeroed. They are left
+    out unless they change parameters; tensors released there are released after the entry before.
     """
-    entries_of_step = _without_preparation(entries)
-    return tuple(entries_of_step), _set_phases(entries_of_step)
+    last = max((i for i, entry in enumerate(entries) if entry.kind in ("backward", "update")), default=-1)
+    needed: set[Reference] = set()
+    wanted: set[int] = set()
+    for i in range(len(entries) - 1, last, -1):
+        references = entries[i].arguments.references
+        changes = entries[i].kind == "function" and any(isinstance(r, ModuleTensor) for r in references)
+        if changes or any(ResultTensor(number) in needed for number in entries[i].made):
+            wanted.add(i)
+            needed.update(references)
+    remaining = entries[: last + 1]
+    dropped: set[int] = set()
+    for i, entry in enumerate(entries[last + 1 :], last + 1):
+        if i in wanted:
+            remaining.append(entry)
+        else:
+            dropped.update(entry.made)
+            if remaining:
+                remaining[-1].drops += entry.drops
+    dropped -= {number for entry in remaining for number in entry.made}
+    for entry in remaining:
+        entry.drops = [number for number in entry.drops if number not in dropped]
+    return tuple(remaining), _set_phases(remaining)
 
 
 def _set_phases(entries_of_step: list[Entry]) -> int:
@@ -401,36 +416,3 @@ def _set_phases(entries_of_step: list[Entry]) -> int:
     for entry in entries_of_step:
         entry.microbatch = min(entry.microbatch, max(0, passes - 1))
     return passes
-
-
-def _without_preparation(entries: list[Entry]) -> list[Entry]:
-    """Return entries without those after the last update that don't change parameters or their gradients.
-
-    They are, for example, those that load the next batch before gradients are zeroed. Tensors released there are
-    released after the entry before.
-    """
-    last = max((i for i, entry in enumerate(entries) if entry.kind in ("backward", "update")), default=-1)
-    needed: set[Reference] = set()
-    wanted: set[int] = set()
-    for i in range(len(entries) - 1, last, -1):
-        entry = entries[i]
-        if _changes_parameters(entry) or any(ResultTensor(number) in needed for number in entry.made):
-            wanted.add(i)
-            needed.update(entry.arguments.references)
-    remaining = entries[: last + 1]
-    dropped: set[int] = set()
-    for i, entry in enumerate(entries[last + 1 :], last + 1):
-        if i in wanted:
-            remaining.append(entry)
-        else:
-            dropped.update(entry.made)
-            if remaining:
-                remaining[-1].drops += entry.drops
-    dropped -= {number for entry in remaining for number in entry.made}
-    for entry in remaining:
-        entry.drops = [number for number in entry.drops if number not in dropped]
-    return remaining
-
-
-def _changes_parameters(entry: Entry) -> bool:
-    return entry.kind == "function" and any(isinstance(r, ModuleTensor) for r in entry.arguments.references)
