@@ -247,8 +247,10 @@ class Watcher(TorchFunctionMode):
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the calls in this context."""
-        self._stack.callback(optimizers.register_optimizer_step_pre_hook(self._before_update).remove)
-        self._stack.callback(optimizers.register_optimizer_step_post_hook(self._after_update).remove)
+        before = optimizers.register_optimizer_step_pre_hook(self._before_update)
+        after = optimizers.register_optimizer_step_post_hook(self._after_update)
+        self._stack.callback(before.remove)
+        self._stack.callback(after.remove)
         self._replace(True)
         self._stack.callback(self._replace, False)
         self._outer = get_current_function_mode()
