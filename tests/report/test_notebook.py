@@ -28,7 +28,7 @@ from memfit.ir import (
     Views,
     range_report,
 )
-from memfit.ir.ranges import ModuleRange
+from memfit.ir.run_record import ModuleRange
 from memfit.report import ReportFile, show_records, text_of, write
 from memfit.report.tables import html_of
 

@@ -73,9 +73,6 @@ from .plan import bytes_of_plain as bytes_of_plain
 from .plan import freest as freest
 from .plan import levers_key as levers_key
 from .plan import uses_text as uses_text
-from .ranges import RangeReport as RangeReport
-from .ranges import ValueStatistics as ValueStatistics
-from .ranges import range_report as range_report
 from .regions import COPY_IN as COPY_IN
 from .regions import COPY_OUT as COPY_OUT
 from .regions import LEAST_BYTES as LEAST_BYTES
@@ -99,10 +96,13 @@ from .run_record import Evaluation as Evaluation
 from .run_record import Event as Event
 from .run_record import GradientDifference as GradientDifference
 from .run_record import ModuleRow as ModuleRow
+from .run_record import RangeReport as RangeReport
 from .run_record import RunRecord as RunRecord
+from .run_record import ValueStatistics as ValueStatistics
 from .run_record import Verification as Verification
 from .run_record import Views as Views
 from .run_record import module_table as module_table
+from .run_record import range_report as range_report
 from .simulation import Replay as Replay
 from .simulation import captured_overheads as captured_overheads
 from .simulation import overhead_seconds as overhead_seconds

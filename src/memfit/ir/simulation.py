@@ -136,8 +136,8 @@ class Replay:
                 death = self.position[move.death] if move.death >= 0 else -1
                 add(move.storage, first, max(self.segment_end[region], death))
             if state_bytes:  # of the generator: from each call until the last save dies, and while it recomputes
-                for call in region.calls:
-                    first, last = self.position[trace.calls[call].start], self.position[region.end]
+                for index in region.calls:
+                    first, last = self.position[trace.calls[index].start], self.position[region.end]
                     found.append(Life(-1, state_bytes, "activations", first, last))
                 last = max(start, self.segment_end[region])
                 found.append(Life(-1, state_bytes * again.states, "activations", start, last))
@@ -229,14 +229,16 @@ class Replay:
         """By life: its storage, the point at which it begins, and that at which it has ended."""
         count = len(self.points)
         spans = [(life.name, max(life.first, 0), min(life.last, count - 1) + 1) for life in self._lives]
-        return np.array(spans, np.int64).reshape(-1, 3).T
+        found: npt.NDArray[np.int64] = np.array(spans, np.int64).reshape(-1, 3).T
+        return found
 
     @functools.cached_property
     def _nbytes(self) -> npt.NDArray[np.int64]:
         """The bytes of each life."""
         if self.regions.generator_state_bytes or not self.trace.storages:  # some lives are of no storage
             return np.array([life.nbytes for life in self.lives()], np.int64)
-        return self.trace.storage_bytes[self._spans[0]]
+        found: npt.NDArray[np.int64] = self.trace.storage_bytes[self._spans[0]]
+        return found
 
     @functools.cached_property
     def _total(self) -> npt.NDArray[np.int64]:

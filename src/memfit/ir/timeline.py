@@ -113,6 +113,7 @@ def peak_parts(trace: Trace, timeline: Timeline) -> tuple[PeakPart, ...]:
     for index, storage in enumerate(trace.storages):
         if storage.nbytes and max(storage.birth, 0) <= peak <= storage.death:
             elements, op = math.prod(storage.shape), trace.ops[storage.birth] if storage.birth >= 0 else None
+            group: tuple[str, int]
             if storage.category not in ("activations", "temporaries"):
                 group = storage.category, 0
             elif index in logits:

@@ -402,9 +402,9 @@ def between(low: Trace, high: Trace, microbatch_size: int) -> Trace | None:
                 if text != other:
                     text = json.dumps(value(json.loads(text), json.loads(other)), separators=(",", ":"))
                 a, b = low.works[pair[0]], high.works[pair[1]]
-                numbers = ((a.flops, b.flops), (a.read_bytes, b.read_bytes), (a.write_bytes, b.write_bytes))
+                flops, read = value(a.flops, b.flops), value(a.read_bytes, b.read_bytes)
                 signatures.append(text)
-                works.append(Work(*(value(*each) for each in numbers), b.dtype, b.kernel))
+                works.append(Work(flops, read, value(a.write_bytes, b.write_bytes), b.dtype, b.kernel))
         storages = [storage(a, b) for a, b in zip(low.storages, high.storages, strict=True)]
     except _NotWholeError:
         return None

@@ -1,7 +1,7 @@
 """Regions to recompute within a budget, as a mixed-integer program, and the frontier of plans. No torch.
 
 Candidates are written as linear inequalities, one for each point of the step at which memory may peak, and HiGHS proves
-the optimum or says how far it may be. `controller` chooses among solved plans as shapes vary.
+the optimum or says how far it may be. `Controller` chooses among solved plans as shapes vary.
 """
 
 import lazy_loader

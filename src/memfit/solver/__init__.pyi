@@ -2,10 +2,10 @@ from .candidates import Ints as Ints
 from .candidates import Option as Option
 from .candidates import options as options
 from .candidates import refusals as refusals
-from .controller import Controller as Controller
-from .controller import ExpectedStep as ExpectedStep
 from .frontiers import SIMPLER_WITHIN as SIMPLER_WITHIN
 from .frontiers import Combination as Combination
+from .frontiers import Controller as Controller
+from .frontiers import ExpectedStep as ExpectedStep
 from .frontiers import dominates as dominates
 from .frontiers import fastest as fastest
 from .frontiers import frontier as frontier

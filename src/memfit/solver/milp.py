@@ -311,12 +311,12 @@ class Solver:
         deadline = thread_time() + time_limit_seconds
         relaxed = self._relaxed(goal, deadline) or _Relaxed(0.0, np.ones(self._n_x), np.zeros(self._n_x))
         start = min(self._found, key=lambda x: self._value(goal, x))
-        x, bound = self._best(goal, relaxed, start, _PEAK_TOLERANCE, deadline)
-        assert x is not None  # the search starts from a choice
-        self._found.append(x)
-        peak, bound = self.problem.peak_bytes(x), max(0.0, bound - _TIE) * _UNIT
+        best, bound = self._best(goal, relaxed, start, _PEAK_TOLERANCE, deadline)
+        assert best is not None  # the search starts from a choice
+        self._found.append(best)
+        peak, bound = self.problem.peak_bytes(best), max(0.0, bound - _TIE) * _UNIT
         proven = bound >= peak * (1 - _PEAK_TOLERANCE)
-        self._lowest = Choice(x, peak, self.problem.seconds(x), "optimal" if proven else "feasible", bound)
+        self._lowest = Choice(best, peak, self.problem.seconds(best), "optimal" if proven else "feasible", bound)
         return self._lowest
 
     @cached_property
