@@ -21,7 +21,7 @@ from memfit.hardware import known_devices
 from memfit.ir import Trace, Work, kernels, simulate, throughput
 from memfit.ir.operators import _NAMES
 from tests.gpus import AMPERE
-from tests.ir.test_flops import call, tensor
+from tests.ir.test_throughputs import call, tensor
 from tests.models import plain_trace
 
 MM, ADD, VIEW = "aten.mm.default", "aten.add.Tensor", "aten.view.default"

@@ -24,7 +24,7 @@ from memfit.cost.operator_call import (
 )
 from memfit.ir import Op, Trace, Work
 from tests.gpus import AMPERE
-from tests.ir.test_flops import call, tensor
+from tests.ir.test_throughputs import call, tensor
 from tests.models import plain_trace
 
 

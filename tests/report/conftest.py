@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console, RenderableType
 
 from memfit.ir import (
     TIMELINE_CATEGORIES,
@@ -26,6 +28,7 @@ from memfit.ir import (
     Region,
     RunRecord,
     Solution,
+    Throughput,
     Timeline,
     Views,
 )
@@ -277,3 +280,32 @@ def hostile_records(
 def hostile(plan: Plan, views: Views, run: RunRecord) -> Callable[[str], Any]:
     """Make records in which every free text is the one given."""
     return lambda text: hostile_records(text, plan, views, run)
+
+
+SPEED = Throughput(
+    step_seconds=0.5,
+    step_error=0.3,
+    measured=False,
+    samples_per_second=16.0,
+    tokens_per_second=32768.0,
+    seconds_by_class={f"class {i}": 0.1 / 2**i for i in range(9)},
+    model_flops=10**14,
+    hardware_flops=2 * 10**14,
+    peak_dtype="bfloat16",
+    peak_flops=312e12,
+    model_utilisation=0.41,
+    hardware_utilisation=0.5,
+)
+
+
+def shown(renderable: RenderableType, width: int = 80) -> str:
+    console = Console(width=width, file=io.StringIO(), color_system=None, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(renderable)
+    return captured.get()
+
+
+def line_with(text: str, *parts: str) -> str:
+    found = [line for line in text.splitlines() if all(part in line for part in parts)]
+    assert len(found) == 1, f"{parts} is on {len(found)} lines of\n{text}"
+    return found[0]

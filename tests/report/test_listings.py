@@ -1,14 +1,78 @@
-"""Lists of devices, as a terminal of eighty columns shows them."""
+"""Tables of estimates, devices, verifications and runs."""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from memfit.hardware import known_devices
-from memfit.ir import Device
-from memfit.report import device_page, device_table
-from tests.report.test_tables import line_with, shown
+from memfit.ir import Device, Prediction
+from memfit.report import device_page, device_table, estimate_page
+from tests.report.conftest import SPEED, line_with, shown
+
+GIB = 1024**3
+ON_A_GPU = Prediction(
+    peak_bytes=20 * GIB,
+    peak_reserved_bytes=22 * GIB,
+    peak_upper_bytes=23 * GIB,
+    step_seconds=0.5,
+    by_category={"activations": 20 * GIB},
+    where="start of the backward pass, in head (mm)",
+    device_bytes=24 * GIB,
+    throughput=SPEED,
+    notes=["attention on rtx-3090: 6 calls take the [flash] kernel"],
+)
+
+
+def estimated(prediction: Prediction) -> str:
+    return shown(estimate_page(prediction, "t"), 100)
+
+
+def test_a_gpus_estimate_says_what_is_reserved_and_whether_it_fits() -> None:
+    text = estimated(ON_A_GPU)
+    assert "22.0 GiB by PyTorch's allocator, at most 23.0 GiB" in text
+    assert "24.0 GiB for a step: fits, 1.0 GiB free" in text
+    assert "0.5 s ± 30%" in text.replace("500.0 ms", "0.5 s") and "nothing was measured on the device" in text
+    assert "16 samples/s, 32,768 tokens/s" in text
+    assert "41 % of 312 TFLOP/s in bfloat16" in text
+    assert "the [flash] kernel" in text
+
+
+def test_what_does_not_fit_is_said() -> None:
+    small = msgspec.structs.replace(ON_A_GPU, device_bytes=16 * GIB)
+    assert "16.0 GiB for a step: 7.0 GiB over" in estimated(small)
+
+
+def test_the_process_is_what_is_reserved_and_the_context() -> None:
+    told = msgspec.structs.replace(ON_A_GPU, context_bytes=GIB // 2)
+    assert told.process_bytes == 22 * GIB + GIB // 2
+    assert "22.5 GiB, including 512.0 MiB for the driver's context" in " ".join(estimated(told).split())
+    told = msgspec.structs.replace(told, context_upper_bytes=GIB)
+    assert told.process_upper_bytes == 23 * GIB + GIB
+    assert "at most 24.0 GiB, with every kernel loaded" in " ".join(estimated(told).split())
+    assert ON_A_GPU.process_upper_bytes is None
+    assert ON_A_GPU.process_bytes is None and "nvidia-smi" not in estimated(ON_A_GPU)
+
+
+def test_a_step_that_runs_by_giving_the_cache_back_says_how_often() -> None:
+    tight = msgspec.structs.replace(ON_A_GPU, device_bytes=16 * GIB, retries=3)
+    assert "empties its cache 3 times in two steps" in " ".join(estimated(tight).split())
+
+
+def test_time_by_class_adds_up() -> None:
+    lines = [line for line in estimated(ON_A_GPU).splitlines() if "class" in line and "%" in line]
+    assert len(lines) == 7 and lines[-1].strip().startswith("3 other classes")
+    shares = [float(line.split("%")[0].split()[-1]) for line in lines]
+    assert abs(sum(shares) - 100) < 1.0
+
+
+def test_a_prediction_without_a_device_says_its_peak_and_its_time() -> None:
+    bare = Prediction(peak_bytes=GIB, peak_upper_bytes=2 * GIB, step_seconds=0.25, by_category={}, where="")
+    text = estimated(bare)
+    assert "1.0 GiB, at most 2.0 GiB" in text and "250.0 ms predicted" in text
+    assert "Device" not in text and "samples/s" not in text
+
 
 BARE = Device(
     name="cpu", kind="cpu", vendor="cpu", description="a [red]CPU", memory_bytes=2**35, usable_bytes=2**34, cores=2

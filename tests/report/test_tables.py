@@ -43,17 +43,9 @@ from memfit.report.summary import (
 )
 from memfit.report.tables import plan_text, prediction_table
 from memfit.report.verdict import offers
-from tests.report.conftest import run_before
-from tests.report.test_estimates import SPEED
+from tests.report.conftest import SPEED, line_with, run_before, shown
 
 GIB = 1024**3
-
-
-def shown(renderable: RenderableType, width: int = 80) -> str:
-    console = Console(width=width, file=io.StringIO(), color_system=None, legacy_windows=False)
-    with console.capture() as captured:
-        console.print(renderable)
-    return captured.get()
 
 
 def styled(renderable: RenderableType) -> list[str]:
@@ -61,12 +53,6 @@ def styled(renderable: RenderableType) -> list[str]:
     with console.capture() as captured:
         console.print(renderable)
     return captured.get().splitlines()
-
-
-def line_with(text: str, *parts: str) -> str:
-    found = [line for line in text.splitlines() if all(part in line for part in parts)]
-    assert len(found) == 1, f"{parts} is on {len(found)} lines of\n{text}"
-    return found[0]
 
 
 # Words

@@ -1,4 +1,4 @@
-"""What waits in host memory, for how long, and what waiting for it takes."""
+"""Region calls and their operators, what runs and is born again, and what waits in host memory."""
 
 from __future__ import annotations
 
@@ -12,17 +12,108 @@ from memfit.ir import (
     LEAST_BYTES,
     Op,
     OpCost,
+    Recomputation,
     Region,
+    RegionCall,
     Regions,
     Storage,
     Trace,
     host_bytes,
+    recomputations,
     simulate,
     stall_seconds,
     transfers,
 )
 from memfit.ir.regions import WAIT
-from tests.models import COSTS, captured, plain_trace, transformer
+from tests.models import BUILDERS, COSTS, captured, plain_trace, transformer
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_operator_keys_name_one_operator_of_a_call(name: str) -> None:
+    trace = plain_trace(name)
+    regions = Regions(trace)
+    for calls in regions.calls.values():
+        for region in calls:
+            inside = range(region.start, region.stop)
+            keys = [regions.op_key(region, op) for op in inside]
+            assert len(set(keys)) == len(keys)
+            for op, key in zip(inside, keys, strict=True):
+                assert regions.kept_ops(region, (key,)) == {op}
+                assert key.rsplit("#", 1)[0] == trace.ops[op].name
+
+
+def test_keys_count_from_the_call_they_are_in() -> None:
+    trace = plain_trace("twice")
+    first, second = Regions(trace).calls["shared"]
+    regions = Regions(trace)
+    keys = [{regions.op_key(r, op) for op in range(r.start, r.stop)} for r in (first, second)]
+    assert keys[0] == keys[1]
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_region_calls_are_in_order(name: str) -> None:
+    trace = plain_trace(name)
+    backward = next(i for i, op in enumerate(trace.ops) if op.phase == "backward")
+    for fqn, calls in Regions(trace).calls.items():
+        for region in calls:
+            assert region.start <= region.cut <= region.stop <= backward <= region.recompute_at, fqn
+            assert region.recompute_at <= region.end
+            assert region.saves
+
+
+def test_modules_without_saves_are_no_regions() -> None:
+    regions = Regions(plain_trace("unet"))
+    assert "unet.inner.inner" in regions.calls
+    assert "unet.inner.inner.inner" not in regions.calls
+
+
+def only(regions: Regions, region: RegionCall, kept: frozenset[int] = frozenset()) -> Recomputation:
+    (again,) = recomputations(regions, region, kept)
+    return again
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_copies_are_born_by_the_operators_that_run_again(name: str) -> None:
+    trace = plain_trace(name)
+    regions = Regions(trace)
+    for region in (call for calls in regions.calls.values() for call in calls):
+        everything = only(regions, region).copies
+        assert [c.storage for c in everything] == [
+            s for op in range(region.start, region.cut) for s in trace.births[op]
+        ]
+        assert all(region.start <= c.born <= c.released < region.cut for c in everything)
+        assert all(c.death == -1 or c.death >= region.recompute_at for c in everything)
+        kept = frozenset(range(region.start, region.cut, 2))
+        again = only(regions, region, kept)
+        assert {c.born for c in again.copies}.isdisjoint(kept)
+        assert sorted([*again.rerun, *kept]) == list(range(region.start, region.cut))
+
+
+def test_the_last_of_nested_regions_runs_again_once() -> None:
+    regions = Regions(plain_trace("transformer"))
+    run = tuple(f"blocks.{i}" for i in range(len([f for f in regions.calls if f.count(".") == 1 and "blocks" in f])))
+    (outer,) = regions.calls_of(run)
+    inside = [regions.calls_of((fqn,))[0] for fqn in run]
+    around, *rest = recomputations(regions, outer, inside=inside)
+    assert around.region is outer and [one.region for one in rest] == inside
+    assert around.cut == inside[-1].start < outer.cut
+    assert {one.depth for one in rest} == {1} and around.depth == 0
+    boundaries = {s for one in inside[1:] for s in one.inputs}
+    assert {c.storage for c in around.copies if c.death >= 0} == boundaries
+    assert min(rest + [around], key=lambda one: one.order) is around
+
+
+def test_a_run_holds_its_modules_calls() -> None:
+    regions = Regions(plain_trace("transformer"))
+    (pair,) = regions.calls_of(("blocks.0", "blocks.1"))
+    first, second = (regions.calls_of((f"blocks.{i}",))[0] for i in range(2))
+    assert (pair.start, pair.stop) == (first.start, second.stop)
+    assert pair.inputs == first.inputs and set(pair.saves) == {*first.saves, *second.saves}
+    assert regions.contains(pair, first) and regions.contains(pair, second)
+    assert not regions.contains(first, pair) and not regions.contains(pair, pair)
+    with pytest.raises(KeyError, match=r"blocks\.1, blocks\.0"):
+        regions.calls_of(("blocks.1", "blocks.0"))
+
 
 LINK = msgspec.structs.replace(COSTS, link_bytes_per_second=1e9)
 

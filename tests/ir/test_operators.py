@@ -1,4 +1,4 @@
-"""Every operator of ordinary steps has a class, and known ones the right one."""
+"""What the names and signatures of operators say, read without torch: arguments, classes, collectives."""
 
 from __future__ import annotations
 
@@ -6,11 +6,56 @@ import pytest
 import torch
 
 from memfit.cost import roofline
-from memfit.ir import Trace, operator_class, throughput
+from memfit.ir import (
+    BUBBLE,
+    ITEM_BYTES,
+    RING,
+    SUM,
+    Collective,
+    Tensor,
+    Trace,
+    arguments,
+    collective_text,
+    is_unmeasurable,
+    operator_class,
+    throughput,
+    waited,
+)
 from memfit.ir.operators import _CLASS, _NAMES, OTHER
-from memfit.workload import Workload
+from memfit.workload import Workload, signature
 from tests.gpus import AMPERE
 from tests.models import BUILDERS, captured, plain_trace
+
+aten = torch.ops.aten
+
+
+def test_tensors_lists_and_names_come_back() -> None:
+    x, w = torch.zeros(2, 3, 4), torch.zeros(5, dtype=torch.bfloat16)
+    text = signature(aten.sum.dim_IntList, (x, [0, -1], True), {"dtype": torch.float64, "other": [w, None]})
+    given = arguments(text)
+    assert given.values == [Tensor("float32", (2, 3, 4), (12, 4, 1)), [0, -1], True]
+    assert given.named == {"dtype": "float64", "other": [Tensor("bfloat16", (5,), (1,)), None]}
+    assert given.tensors == [given.values[0], given.named["other"][0]]
+    assert [t.nbytes for t in given.tensors] == [96, 10]
+    assert given.get(2, "keepdim") is True and given.get(3, "dtype") == "float64" and given.get(7, "no", 5) == 5
+
+
+def test_a_name_alone_has_no_arguments() -> None:
+    assert arguments('{"op":"mine.operator.default"}').tensors == []
+
+
+def test_item_sizes_are_torchs() -> None:
+    for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"):
+        assert ITEM_BYTES.get(name, 1) == getattr(torch, name).itemsize
+    for name in ("complex64", "complex128", "float8_e4m3fn", "uint16"):
+        assert ITEM_BYTES.get(name, 1) == getattr(torch, name).itemsize
+
+
+def test_channels_last_is_seen() -> None:
+    x = torch.zeros(2, 3, 4, 4)
+    for tensor, expected in ((x, False), (x.to(memory_format=torch.channels_last), True), (x[:, :1], False)):
+        assert arguments(signature(aten.relu.default, (tensor,), {})).tensors[0].channels_last is expected
+
 
 KNOWN = {
     "aten.addmm.default": "matrix products",
@@ -88,3 +133,19 @@ def test_hardly_any_time_is_in_operators_without_a_class(name: str) -> None:
     trace = trace_of(name)
     seconds = throughput(trace, roofline([trace], AMPERE), AMPERE).seconds_by_class
     assert seconds.get(OTHER, 0.0) < 0.02 * sum(seconds.values())
+
+
+@pytest.mark.parametrize("name", [SUM, RING])
+def test_what_is_waited_for_on_paper_is_read_back(name: str) -> None:
+    assert waited(collective_text(name, 4096, 4)) == Collective(name, 4096, 4)
+    assert is_unmeasurable(collective_text(name, 4096, 4))
+
+
+@pytest.mark.parametrize("name", ["memfit.wait.default", "memfit.send.default", "memfit.summed.default"])
+def test_other_operators_of_memfit_are_measured(name: str) -> None:
+    signature = f'{{"op":"{name}","args":[{{"t":["float32",[2,3],[3,1]]}}]}}'
+    assert waited(signature) is None and not is_unmeasurable(signature)
+
+
+def test_a_pipeline_that_fills_is_not_waited_for_as_a_collective() -> None:
+    assert waited(collective_text(BUBBLE, 8, 2)) is None and is_unmeasurable(collective_text(BUBBLE, 8, 2))
