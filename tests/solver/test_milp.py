@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from memfit.ir import Regions
+from memfit.ir import Precision, Regions
 from memfit.solver import Choice, Ints, Problem, Solver, build, options
 from memfit.solver import milp as module
 from memfit.solver.milp import EXACT, MilpResult, Rows, minimized, policies
@@ -131,6 +131,17 @@ def test_a_program_whose_restart_has_no_end_keeps_its_time_limit() -> None:
 
 
 MOST_OPTIONS = 11
+
+
+def problem_of(name: str, precision: Precision = "32-true", microbatches: int = 1) -> Problem:
+    """Return the problem of a whole trace, with workspaces."""
+    trace = plain_trace(name, precision, microbatches, large=True)
+    costs = with_workspaces(trace)
+    return build(Regions(trace), costs, options(Regions(trace), costs))
+
+
+def plain_peak(problem: Problem) -> int:
+    return int(problem.row_peaks(np.zeros(len(problem.options), np.int64)).max())
 
 
 @functools.cache
@@ -262,11 +273,9 @@ def test_the_leanest_is_the_leanest_of_all(name: str, seed: int) -> None:
 
 
 def test_time_never_grows_with_the_budget() -> None:
-    trace = plain_trace("unet", "bf16-mixed", 2, large=True)
-    costs = with_workspaces(trace)
-    problem = build(Regions(trace), costs, options(Regions(trace), costs))
+    problem = problem_of("unet", "bf16-mixed", 2)
     solver = Solver(problem)
-    low, high = solver.leanest().peak_bytes, int(problem.row_peaks(np.zeros(len(problem.options), np.int64)).max())
+    low, high = solver.leanest().peak_bytes, plain_peak(problem)
     seconds = [c.seconds for b in np.linspace(low, high, 9) if (c := solver.fastest(int(b))) is not None]
     assert len(seconds) >= 8
     assert all(later <= earlier * (1 + 2e-4) for earlier, later in itertools.pairwise(seconds))
@@ -282,11 +291,9 @@ def test_a_budget_above_the_plain_peak_costs_nothing() -> None:
 @pytest.mark.parametrize("limit", [0.0, 1e-9, 0.02])
 def test_a_short_time_limit_gives_a_legal_choice_or_none(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LEAST_SECONDS", limit)
-    trace = plain_trace("unet", "bf16-mixed", 2, large=True)
-    costs = with_workspaces(trace)
-    problem = build(Regions(trace), costs, options(Regions(trace), costs))
+    problem = problem_of("unet", "bf16-mixed", 2)
     solver = Solver(problem)
-    plain = int(problem.row_peaks(np.zeros(len(problem.options), np.int64)).max())
+    plain = plain_peak(problem)
     for budget in (plain // 10, plain // 2, plain * 3 // 4, plain):
         choice = solver.fastest(budget, time_limit_seconds=limit)
         if choice is not None:
@@ -306,18 +313,14 @@ def test_on_a_busy_machine_the_solver_gets_longer_by_the_clock(monkeypatch: pyte
 
     monkeypatch.setattr(module, "minimized", noted)
     monkeypatch.setattr(module, "thread_time", lambda: perf_counter() / 3)  # a third of the machine
-    trace = plain_trace("transformer", large=True)
-    costs = with_workspaces(trace)
-    problem = build(Regions(trace), costs, options(Regions(trace), costs))
-    plain = int(problem.row_peaks(np.zeros(len(problem.options), np.int64)).max())
+    problem = problem_of("transformer")
+    plain = plain_peak(problem)
     assert Solver(problem).fastest(plain * 3 // 4, time_limit_seconds=10.0) is not None
     assert limits and 10.0 < max(limits) <= 3.3 * 10.0  # the two clocks are read one after the other
 
 
 def test_the_search_for_the_lowest_peak_ends_at_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = plain_trace("transformer", large=True)
-    costs = with_workspaces(trace)
-    problem = build(Regions(trace), costs, options(Regions(trace), costs))
+    problem = problem_of("transformer")
     now, late = 0.0, []
 
     def counted(*arguments: Any, **others: Any) -> MilpResult:
@@ -339,9 +342,7 @@ def test_the_search_for_the_lowest_peak_ends_at_its_time_limit(monkeypatch: pyte
 
 
 def test_the_leanest_without_time_is_the_best_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = plain_trace("transformer", large=True)
-    costs = with_workspaces(trace)
-    problem = build(Regions(trace), costs, options(Regions(trace), costs))
+    problem = problem_of("transformer")
     solver = Solver(problem)
     monkeypatch.setattr(module, "minimized", lambda *_, **__: MilpResult("stopped"))
     leanest = solver.leanest()
@@ -409,12 +410,6 @@ def test_the_leanest_is_solved_again_where_there_is_more_time(monkeypatch: pytes
     found = solver.leanest(5.0)
     assert found.status == "optimal"
     assert found.peak_bytes == min(peak for peak, _ in every("transformer", 0))
-
-
-def problem_of(name: str) -> Problem:
-    trace = plain_trace(name, large=True)
-    costs = with_workspaces(trace)
-    return build(Regions(trace), costs, options(Regions(trace), costs))
 
 
 @pytest.mark.parametrize("name", ["transformer", "convnet", "unet"])
