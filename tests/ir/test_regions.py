@@ -118,10 +118,16 @@ def test_a_run_holds_its_modules_calls() -> None:
 LINK = msgspec.structs.replace(COSTS, link_bytes_per_second=1e9)
 
 
-def test_arguments_wait_until_just_before_they_are_needed() -> None:
+def first_block() -> tuple[Trace, Regions, RegionCall]:
+    """Return a trace of one microbatch with its regions, and the call of its first block."""
     trace = plain_trace("transformer", "32-true", 1, large=True)
     regions = Regions(trace)
     (region,) = regions.calls_of(("blocks.0",))
+    return trace, regions, region
+
+
+def test_arguments_wait_until_just_before_they_are_needed() -> None:
+    trace, regions, region = first_block()
     (one,) = transfers(regions, region, frozenset(), "blocks.1")
     assert one.landed == trace.calls[region.calls[0]].end - 1 < one.fetched < region.recompute_at
     backward = [i for i, op in enumerate(trace.ops) if op.phase == "backward"]
@@ -131,9 +137,7 @@ def test_arguments_wait_until_just_before_they_are_needed() -> None:
 
 
 def test_small_outputs_stay_on_the_device() -> None:
-    trace = plain_trace("transformer", "32-true", 1, large=True)
-    regions = Regions(trace)
-    (region,) = regions.calls_of(("blocks.0",))
+    trace, regions, region = first_block()
     moved = transfers(regions, region, frozenset(range(region.start, region.stop)), "")
     born = {s for op in range(region.start, region.stop) for s in trace.births[op]}
     assert {m.storage for m in moved} - born == {m.storage for m in transfers(regions, region, frozenset(), "")}
@@ -151,9 +155,7 @@ def test_pinned_memory_is_rounded_up_to_a_power_of_two() -> None:
 
 @pytest.mark.parametrize("rate", [1e6, 1e9, 1e15])
 def test_what_the_computation_does_not_hide_is_waited_for(rate: float) -> None:
-    trace = plain_trace("transformer", "32-true", 1, large=True)
-    regions = Regions(trace)
-    (region,) = regions.calls_of(("blocks.0",))
+    trace, regions, region = first_block()
     costs = msgspec.structs.replace(COSTS, link_bytes_per_second=rate)
     seconds = np.full(len(trace.ops), 1e-6)
     (one,) = moved = transfers(regions, region, frozenset(), "blocks.1")
