@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -30,6 +31,7 @@ Tracer = Callable[[str, int, int, int], None]
 """Called with an action of PyTorch's memory history, an address, a size, and a stream."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class MemoryBlock:
     """A part of a segment: in use, free, or (in an expandable segment only) unmapped.
 
@@ -40,18 +42,15 @@ class MemoryBlock:
         freed_at: The allocator's count of lookups when it was freed.
     """
 
-    __slots__ = ("address", "allocated", "freed_at", "mapped", "next", "pool", "prev", "requested", "size")
-
-    def __init__(self, pool: Pool, address: int, size: int, *, mapped: bool = True) -> None:
-        self.pool = pool
-        self.address = address
-        self.size = size
-        self.requested = 0
-        self.allocated = False
-        self.mapped = mapped
-        self.prev: MemoryBlock | None = None
-        self.next: MemoryBlock | None = None
-        self.freed_at = 0
+    pool: Pool
+    address: int
+    size: int
+    mapped: bool = True
+    requested: int = 0
+    allocated: bool = False
+    prev: MemoryBlock | None = None
+    next: MemoryBlock | None = None
+    freed_at: int = 0
 
     @property
     def is_split(self) -> bool:
@@ -89,6 +88,7 @@ class MemoryBlock:
             block = block.next
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Pool:
     """The free blocks of one stream, small or large.
 
@@ -100,14 +100,11 @@ class Pool:
         unmapped: Unmapped blocks, sorted by address.
     """
 
-    __slots__ = ("free", "page_bytes", "small", "stream", "unmapped")
-
-    def __init__(self, *, small: bool, stream: int, page_bytes: int) -> None:
-        self.small = small
-        self.stream = stream
-        self.page_bytes = page_bytes
-        self.free: list[tuple[int, int, MemoryBlock]] = []
-        self.unmapped: list[tuple[int, MemoryBlock]] = []
+    small: bool
+    stream: int
+    page_bytes: int
+    free: list[tuple[int, int, MemoryBlock]] = field(default_factory=list)
+    unmapped: list[tuple[int, MemoryBlock]] = field(default_factory=list)
 
     def add(self, block: MemoryBlock) -> MemoryBlock:
         """Merge a free or unmapped block with neighbours of its kind, add it to its list, and return it."""
@@ -274,7 +271,7 @@ class CachingAllocator:
         pool = self._pools.get((small, stream))
         if pool is None:
             page_bytes = SMALL_SEGMENT_BYTES if small else self.settings.large_segment_bytes
-            pool = self._pools[small, stream] = Pool(small=small, stream=stream, page_bytes=page_bytes)
+            pool = self._pools[small, stream] = Pool(small, stream, page_bytes)
         return pool
 
     def _take_free(self, pool: Pool, size: int) -> MemoryBlock | None:

@@ -337,12 +337,7 @@ def waited(signature: str) -> Collective | None:
     return Collective(body["op"], *body["args"])
 
 
-def is_bubble(signature: str) -> bool:
-    """Tell whether a signature is that of a pipeline that fills and drains."""
-    return signature.startswith('{"op":"' + BUBBLE)
-
-
 def is_unmeasurable(signature: str) -> bool:
     """Tell whether an operator can't be measured by itself: it takes other ranks, or was put in on paper."""
     on_paper = any(of(signature) is not None for of in (collective, copy_on_paper, share_on_paper, waited))
-    return on_paper or is_bubble(signature)
+    return on_paper or signature.startswith('{"op":"' + BUBBLE)

@@ -25,9 +25,19 @@ def plan_verdict(plan: Plan, comparison: Comparison | None = None) -> str:
         plain_seconds, seconds = comparison.plain_step_seconds, comparison.planned_step_seconds
         peak_bytes = upper_bytes = comparison.planned_peak_bytes
     else:
-        plain_seconds, seconds = _seconds(plan)
+        # Measured ones where both steps were run, else predicted ones.
+        plain_seconds, seconds = plan.plain.step_seconds, ours.step_seconds
+        run = next((step.measured_seconds for step in plan.measured if not step.uses), None)
+        if run is not None and plan.measured_seconds is not None:
+            plain_seconds, seconds = run, plan.measured_seconds
         peak_bytes, upper_bytes = ours.peak_reserved_bytes or ours.peak_bytes, ours.peak_upper_bytes
-    parts = [_fit_text(peak_bytes, upper_bytes, plan.budget_bytes, is_measured=comparison is not None)]
+    said = "measured " if comparison is not None else ""
+    if upper_bytes <= plan.budget_bytes:
+        parts = [f"Fits: {said}{of_text(upper_bytes, plan.budget_bytes)}"]
+    elif peak_bytes <= plan.budget_bytes:
+        parts = [f"May not fit: needs up to {of_text(upper_bytes, plan.budget_bytes)}"]
+    else:
+        parts = [f"Does not fit: {said or 'needs '}{of_text(peak_bytes, plan.budget_bytes)}"]
     if comparison is None and ours.peak_reserved_bytes is not None:
         parts[0] += f" reserved ({format_bytes(ours.peak_bytes)} allocated)"
     if (sharding := plan.levers.sharding or plan.engine) is not None and sharding.world_size > 1:
@@ -38,24 +48,6 @@ def plan_verdict(plan: Plan, comparison: Comparison | None = None) -> str:
     said = "losses not identical" if differs and plan.numerics == "exact" else numerics_text(plan)
     parts += [speed_text(seconds, plain_seconds), said]
     return f"{', '.join(filter(None, parts))}."
-
-
-def _seconds(plan: Plan) -> tuple[float, float]:
-    """Return the seconds of the plain and the planned step: measured ones where both were run, else predicted ones."""
-    measured = plan.measured_seconds
-    plain = next((step.measured_seconds for step in plan.measured if not step.uses), None)
-    if measured is not None and plain is not None:
-        return plain, measured
-    return plan.plain.step_seconds, plan.predicted.step_seconds
-
-
-def _fit_text(peak_bytes: int, upper_bytes: int, budget_bytes: int, *, is_measured: bool) -> str:
-    said = "measured " if is_measured else ""
-    if upper_bytes <= budget_bytes:
-        return f"Fits: {said}{of_text(upper_bytes, budget_bytes)}"
-    if peak_bytes <= budget_bytes:
-        return f"May not fit: needs up to {of_text(upper_bytes, budget_bytes)}"
-    return f"Does not fit: {said or 'needs '}{of_text(peak_bytes, budget_bytes)}"
 
 
 def of_text(part: int, whole: int) -> str:
@@ -165,15 +157,13 @@ def comparison_verdict(comparison: Comparison) -> str:
     """Return what was measured of the planned step beside the plain one."""
     peaks = f"Measured: {_short(comparison.planned_peak_bytes)} in place of {_short(comparison.plain_peak_bytes)}"
     speed = speed_text(comparison.planned_step_seconds, comparison.plain_step_seconds)
-    return f"{', '.join(filter(None, [peaks, speed, _losses_text(comparison)]))}."
-
-
-def _losses_text(comparison: Comparison) -> str:
     pairs = list(zip(comparison.plain_losses, comparison.planned_losses, strict=False))
-    if not pairs or not all(math.isfinite(a) and math.isfinite(b) for a, b in pairs):
-        return "losses not compared" if not pairs else "a loss is not finite"
-    apart = max(abs(a - b) for a, b in pairs)
-    return f"losses at most {apart:.1e} apart" if apart else "losses bit-identical"
+    apart = max((abs(a - b) for a, b in pairs), default=0.0)
+    if not all(math.isfinite(a) and math.isfinite(b) for a, b in pairs):
+        losses = "a loss is not finite"
+    else:
+        losses = f"losses at most {apart:.1e} apart" if apart else "losses bit-identical"
+    return f"{', '.join(filter(None, [peaks, speed, losses if pairs else 'losses not compared']))}."
 
 
 def offers(plan: Plan) -> list[str]:
