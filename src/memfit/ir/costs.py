@@ -92,7 +92,6 @@ class CostTable(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         step_error: Relative half-width of a predicted step time's interval.
         resident_workspace_bytes: Workspaces that libraries keep in the allocator for the whole program.
         link_bytes_per_second: Bandwidth between host and device, in one direction; 0 where there is no link.
-        notes: What predictions from these costs are to say of them.
     """
 
     schema: str = "memfit.costs/2"

@@ -63,7 +63,6 @@ class AllocatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             None for `large_segment_bytes`.
         garbage_collection_threshold: Share of the allowed memory from which unused blocks are released before the
             device is asked for more; 0 for never. PyTorch uses it only where `memory_fraction` is below 1.
-        memory_fraction: Share of the device's memory that may be reserved.
         large_segment_bytes: Size of the segments for requests above 1 MiB and under 10 MiB.
     """
 

@@ -52,7 +52,6 @@ class RunRecord(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The record of a run, in `run.json` of its folder.
 
     Attributes:
-        steps: Number of optimizer updates done.
         status: "failed" comes with an `error`.
         started: Start of the run, in ISO 8601, UTC.
         measured_peak_bytes: Largest measured peak allocated; None before the first measurement.

@@ -19,17 +19,14 @@ class Rung(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A lever on top of the levers kept before it.
 
     Attributes:
-        name: Name of the lever.
         outcome: "kept" where it pays; a "proposed" lever changes the model, and is compared with the plain step.
         why: The reason why it was not measured; else a description.
         levers: The levers of the step; None where it was not measured, or is another model's.
-        numerics: The freest class of these levers.
         peak_bytes: Measured peak allocated, at the workload's batch.
         step_seconds: Measured time of one update at the workload's batch: the median of the plain step, times the
             ratios of the rungs kept since.
         peak_ratio: Its peak relative to that of the rung kept before.
         step_ratio: Its time relative to that of the rung kept before, of interleaved steps.
-        predicted_peak_bytes: The prediction for `peak_bytes`.
         largest_batch: Predicted number of samples that fit the budget; None where microbatches take any number.
         samples_per_second: Throughput at `largest_batch`, predicted from the measured step; at the workload's batch
             where that is None. 0 where no sample fits.
@@ -58,9 +55,7 @@ class Ladder(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The rungs in the order of measurement, the plain step first.
 
     Attributes:
-        budget_bytes: The budget of the step.
         is_budget_given: Whether the user gave it; otherwise it is the plain step's measured peak.
-        allowed: The numerics class that the user allowed.
         threads: Number of PyTorch's threads during the measurements.
     """
 
@@ -101,7 +96,6 @@ class Price(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The price of one card, as the user's file has it.
 
     Attributes:
-        per_hour: Of one card for an hour (> 0).
         currency: As it is shown ("USD").
         date: The day on which it was so.
     """
@@ -115,17 +109,12 @@ class FleetRow(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Some cards of a kind, with the fastest plan that was found for them.
 
     Attributes:
-        device: The card's name.
         ranks: Cards (> 0), of which each runs one rank.
         nodes: Nodes that they fill (> 0).
-        levers: The plan's.
-        uses: The levers that are used, in words.
-        numerics: The freest class of its levers.
         budget_bytes: What a card may hold.
         peak_bytes: Peak allocated on the card that holds most.
         held_bytes: Upper end of what its allocator reserves, which is held against the budget.
         step_seconds: One optimizer update at the global batch.
-        hours: Of all steps.
         cost: Of all cards for these hours; None without a price.
         currency: Of the cost; "" without one.
     """
@@ -149,7 +138,6 @@ class Misfit(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A card on which nothing fits.
 
     Attributes:
-        device: The card's name.
         ranks: Cards with which the least was held.
         held_bytes: The least that was found for them, with its error bar.
         budget_bytes: What a card may hold.
@@ -165,21 +153,11 @@ class Fleet(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What `memfit.fleet` found.
 
     Attributes:
-        schema: Version of the format.
-        memfit_version: That made it.
-        torch_version: That made it.
-        workload: Name of the workload.
-        fingerprint: Of its step.
         batch_size: Samples of the global batch, which ranks share.
         budget: What a card may hold, as it was given.
-        steps: Steps of the training.
         within_hours: What it may take; None for any time.
-        allowed: The numerics class that the user allowed.
         step_error: Relative half-width of the interval around the times.
         rows: The fleets, by card, then by ranks.
-        misfits: Cards on which nothing fits.
-        prices: The user's prices, by card.
-        notes: What was assumed.
     """
 
     schema: str = "memfit.fleet/1"

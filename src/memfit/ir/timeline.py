@@ -21,8 +21,6 @@ class Timeline(Shown, frozen=True, kw_only=True):
     Attributes:
         live_bytes: For each category of `TIMELINE_CATEGORIES`, the bytes alive at each point.
         labels: The operator at each point: "phase · module FQN · operator".
-        modules: FQN of the module at each point.
-        seconds: The predicted duration of each point.
         peak_bytes: The largest total over the points.
         peak_index: The first point that reaches it.
         step_seconds: The predicted duration of the whole step, with every microbatch.
@@ -91,7 +89,6 @@ class PeakPart(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         kind: "logits", "attention scores", "activations", "activation gradients", "workspaces", or another category of
             the timeline. What shrinks them depends on it.
         text: The tensors, in words ("logits of 8 × 48 × 16,384").
-        nbytes: Their bytes together.
     """
 
     kind: str

@@ -228,9 +228,7 @@ class Trace(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=T
     Attributes:
         microbatches: Number of recorded microbatches: at most two, of which the second stands for later ones; all where
             they differ, as sparse gradients do, which grow with each.
-        scale_microbatches: Number of microbatches of the real step.
         fingerprint: Hash of the workload's parameters, modules, batch shapes and optimizer.
-        precision: Precision of the step.
         signatures: The distinct operator calls, as text that `cost` can run again.
         works: The work of a call, by signature.
         notes: Assumptions made while capturing, for the reader.

@@ -8,22 +8,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from memfit.foundations import format_bytes, format_seconds
-from memfit.ir import Candidate, Comparison, Plan, Prediction, Region, RunRecord, uses_text
+from memfit.ir import Candidate, Comparison, LeverUse, Plan, Prediction, Region, RunRecord, uses_text
 
 MISSING = "—"
 _MUCH_WAITING = 0.2
 _MANY_TIMES = 2.0  # from here on times are told as multiples
 _NO_GAP = 1e-3  # as near as the solver goes
 _Group = tuple[tuple[str, ...], str]  # the parts of an FQN, and what is done with the module
-
-
-class LeverRow(NamedTuple):
-    """A lever that is used, how it is set, and its class."""
-
-    name: str
-    setting: str
-    numerics: str
 
 
 class MeasuredRow(NamedTuple):
@@ -99,9 +93,9 @@ def microbatches(plan: Plan) -> int:
     return -(-plan.batch_size // max(1, plan.levers.microbatch_size))
 
 
-def lever_rows(plan: Plan) -> list[LeverRow]:
+def lever_rows(plan: Plan) -> list[LeverUse]:
     """Return the levers that a plan uses, how they are set, and their classes."""
-    return [LeverRow(clean(use.name), clean(use.setting), use.numerics) for use in plan.uses]
+    return [replace(use, name=clean(use.name), setting=clean(use.setting)) for use in plan.uses]
 
 
 def measured_plan_rows(plan: Plan) -> list[MeasuredRow]:

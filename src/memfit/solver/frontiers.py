@@ -20,12 +20,13 @@ from time import thread_time
 import numpy as np
 from msgspec.structs import replace
 
-from memfit.ir import NUMERICS, Candidate, Levers, LeverUse, Numerics, freest
+from memfit.ir import NUMERICS, Candidate, Levers, LeverUse, freest
 from memfit.solver.milp import COARSE, FINE, Choice, Solver
 from memfit.solver.problem import Problem
 
 SIMPLER_WITHIN = 0.02
 """A plan with fewer levers is preferred to a faster one where the difference is below this share."""
+_rank = NUMERICS.index
 _LEANEST_SHARE = 0.25  # share of the frontier's time for the lowest peaks
 _LEAST_SECONDS = 0.25
 
@@ -38,7 +39,6 @@ class Combination:
         levers: The levers, without regions.
         problem: The choice of regions under them.
         uses_of: Says in words what levers are used.
-        numerics: The freest numerics class of the levers.
     """
 
     levers: Levers
@@ -189,10 +189,6 @@ def _is_beaten(combination: Combination, budget_bytes: int, found: Sequence[Cand
         return False
     bound = combination.solver.bound(budget_bytes)
     return bound is None or min(c.step_seconds for c in rivals) <= bound
-
-
-def _rank(numerics: Numerics) -> int:
-    return NUMERICS.index(numerics)
 
 
 def dominates(one: Candidate, other: Candidate) -> bool:

@@ -78,7 +78,6 @@ class MilpResult:
     Attributes:
         status: "infeasible" where no values satisfy the rows; "stopped" at the time limit.
         x: The variables; None without a solution, and for linear programs stopped at the time limit.
-        value: The objective of x.
         bound: Lower bound on the objective of all solutions; for linear programs the value.
         reduced: For linear programs, the reduced cost of each variable at its lower bound: the increase of the
             objective by a unit of it.
@@ -182,8 +181,6 @@ class Choice:
 
     Attributes:
         x: 1 for each chosen option.
-        peak_bytes: Its peak.
-        seconds: The step's time.
         status: "optimal" where the solver proved it.
         bound: Lower bound on the seconds (`fastest`) or the peak bytes (`leanest`) of every choice.
     """
