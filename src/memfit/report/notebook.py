@@ -119,10 +119,6 @@ def _view(line: _Line, parts_of: Callable[[Any], list[_Part]], width: int = 120)
 # The parts of records
 
 
-def _bars(*bars: Bar, budget_bytes: int) -> _Part:
-    return lambda: bars_html(bars, budget_bytes)
-
-
 def _picture(chart_of: Callable[[Any], Chart], record: Any, said: str) -> _Part:
     def picture() -> str:
         chart = chart_of(record)
@@ -135,7 +131,7 @@ def _plan(plan: Plan) -> list[_Part]:
     plain, planned = plan.plain.peak_bytes, plan.predicted.peak_bytes
     bars = Bar("plain, predicted", plain, "plain"), Bar("planned, predicted", planned)
     picture, table = _frontier(plan)
-    return [plan_table(plan), _bars(*bars, budget_bytes=plan.budget_bytes), picture, Text(), table]
+    return [plan_table(plan), lambda: bars_html(bars, plan.budget_bytes), picture, Text(), table]
 
 
 def _frontier(plan: Plan) -> list[_Part]:
@@ -154,13 +150,13 @@ def _verification(verification: Verification) -> list[_Part]:
         Bar("planned, predicted", verification.predicted_peak_bytes),
         Bar("planned, measured", verification.measured_peak_bytes),
     ]
-    return [verification_table(verification), _bars(*bars, budget_bytes=verification.budget_bytes)]
+    return [verification_table(verification), lambda: bars_html(bars, verification.budget_bytes)]
 
 
 def _comparison(comparison: Comparison) -> list[_Part]:
     plain, planned = comparison.plain_peak_bytes, comparison.planned_peak_bytes
     bars = Bar("plain, measured", plain, "plain"), Bar("planned, measured", planned)
-    return [comparison_table(None, comparison), _bars(*bars, budget_bytes=0)]
+    return [comparison_table(None, comparison), lambda: bars_html(bars, 0)]
 
 
 def _ladder(ladder: Ladder) -> list[_Part]:
