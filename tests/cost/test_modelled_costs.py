@@ -18,7 +18,7 @@ from memfit.cost.modelled_costs import attained_rates, figures, kernel_seconds, 
 from memfit.cost.operator_call import OperatorCall
 from memfit.errors import UsageError
 from memfit.hardware import known_devices
-from memfit.ir import Trace, Work, kernels, simulate, throughput
+from memfit.ir import Trace, Work, kernel_text, simulate, throughput
 from memfit.ir.operators import _NAMES
 from tests.gpus import AMPERE
 from tests.ir.test_throughputs import call, tensor
@@ -341,7 +341,7 @@ def test_products_of_rows_that_begin_anywhere_are_slower() -> None:
 
 def with_kernels(count: int) -> Trace:
     trace = plain_trace("transformer")
-    fused = [kernels.kernel_text((text,), number) for number, text in enumerate(trace.signatures[:count])]
+    fused = [kernel_text((text,), number) for number, text in enumerate(trace.signatures[:count])]
     return replace(trace, signatures=[*trace.signatures, *fused])
 
 
