@@ -360,6 +360,11 @@ def _rebind(optimizer: torch.optim.Optimizer, before: dict[str, nn.Parameter], a
             }
 
 
+# Names of torch 2.13; those before are deprecated by it.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class _InPlace:
     """A collective of `fully_shard`, in place over gloo and as the backend does it elsewhere.
 
@@ -384,7 +389,7 @@ class Gather(_InPlace):
         if self._before is not None:
             self._before(output_tensor, input_tensor, group)
         if not is_gloo(group):
-            work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+            work: dist.Work | None = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
             return work
         held = _holders(output_tensor), _holders(input_tensor)
         parts = output_tensor.chunk(group.size())
@@ -413,9 +418,7 @@ class ReduceScatter(_InPlace):
         if self._before is not None:
             self._before(output_tensor, input_tensor, group, op)
         if not is_gloo(group):
-            work: dist.Work | None = dist.reduce_scatter_single(
-                output_tensor, input_tensor, op=op, group=group, async_op=async_op
-            )
+            work: dist.Work | None = _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
             return work
         held = _holders(input_tensor)
         # A view: gloo's threads then hold a tensor of their own, which shows in the count of the storage.
