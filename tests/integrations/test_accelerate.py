@@ -22,7 +22,8 @@ pytest.importorskip("accelerate")
 
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from memfit.integrations.accelerate import FittedLoop, forget_accelerator_state
+from memfit.integrations.accelerate import FittedLoop
+from memfit.integrations.internals import forget_accelerator_state
 
 
 def loss_fn(model: Any, batch: Any) -> torch.Tensor:

@@ -18,8 +18,9 @@ from memfit.workload import Workload
 
 with brought_by("accelerate", "memfit.integrations.accelerate"):
     import accelerate as _accelerate
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType, fsdp_utils
+    from accelerate.utils import DistributedType
+
+    from memfit.integrations import internals
 
 OWN_CHECKPOINTING = "the engine's own checkpointing (FullyShardedDataParallelPlugin.activation_checkpointing)"
 
@@ -62,7 +63,7 @@ class FittedLoop(TrainerPlan):
             try:
                 engine, plugin = engine_of(first, workload.model), own_checkpointing(first)
             finally:
-                forget_accelerator_state(is_alone=is_alone)
+                internals.forget_accelerator_state(is_alone=is_alone)
             ranks = Group(kind)
             if plugin is not None:
                 plugin.activation_checkpointing = False
@@ -147,7 +148,7 @@ def _fully_sharded(accelerator: Any, model: nn.Module, reduces: Reduces) -> Shar
             " FSDP2. Give mixed_precision='no' (TrainingArguments: leave bf16 and fp16 out), use"
             " DistributedDataParallel, or memfit.train with a plan of world_size="
         )
-    units, kept = fully_sharded_modules(plugin, model)
+    units, kept = internals.fully_sharded_modules(plugin, model)
     return Sharding(
         world_size=accelerator.num_processes,
         mode="zero3" if plugin.reshard_after_forward else "zero2",
@@ -164,36 +165,3 @@ def own_checkpointing(accelerator: Any) -> Any:
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     return plugin if getattr(plugin, "activation_checkpointing", False) else None
-
-
-# What accelerate has no public way for
-
-
-def forget_accelerator_state(*, is_alone: bool = False) -> None:
-    """Let the next `Accelerator` of this process have another precision than the ones before.
-
-    Args:
-        is_alone: Whether those before were for this process alone, and the next one may be for several.
-    """
-    AcceleratorState._reset_state()
-    if is_alone:
-        PartialState._reset_state()
-
-
-def fully_sharded_modules(plugin: Any, model: Any) -> tuple[list[str], list[str]]:
-    """Return the modules that accelerate calls `fully_shard` on besides the model, and which of them stay gathered.
-
-    The plugin is left with its policy set, as `Accelerator.prepare` leaves it. What accelerate puts into one unit with
-    tied weights is left to the whole model's, which is gathered and freed at the same times.
-    """
-    names = {module: name for name, module in model.named_modules()}
-    plugin.set_auto_wrap_policy(model)
-    is_unit = fsdp_utils.fsdp2_prepare_auto_wrap_policy(plugin, model)
-    units = [name for module, name in names.items() if name and is_unit is not None and is_unit(module)]
-    entry = getattr(model, "get_input_embeddings", lambda: None)()
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if entry is not None and head is not None and entry.weight is head.weight:
-        return units, []
-    last = [names[m] for m in (fsdp_utils._find_final_norm(model), head) if m is not None and names[m] not in units]
-    first = [names[entry]] if entry is not None and names[entry] not in units else []
-    return [*units, *first, *last], last

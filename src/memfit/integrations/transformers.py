@@ -27,12 +27,8 @@ with brought_by("transformers", "memfit.integrations.transformers"):
     from accelerate.utils import convert_outputs_to_fp32
     from transformers import Trainer, TrainerCallback
 
-    from memfit.integrations.accelerate import (
-        OWN_CHECKPOINTING,
-        engine_of,
-        forget_accelerator_state,
-        own_checkpointing,
-    )
+    from memfit.integrations import internals
+    from memfit.integrations.accelerate import OWN_CHECKPOINTING, engine_of, own_checkpointing
 
 _ADVICE = "give the largest batch of the collator as MemfitCallback(batch=...), or cut sequences to its length"
 _WORDS = Words(
@@ -118,11 +114,11 @@ class MemfitCallback(TrainerPlan, TrainerCallback):  # type: ignore[misc]
             raise
         self.plan = replace(self.plan, notes=[*self.plan.notes, *notes])
         args.per_device_train_batch_size = self.microbatch_size
-        trainer._train_batch_size = self.microbatch_size  # its arguments are read once only
+        internals.set_train_batch_size(trainer, self.microbatch_size)
         args.gradient_accumulation_steps = self.accumulation
         if self.precision != "32-true":  # else the arguments' own
             args.bf16, args.mixed_precision = self.precision == "bf16-mixed", NAMES[self.precision]
-            forget_accelerator_state()  # the trainer's accelerator was made for another precision
+            internals.forget_accelerator_state()  # the trainer's accelerator was made for another precision
             trainer.create_accelerator_and_postprocess()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -232,13 +228,13 @@ def _cut(rows: int, batch: Any, start: int, stop: int) -> Any:
 
 
 def _first_batch(trainer: Any, samples: int) -> dict[str, Any]:
-    before = trainer._train_batch_size  # the samples of each batch that its next loader makes
-    trainer._train_batch_size = samples
+    before = internals.train_batch_size(trainer)
+    internals.set_train_batch_size(trainer, samples)
     try:
         with rng_preserved():
             found = next(iter(trainer.get_train_dataloader()))
     finally:
-        trainer._train_batch_size = before
+        internals.set_train_batch_size(trainer, before)
     if not isinstance(found, Mapping):
         raise UsageError(
             f"{type(trainer).__name__} makes tensors from batches of type {type(found).__name__} only during"

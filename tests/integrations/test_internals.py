@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from transformers import Trainer, TrainingArguments
 
 from memfit._torch import fake_ranks
-from memfit.integrations.accelerate import forget_accelerator_state, fully_sharded_modules
+from memfit.integrations.internals import forget_accelerator_state, fully_sharded_modules
 
 
 def test_a_trainers_next_loader_has_the_batch_size_that_is_set(tmp_path: Path) -> None:
