@@ -128,18 +128,16 @@ def by_hand(made: Workload, plan: Plan) -> Iterator[Levers]:
     near += [replace(own, optimizer=optimizer) for optimizer in optimizers]
     near += [replace(own, microbatch_size=each) for each in sorted({1, 2, size // 2 or 1, size})]
     near += [replace(own, lean=lean) for lean in ((), ("*",))]
-    near += [
-        replace(own, chunked_loss=chunks) for chunks in (None, *(ChunkedLoss(head=x, rows=16) for x in linear[-1:]))
-    ]
+    chunked = [ChunkedLoss(head=head, rows=16) for head in linear[-1:]]
+    near += [replace(own, chunked_loss=chunks) for chunks in (None, *chunked)]
     near += [replace(own, regions=regions) for regions in ((), tuple(Region((fqn,)) for fqn in blocks))]
     near += [replace(levers, regions=()) for levers in near]
     around = circumstances(made, CPU)
     is_coupled = any(isinstance(module, nn.BatchNorm2d) for module in made.model.modules())
     for levers in dict.fromkeys(near):
         uses = registry.lever_uses(LeversOn(levers, size, is_coupled))
-        if allows(plan.allowed, freest(uses)) and not met(
-            registry.CONFLICTS, registry.lever_names(LeversOn(levers, size)) | around, plan.allowed
-        ):
+        names = registry.lever_names(LeversOn(levers, size)) | around
+        if allows(plan.allowed, freest(uses)) and not met(registry.CONFLICTS, names, plan.allowed):
             yield levers
 
 
