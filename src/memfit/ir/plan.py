@@ -112,9 +112,12 @@ class Prediction(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
             peak. memfit compares it with the budget. On the CPU the measured peak is at most this in 98 % of steps like
             those of `benchmarks.zoo`, on which the error was calibrated (`memfit.cost.error_bars`).
         step_seconds: Seconds of one optimizer update at the global batch.
+        by_category: Bytes at the peak, by category.
         where: The place of the peak: pass, module and operator.
         peak_reserved_bytes: Memory that PyTorch's allocator reserves on a GPU; None elsewhere.
         device_bytes: The device's memory for a step; None if not recorded.
+        throughput: The throughput of the step; None if not recorded.
+        notes: Assumptions of the prediction.
         after_step_bytes: Bytes still allocated after the step; None if not recorded.
         phase_seconds: Parts of `step_seconds`, by phase ("forward", "backward", "recompute", "optimizer").
         context_bytes: GPU memory of the process outside of the allocator: the driver's context, the libraries' handles
@@ -159,6 +162,8 @@ class Candidate(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A point of the frontier.
 
     Attributes:
+        levers: The settings of the plan.
+        uses: The used levers, in words.
         numerics: The freest class of its levers.
         budget_bytes: The budget that it was solved for.
         peak_bytes: Peak allocated: the prediction for the step captured with the levers if `is_captured`, else the
@@ -197,6 +202,7 @@ class Solution(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
             captured step of the plan; else "feasible".
         bound_seconds: A lower bound on the step time of every plan that fits, in the solver's model.
         gap: (step_seconds − bound) / step_seconds.
+        solve_seconds: Seconds that the solver needed.
     """
 
     status: Literal["optimal", "feasible"]
@@ -209,6 +215,9 @@ class MeasuredStep(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """A plan that memfit ran for a few steps, on copies of the workload, before it chose one.
 
     Attributes:
+        levers: The settings of the plan.
+        uses: The used levers, in words.
+        predicted_seconds: The predicted seconds of its step.
         measured_seconds: The median of its measured seconds.
         steps: Number of timed steps (> 0).
     """
