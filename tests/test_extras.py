@@ -21,6 +21,8 @@ SETTINGS = (DOCS / "reference" / "settings.md").read_text()
 OURS = {"memfit", "benchmarks", "examples", "tests", "mine"}
 ELSEWHERE = {"jittor", "keras"}
 """Extras with environments of their own, and the rooms of memfit that are imported there alone."""
+WITHIN = {"integrations/internals.py": "accelerate"}
+"""Modules that are imported by others with `brought_by` only, and what these ask for."""
 BROUGHT_BY_OTHERS = {
     "IPython",  # imported in a notebook only
     "keras",  # by tensorflow
@@ -76,7 +78,8 @@ def test_what_memfit_imports_is_required_or_asked_for_with_the_extra_that_brings
     required = {_name(requirement) for requirement in PROJECT["dependencies"]}
     strays = []
     for path in (path for path in SOURCE.rglob("*.py") if not _is_elsewhere(path) or path.name == "tensorflow.py"):
-        for package, extra in imports(ast.parse(path.read_text())):
+        for package, named in imports(ast.parse(path.read_text())):
+            extra = named or WITHIN.get(str(path.relative_to(SOURCE)), "")
             known = brought(extra) if extra else required
             if package not in BROUGHT_BY_OTHERS and _distribution(package) not in known:
                 strays.append((str(path), package, extra))

@@ -267,3 +267,12 @@ def test_passes_without_gradients_are_unaffected() -> None:
         assert mode.counts["aten.convolution.default"] == 5
         assert torch.equal(workload.model(x), plain)
     assert not differing(dict(workload.model.state_dict()), dict(before))
+
+
+def test_the_recomputation_runs_under_the_same_autocast() -> None:
+    seen: list[torch.dtype] = []
+    workload = twice()
+    workload.model.between[1].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    with step_of(workload, precision="bf16-mixed", regions={"between": ()}) as step:
+        step.gradients(workload.batch)
+    assert seen == [torch.bfloat16, torch.bfloat16]

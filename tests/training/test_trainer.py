@@ -365,6 +365,18 @@ def test_resumed_runs_end_bitwise_as_others(
     assert broken.checkpoints == whole.checkpoints
 
 
+def test_the_comparison_of_resumed_runs_sees_a_lost_random_state(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run.fit(steps=8)
+    broken = Run(tmp_path / "broken")
+    with pytest.raises(Crash):
+        broken.fit(checkpoint_every=4, on_step=crash_at(6))
+    monkeypatch.setattr(trainer_module, "set_rng_state", lambda state: None)
+    assert broken.fit(resume=True, seed=7) != expected
+    assert broken.lines[:4] == run.lines[:4] and broken.lines != run.lines
+
+
 def test_a_crash_right_after_each_step_changes_nothing(run: Run, tmp_path: Path) -> None:
     expected = run.fit(steps=8, checkpoint_every=1, evaluate_every=2)
     broken = Run(tmp_path / "broken", "seeded")
