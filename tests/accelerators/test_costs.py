@@ -119,7 +119,7 @@ def test_a_process_of_its_own_measures_the_same_calls(kind: str, place: torch.de
 def test_a_process_that_ends_is_an_error(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(CaptureError, match="process that measures operators on cuda:0 ended with status 1"):
-        accelerator_costs._measure([SUM], replace(device, kind="cuda", name="cuda:0"), "highest", None)
+        accelerator_costs._measure([SUM], replace(device, kind="cuda", name="cuda:0"), "highest", None, ops_only=False)
 
 
 def test_measuring_leaves_random_states_and_precision_alone(place: torch.device) -> None:

@@ -27,7 +27,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "before the update": (Step, "_update"),
     "before its shards": (checkpoint, "write_tensors"),
     "before the sums": (checkpoint.Writing, "_publish"),
-    "before the rename": (checkpoint, "_move"),
+    "before the rename": (Path, "rename"),
     "before old ones go": (checkpoint, "prune"),
     "in an evaluation": (Trainer, "_evaluate"),
     "while a thread writes": (Step, "_update"),  # which it never ends to
