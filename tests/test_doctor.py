@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import platform
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -24,6 +27,13 @@ def found_jittor(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "jittor" else find(name))
     monkeypatch.setattr(doctor, "checks", lambda: [doctor.Check("it", True, "here")])
+
+
+def test_the_command_reaches_the_checks_by_itself() -> None:
+    """In a process of its own, where nothing has imported them: a door may lack what its room has."""
+    line = [sys.executable, "-m", "memfit", "tools", "doctor", "jittor", "--no-prepare", "--json"]
+    found = subprocess.run(line, capture_output=True, text=True, check=True)
+    assert {"jittor", "compiled"} <= {check["name"] for check in json.loads(found.stdout)["checks"]}
 
 
 def test_the_cache_is_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

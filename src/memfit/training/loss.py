@@ -38,7 +38,11 @@ class Window:
         self._is_estimate = False
 
     def weigh(self, loss: torch.Tensor, count: torch.Tensor | float | None, samples: int) -> torch.Tensor:
-        """Return a microbatch's share of the loss, to run backward on; nothing of one of no samples."""
+        """Return a microbatch's share of the loss, to run backward on; nothing of one of no samples.
+
+        Raises:
+            WorkloadError: Some microbatches have a count and others have none.
+        """
         whole = samples == self.samples
         if self.microbatches and (count is None) != (self.divisor is None):
             raise WorkloadError(
@@ -53,8 +57,10 @@ class Window:
         if samples == 0:
             loss, count = loss * 0, count * 0
         if self.divisor is None:
-            least = count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)
-            estimate = count if whole else least * (self.samples / max(samples, 1))
+            estimate = count
+            if not whole:
+                least = count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)
+                estimate = least * (self.samples / max(samples, 1))
             self.divisor, self._is_estimate = self._ranks.mean(estimate), not whole
         self.count = self.count + count
         self.total = self.total + (loss.detach() if whole else _widened(loss))
