@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch import config as functorch_config
 
 from memfit._torch import compilers
 from tests import warm
@@ -58,7 +61,7 @@ def refusing(module: fx.GraphModule, inputs: Any) -> Any:
     raise AssertionError("this was compiled")
 
 
-def test_current_compile_id_is_there_while_a_backend_compiles_and_aot_autograd_eager_splits_the_joint_graph() -> None:
+def test_current_compile_id_is_there_while_a_backend_compiles_and_the_joint_graph_is_split() -> None:
     """The `default_partition` of the joint graph gives the same loss and gradients; `default_op_list` its nodes."""
     ids: list[Any] = []
     fusible: list[bool] = []
@@ -73,7 +76,10 @@ def test_current_compile_id_is_there_while_a_backend_compiles_and_aot_autograd_e
         return compilers.default_partition(joint, num_fwd_outputs)
 
     def backend(module: fx.GraphModule, inputs: Any) -> Any:
-        return compilers.aot_autograd_eager(module, inputs, partition)
+        with functorch_config.patch(enable_autograd_cache=False):
+            return aot_autograd(fw_compiler=boxed_nop, partition_fn=partition, keep_inference_input_mutations=True)(
+                module, inputs
+            )
 
     assert compilers.current_compile_id() is None
     x = torch.full((3,), 0.5, requires_grad=True)

@@ -41,7 +41,7 @@ from memfit.report.summary import (
     share_text,
     solver_text,
 )
-from memfit.report.tables import plan_text, prediction_table
+from memfit.report.tables import prediction_table
 from memfit.report.verdict import offers
 from tests.report.conftest import SPEED, line_with, run_before, shown
 
@@ -276,7 +276,7 @@ def test_a_plan_that_changes_nothing_is_readable(plan: Plan) -> None:
         predicted=plan.plain,
         solution=Solution(status="optimal", bound_seconds=0.161, gap=0.0, solve_seconds=2e-5),
     )
-    text = plan_text(plan)
+    text = str(plan)
     assert "Regions" not in text and "Notes" not in text
     assert "none: the step runs as it is" in text
     assert "as fast as plain" in text and "no faster plan fits" in text and "gap 0 %" in text
@@ -288,7 +288,7 @@ def test_numbers_of_every_size_are_readable(plan: Plan) -> None:
     huge = Prediction(
         peak_bytes=3 * 1024**5, peak_upper_bytes=4 * 1024**5, step_seconds=1e6, by_category={}, where="x" * 300
     )
-    text = plan_text(msgspec.structs.replace(plan, plain=tiny, predicted=huge, batch_size=1, budget_bytes=1))
+    text = str(msgspec.structs.replace(plan, plain=tiny, predicted=huge, batch_size=1, budget_bytes=1))
     assert "3072.00 TiB" in text and "plain 0 B, —" in text and "predicted, —" in text
     for prediction in (tiny, huge):
         assert max(len(line.rstrip()) for line in shown(prediction_table(prediction, "t")).splitlines()) <= 80
@@ -298,7 +298,7 @@ def test_names_are_never_read_as_markup_or_control_codes(plan: Plan) -> None:
     plan = msgspec.structs.replace(
         plan, workload="a\x1b[31m[bold]b[/bold]", device=":smile:", notes=["[link=x]y[/link]\nz"]
     )
-    text = plan_text(plan)
+    text = str(plan)
     assert "\x1b" not in text
     assert "[bold]b[/bold]" in text and ":smile:" in text and "[link=x]y[/link] z" in text
 
@@ -306,7 +306,7 @@ def test_names_are_never_read_as_markup_or_control_codes(plan: Plan) -> None:
 def test_plan_text_is_plain_and_100_wide(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "37")
-    text = plan_text(plan)
+    text = str(plan)
     assert text.isprintable() or {c for c in text if not c.isprintable()} == {"\n"}
     assert 80 < max(map(len, text.splitlines())) <= 100
     assert all(line == line.rstrip() for line in text.splitlines())

@@ -51,19 +51,6 @@ def default_op_list() -> Any:
     return get_default_op_list()
 
 
-def aot_autograd_eager(module: Any, inputs: Any, partition_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a graph module compiled by AOTAutograd to run its operators eagerly, as PyTorch's "aot_eager" does."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.debugging import boxed_nop
-    from torch._functorch import config
-
-    with config.patch(enable_autograd_cache=False):
-        compiled: Callable[..., Any] = aot_autograd(
-            fw_compiler=boxed_nop, partition_fn=partition_fn, keep_inference_input_mutations=True
-        )(module, inputs)
-    return compiled
-
-
 def boxed(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that takes its arguments as a list, which it empties."""
     from torch._functorch._aot_autograd.utils import make_boxed_func

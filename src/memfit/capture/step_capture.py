@@ -496,7 +496,7 @@ def evaluation_note(workload: Workload) -> str | None:
 
 
 def _heeds_mode(module: nn.Module) -> bool:
-    """Tell whether a module's own forward pass depends on its mode: by its class, or by what its code reads."""
+    """Tell whether a module's own forward pass depends on its mode: by its class, or by names that its code reads."""
     if isinstance(module, DropoutBase):
         return module.p > 0
     if isinstance(module, NormBase):

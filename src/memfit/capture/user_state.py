@@ -71,7 +71,7 @@ class _ContainerKind(NamedTuple):
 
 
 def _dict_contents(held: dict[Any, Any]) -> dict[Any, Any]:
-    """Return what a dictionary holds, in its order, without running methods of a class: lazy ones import models."""
+    """Return a dictionary's items, in its order, without running methods of a class: lazy ones import models."""
     if not isinstance(held, collections.OrderedDict):
         return dict.copy(held)
     return {key: dict.__getitem__(held, key) for key in collections.OrderedDict.__iter__(held)}

@@ -79,7 +79,7 @@ class ScriptOptions:
 
 @dataclass(frozen=True)
 class PlanSource:
-    """The plan that `memfit train` runs: a file, or what `memfit.plan` makes for a budget."""
+    """The plan that `memfit train` runs: a file, or one that `memfit.plan` makes for a budget."""
 
     plan: Annotated[
         Path | None, CommandOption("Plan file, written by `memfit plan`; or give --budget.", flags=("--plan",))

@@ -58,7 +58,7 @@ def tell(text: str, *, to: Console | None = None) -> None:
 
 
 def show(found: Any, as_json: bool, *tables: Any, verdict: str = "") -> None:
-    """Print what a command found: as the document, as its verdict where `is_quiet`, or as tables."""
+    """Print a command's result: as the document, as its verdict where `is_quiet`, or as tables."""
     if as_json:
         print_json(found)
     elif verdict and is_quiet:

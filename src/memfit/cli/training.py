@@ -1,4 +1,4 @@
-"""What commands run: training with a progress bar, the demonstration, and the user's own script within a budget."""
+"""The work of commands: training with a progress bar, the demonstration, and the user's own script within a budget."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def computed_of(node: fx.Node, kernel: Set[fx.Node]) -> set[fx.Node]:
 
 
 def reached(starts: Iterable[T], leads_to: Callable[[T], Iterable[T]]) -> set[T]:
-    """Return some items and what they lead to, directly or through others."""
+    """Return some items and all that they lead to, directly or through others."""
     found, waiting = set[T](), list(starts)
     while waiting:
         item = waiting.pop()

@@ -122,7 +122,7 @@ def measured_like(device: Device) -> CardMeasurement | None:
 
 
 def key_of(device: Device, *, probed: bool) -> str:
-    """Return what a device's measurements are kept under: its product, where its figures are those of a probe."""
+    """Return the name of a device's measurements: its product, where its figures are those of a probe."""
     of_family = family(device)
     return of_family if of_family and not probed else _product(device.vendor, device.description)
 

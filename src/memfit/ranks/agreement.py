@@ -22,6 +22,7 @@ their process group's timeout ends them.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator
@@ -52,7 +53,7 @@ class PendingCollective:
     answers: tuple[tuple[dist.ProcessGroup, Answer], ...] = field(compare=False)
 
 
-class SharedStep(Group):
+class SharedStep(Group, abc.ABC):
     """The ranks of a step that one of PyTorch's engines shares; the engines are its subclasses.
 
     Args:
@@ -71,21 +72,21 @@ class SharedStep(Group):
 
     # What an engine does
 
+    @abc.abstractmethod
     def loss(self, batch: Any) -> Loss:
         """Run the forward pass."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def tell(self) -> None:
         """Say `before` each collective what is sent, from now on.
 
         Raises:
             UsageError: What runs here can't be watched.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def restart(self) -> None:
         """Make the engine ready for the next step, after one that was aborted in the middle."""
-        raise NotImplementedError
 
     # Votes and answers: see [Answering]
 

@@ -307,11 +307,6 @@ def comparison_table(plan: Plan | None, comparison: Comparison) -> Group:
     return Group(verdict, table, *([losses] if rows else []), summary)
 
 
-def plan_text(plan: Plan) -> str:
-    """Return a plan and its frontier as plain text, 100 wide, for `print(plan)`."""
-    return text_of(plan_table(plan), "", frontier_table(plan))
-
-
 def _numerics(numerics: str) -> Text:
     return Text(numerics or "not used", _NUMERICS_STYLE.get(numerics, "dim"))
 
