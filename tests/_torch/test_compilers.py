@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.backends.debugging import boxed_nop
-from torch._functorch import config as functorch_config
 
 from memfit._torch import compilers
 from tests import warm
+from tests.compiled.splitting import split_by
 
 
 def test_disable_dynamo_keeps_a_function_out_of_compiled_code() -> None:
@@ -75,15 +73,9 @@ def test_current_compile_id_is_there_while_a_backend_compiles_and_the_joint_grap
         )
         return compilers.default_partition(joint, num_fwd_outputs)
 
-    def backend(module: fx.GraphModule, inputs: Any) -> Any:
-        with functorch_config.patch(enable_autograd_cache=False):
-            return aot_autograd(fw_compiler=boxed_nop, partition_fn=partition, keep_inference_input_mutations=True)(
-                module, inputs
-            )
-
     assert compilers.current_compile_id() is None
     x = torch.full((3,), 0.5, requires_grad=True)
-    out = torch.compile(lambda x: x.sin().sum(), backend=backend)(x)
+    out = torch.compile(lambda x: x.sin().sum(), backend=split_by(partition))(x)
     out.backward()
     assert x.grad is not None and torch.equal(x.grad, x.detach().cos()) and torch.equal(out, x.detach().sin().sum())
     assert fusible == [True]

@@ -11,10 +11,10 @@ import torch
 from torch import fx, nn
 from torch._functorch.partitioners import default_partition
 
-from memfit._torch.compilers import aot_autograd_eager
 from memfit.compiled.joint_graph import _RECOMPUTED, JointGraph, _must_run_once, mark_kept, mark_recomputed
 from memfit.compiled.joint_rewriter import inlined_nodes
 from memfit.ir.costs import reused_bytes_of
+from tests.compiled.splitting import split_by
 
 
 class Block(nn.Module):
@@ -33,17 +33,14 @@ def joint_of(model: nn.Module, change: Callable[[fx.Graph], None] | None = None)
     """Return the joint graph of a model's sum over 16 rows of 32."""
     found: list[JointGraph] = []
 
-    def backend(module: Any, inputs: Any) -> Any:
-        def partition(joint: Any, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
-            if change is not None:
-                change(joint.graph)
-            found.append(JointGraph(joint.graph, num_fwd_outputs, "graph", Counter()))
-            return default_partition(joint, None, num_fwd_outputs=num_fwd_outputs)
-
-        return aot_autograd_eager(module, inputs, partition)
+    def partition(joint: Any, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
+        if change is not None:
+            change(joint.graph)
+        found.append(JointGraph(joint.graph, num_fwd_outputs, "graph", Counter()))
+        return default_partition(joint, None, num_fwd_outputs=num_fwd_outputs)
 
     torch._dynamo.reset()
-    torch.compile(lambda x: model(x).sum(), backend=backend)(torch.ones(16, 32))
+    torch.compile(lambda x: model(x).sum(), backend=split_by(partition))(torch.ones(16, 32))
     return found[0]
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import fx, nn
 from torch._functorch.partitioners import default_partition
 
-from memfit._torch.compilers import aot_autograd_eager
 from memfit.compiled.layouts import hold_masks_as_bytes, lay_out_channels_last, show_in_any_layout
+from tests.compiled.splitting import split_by
 
 aten, prims = torch.ops.aten, torch.ops.prims
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
@@ -52,19 +52,16 @@ def step_of(model: nn.Module, x: torch.Tensor, laid_out: bool) -> tuple[list[tor
     """Return a step's loss and gradients, run one operator at a time, and its joint graph if it can be laid out."""
     found: list[fx.Graph] = []
 
-    def backend(module: Any, inputs: Any) -> Any:
-        def partition(joint: Any, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
-            show_in_any_layout(joint.graph)
-            if not laid_out or lay_out_channels_last(joint.graph):
-                found.append(joint.graph)
-            joint.recompile()
-            return default_partition(joint, None, num_fwd_outputs=num_fwd_outputs)
-
-        return aot_autograd_eager(module, inputs, partition)
+    def partition(joint: Any, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
+        show_in_any_layout(joint.graph)
+        if not laid_out or lay_out_channels_last(joint.graph):
+            found.append(joint.graph)
+        joint.recompile()
+        return default_partition(joint, None, num_fwd_outputs=num_fwd_outputs)
 
     torch._dynamo.reset()
     model.zero_grad()
-    loss = torch.compile(lambda: model(x).square().sum(), backend=backend, fullgraph=True)()
+    loss = torch.compile(lambda: model(x).square().sum(), backend=split_by(partition), fullgraph=True)()
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)], found
 
