@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from memfit.errors import MissingExtraError, UsageError
-from memfit.frameworks.jittor import doctor
+from memfit.jittor import doctor
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import numpy as np
 import memfit.jittor as mj
 from benchmarks.frameworks.subject import LEARNING_RATE, SUBJECTS, UNetSizes, data, report, resident_bytes
 from memfit.errors import InfeasibleError
-from memfit.frameworks.jittor.variables import named_variables
 from memfit.jittor import memory
+from memfit.jittor.variables import named_variables
 
 
 def workload(name: str, weights: str) -> mj.Workload:

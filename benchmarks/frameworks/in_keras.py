@@ -20,7 +20,7 @@ import memfit.keras as mk
 from benchmarks.frameworks.keras_models import transformer, unet
 from benchmarks.frameworks.subject import SUBJECTS, UNetSizes, data
 from memfit.errors import InfeasibleError
-from memfit.frameworks.keras.internals import keras, tf
+from memfit.keras.internals import keras, tf
 
 MIXED = "mixed_bfloat16"
 TRACES = 3  # of which the largest peak counts: TensorFlow orders operators anew in each

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.frameworks.subject import TransformerSizes, UNetSizes
-from memfit.frameworks.keras.internals import keras, tf
+from memfit.keras.internals import keras, tf
 
 layers: Any = keras.layers
 

@@ -15,9 +15,9 @@ import numpy as np
 
 import memfit.jittor as mj
 from memfit.errors import InfeasibleError
-from memfit.frameworks.jittor.variables import named_variables
 from memfit.ir import Levers, Plan
 from memfit.jittor import memory
+from memfit.jittor.variables import named_variables
 
 LEARNING_RATE, FINAL_SHARE = 4e-3, 0.1
 N_HELD_OUT = 360

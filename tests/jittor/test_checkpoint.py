@@ -12,10 +12,10 @@ import pytest
 from benchmarks.frameworks.jittor_models import transformer
 from benchmarks.frameworks.subject import TransformerSizes
 from memfit.errors import PlanError, PlanMismatchError, RecomputationError
-from memfit.frameworks.jittor.checkpointing import checkpointed, substituted
-from memfit.frameworks.jittor.variables import is_trainable, named_variables
 from memfit.ir import Region
 from memfit.jittor import checkpoint, memory, seed
+from memfit.jittor.checkpointing import checkpointed, substituted
+from memfit.jittor.variables import is_trainable, named_variables
 from tests.jittor.models import mlp, residuals
 
 STRICT = "-fno-fast-math -ffp-contract=off"

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from memfit.errors import BudgetError, MemoryLimitError, OutOfMemoryError, UsageError
-from memfit.frameworks.jittor.variables import named_variables
 from memfit.jittor import Step, Workload, memory, seed
+from memfit.jittor.variables import named_variables
 from tests.jittor.models import mlp, residuals
 
 MIB = 2**20

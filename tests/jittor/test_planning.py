@@ -13,9 +13,9 @@ import pytest
 
 import memfit
 from memfit.errors import InfeasibleError, PlanMismatchError, UsageError, WorkloadError
-from memfit.frameworks.jittor.planning import Profile, ProfiledBlock, _Cost, _problem
-from memfit.frameworks.jittor.variables import named_variables
 from memfit.jittor import Step, Workload, apply, load_workload, memory, plan, seed
+from memfit.jittor.planning import Profile, ProfiledBlock, _Cost, _problem
+from memfit.jittor.variables import named_variables
 from memfit.solver import Solver
 from tests.jittor.models import mlp
 from tests.jittor.workloads import unet

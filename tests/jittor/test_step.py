@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from memfit.errors import CheckpointError, MemoryLimitError, NonFiniteError, UsageError, WorkloadError
-from memfit.frameworks.jittor.variables import is_trainable, named_variables
 from memfit.ir import Region
 from memfit.jittor import Step, Workload, memory, seed
+from memfit.jittor.variables import is_trainable, named_variables
 from memfit.training import LossScaler
 from memfit.workload import LossScaling
 from tests.jittor.models import mlp, residuals

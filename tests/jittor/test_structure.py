@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from memfit.errors import UsageError
-from memfit.frameworks.jittor.structure import attention, depthwise_separable, lean, lean_regions
-from memfit.frameworks.jittor.variables import is_trainable, named_variables
 from memfit.jittor import memory, seed
+from memfit.jittor.structure import attention, depthwise_separable, lean, lean_regions
+from memfit.jittor.variables import is_trainable, named_variables
 from tests.jittor.models import residuals
 
 nn = jt.nn

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import memfit.keras as mk
-from memfit.frameworks.keras.internals import keras, tf
+from memfit.keras.internals import keras, tf
 
 layers = keras.layers
 

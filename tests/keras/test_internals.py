@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 keras = pytest.importorskip("keras")
-from memfit.frameworks.keras import internals  # noqa: E402
+from memfit.keras import internals  # noqa: E402
 
 
 def test_calls_are_listed_in_their_order() -> None:

@@ -11,9 +11,9 @@ import pytest
 import memfit
 import memfit.keras as mk
 from memfit.errors import BudgetError, InfeasibleError, PlanMismatchError
-from memfit.frameworks.keras import measured_peak
-from memfit.frameworks.keras.planning import KerasPlanner
-from memfit.frameworks.keras.recompute import Recomputed
+from memfit.keras import measured_peak
+from memfit.keras.planning import KerasPlanner
+from memfit.keras.recompute import Recomputed
 from tests.keras.models import difference, keras, layers, mlp, resnet, tf, unet, values_after_step, workload
 
 CASES = {"chain": (mlp, 2048), "residual": (resnet, 32), "U-Net": (unet, 32)}

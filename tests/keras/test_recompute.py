@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from memfit.errors import UsageError, WorkloadError
-from memfit.frameworks.keras.recompute import Recomputed, graph_of
 from memfit.keras import checkpoint_every, measured_peak
+from memfit.keras.recompute import Recomputed, graph_of
 from tests.keras.models import difference, keras, layers, mlp, resnet, tf, unet, values_after_step, workload
 
 

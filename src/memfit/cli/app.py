@@ -550,7 +550,7 @@ def doctor(
     from rich.markup import escape
     from rich.table import Table
 
-    from memfit.frameworks import jittor
+    from memfit import jittor
 
     seconds = prepare_jittor() if prepare else 0.0
     found = jittor.doctor.checks()
@@ -571,7 +571,7 @@ def prepare_jittor() -> float:
         MissingExtraError: Jittor is not installed.
         UsageError: A requirement is missing.
     """
-    from memfit.frameworks import jittor
+    from memfit import jittor
 
     started = time.monotonic()
     with stages() as progress:

@@ -16,6 +16,7 @@ from .fleet_search import FleetRequest as FleetRequest
 from .fleet_search import FleetSearch as FleetSearch
 from .fleet_search import joined as joined
 from .fleet_search import search as search
+from .measured_layers import MeasuredPlanner as MeasuredPlanner
 from .prediction import check_precision as check_precision
 from .prediction import costs_of as costs_of
 from .prediction import predict as predict

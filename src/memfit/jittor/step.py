@@ -28,10 +28,11 @@ import numpy as np
 from safetensors.numpy import load, save
 
 from memfit.errors import CheckpointError, NonFiniteError, UsageError, WorkloadError
-from memfit.frameworks.jittor import memory
-from memfit.frameworks.jittor.checkpointing import Draws, checkpointed, substituted
-from memfit.frameworks.jittor.internals import jt, keep_gradients
-from memfit.frameworks.jittor.variables import (
+from memfit.ir import Precision, Region, write_atomic
+from memfit.jittor import memory
+from memfit.jittor.checkpointing import Draws, checkpointed, substituted
+from memfit.jittor.internals import jt, keep_gradients
+from memfit.jittor.variables import (
     FLOATS,
     buffers_of,
     executing,
@@ -44,8 +45,7 @@ from memfit.frameworks.jittor.variables import (
     slots_of,
     variables_of,
 )
-from memfit.frameworks.jittor.workload import Workload, batch_size_of, first, split, trainables
-from memfit.ir import Precision, Region, write_atomic
+from memfit.jittor.workload import Workload, batch_size_of, first, split, trainables
 from memfit.training import LossScaler, StepResult
 
 _POOL_BLOCK_BYTES = 5 * 2**20  # blocks in which Jittor's pools place tensors of 1 to 5 MiB

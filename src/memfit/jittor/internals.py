@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from memfit.frameworks.jittor import doctor
+from memfit.jittor import doctor
 
 jt: Any = doctor.load()
 

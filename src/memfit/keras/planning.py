@@ -16,12 +16,12 @@ from msgspec.structs import replace
 
 from memfit.errors import PlanMismatchError
 from memfit.foundations import Progress, format_bytes, format_seconds, read_budget, silent
-from memfit.frameworks.keras.internals import keras, tf
-from memfit.frameworks.keras.profile import Cost, default_device, measured_peak, peak_of, profile
-from memfit.frameworks.keras.recompute import Graph, Run, graph_of, recomputed
-from memfit.frameworks.keras.workload import Workload, fingerprint
-from memfit.frameworks.measured_layers import MEASURED, Planner, conflicts, infeasible, prediction
 from memfit.ir import Candidate, Levers, Plan, Prediction, Region
+from memfit.keras.internals import keras, tf
+from memfit.keras.profile import Cost, default_device, measured_peak, peak_of, profile
+from memfit.keras.recompute import Graph, Run, graph_of, recomputed
+from memfit.keras.workload import Workload, fingerprint
+from memfit.planner import MeasuredPlanner
 from memfit.solver import ALWAYS, Activity, Combination, Option, Problem, Row, Tightening, frontier
 
 _OVERESTIMATE = 0.1  # share by which a predicted peak may be over the budget for its plan to be measured all the same
@@ -86,7 +86,7 @@ def _applied(model: Any, graph: Graph, levers: Levers) -> Any:
 
 
 @dataclass
-class KerasPlanner(Planner):
+class KerasPlanner(MeasuredPlanner):
     """A workload with its layers measured and its frontier solved: plans for many budgets.
 
     A larger budget never gets a slower plan, as predicted: the frontier is the same for all of them, and the search
@@ -150,7 +150,7 @@ class KerasPlanner(Planner):
             yield candidate, self._prediction(index), [*notes, *self.left_out]
         known = [peak for peak in self.measured.values() if peak is not None]
         more = f". {'; '.join(self.left_out[:3])}" if self.left_out else ""
-        raise infeasible(
+        raise self.infeasible(
             budget_bytes,
             min(known, default=self.frontier[-1].peak_bytes),
             "TensorFlow allocates that much in the step, added to its memory before the step. What to do: raise budget="
@@ -166,8 +166,8 @@ class KerasPlanner(Planner):
         candidate, upper = self.frontier[index], self.measured.get(index)
         if upper is None:
             peak = candidate.peak_bytes
-            return prediction(peak, peak, candidate.step_seconds, "predicted from its layers")
-        return prediction(int(upper / (1 + self.allowance)), upper, candidate.step_seconds, MEASURED)
+            return self.prediction(peak, peak, candidate.step_seconds, "predicted from its layers")
+        return self.prediction(int(upper / (1 + self.allowance)), upper, candidate.step_seconds)
 
     def upper_bytes(self, index: int) -> int | None:
         """Return the measured peak of a plan of the frontier, with an allowance; None where memory ran out."""
@@ -226,7 +226,7 @@ class _PeakModel:
         self.base = np.zeros(self.length + 1, np.int64)
         self.x = np.zeros((len(self.runs), self.length + 1), np.int64)
         self.z: dict[frozenset[Activity], npt.NDArray[np.int64]] = {}
-        self.conflicts = conflicts(self.runs, self.count)
+        self.conflicts = MeasuredPlanner.conflicts(self.runs, self.count)
         self.tightened = Tightening(self.conflicts)
 
     def _backward(self, unit: int) -> int:

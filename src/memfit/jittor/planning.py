@@ -14,11 +14,12 @@ import numpy as np
 
 from memfit.errors import PlanMismatchError, RecomputationError, UsageError
 from memfit.foundations import Progress, read_budget, silent
-from memfit.frameworks.jittor import memory
-from memfit.frameworks.jittor.checkpointing import Draws, substituted
-from memfit.frameworks.jittor.internals import jt
-from memfit.frameworks.jittor.step import Step, half
-from memfit.frameworks.jittor.variables import (
+from memfit.ir import NUMERICS, Candidate, Levers, Numerics, Plan, Precision, Prediction, Region
+from memfit.jittor import memory
+from memfit.jittor.checkpointing import Draws, substituted
+from memfit.jittor.internals import jt
+from memfit.jittor.step import Step, half
+from memfit.jittor.variables import (
     allocated_bytes,
     emptied,
     executing,
@@ -29,10 +30,9 @@ from memfit.frameworks.jittor.variables import (
     modules_of,
     variables_of,
 )
-from memfit.frameworks.jittor.workload import Workload, batch_size_of, fingerprint, first
-from memfit.frameworks.measured_layers import MEASURED, Planner, conflicts, infeasible, prediction
-from memfit.ir import NUMERICS, Candidate, Levers, Numerics, Plan, Precision, Prediction, Region
+from memfit.jittor.workload import Workload, batch_size_of, fingerprint, first
 from memfit.levers import Circumstance, LeversOn, check_lever_names, lever_names, microbatch_sizes
+from memfit.planner import MeasuredPlanner
 from memfit.solver import Combination, Option, Problem, Row, fastest, frontier
 
 _TIMED = 3
@@ -255,7 +255,7 @@ class _Cost:
 
 
 @dataclass
-class JittorPlanner(Planner):
+class JittorPlanner(MeasuredPlanner):
     """A workload with its modules measured in each precision."""
 
     workload: Workload
@@ -275,7 +275,7 @@ class JittorPlanner(Planner):
         self.costs = {p: self._cost(p) for p in self.precisions}
         cost = self.costs.get("32-true") or next(iter(self.costs.values()))
         peak_bytes, seconds = cost.peak_bytes(self.batch_size), cost.seconds(self.batch_size, self.batch_size)
-        self.plain = prediction(peak_bytes, peak_bytes, seconds, "predicted from fewer samples")
+        self.plain = self.prediction(peak_bytes, peak_bytes, seconds, "predicted from fewer samples")
         self.device_bytes = memory.device_bytes()
 
     def plain_bytes(self) -> int:
@@ -301,12 +301,12 @@ class JittorPlanner(Planner):
                 continue
             upper = measured.peak_bytes + _GRAIN_BYTES
             notes = ["peaks are bytes of Jittor's pools; the chosen plan's peak is measured", *self.left_out]
-            yield candidate, prediction(measured.peak_bytes, upper, measured.seconds, MEASURED), notes
+            yield candidate, self.prediction(measured.peak_bytes, upper, measured.seconds), notes
             lowest = min(lowest, upper)
             if is_last:
                 break
             target -= upper - budget_bytes
-        raise infeasible(
+        raise self.infeasible(
             budget_bytes,
             lowest,
             f"No plan with numerics={self.allowed!r} needs less. What to do: raise budget=, allow more with numerics=,"
@@ -420,7 +420,7 @@ def _problem(profiled: Profile, size: int, batch_size: int, cost: _Cost, runs: l
     return Problem(
         options=options,
         reasons=[],
-        conflicts=conflicts(spans, count),
+        conflicts=MeasuredPlanner.conflicts(spans, count),
         base=base,
         columns=columns,
         rows=[Row(axis) for axis in range(2 * count)],

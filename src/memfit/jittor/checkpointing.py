@@ -37,8 +37,9 @@ from typing import Any
 import numpy as np
 
 from memfit.errors import PlanError, PlanMismatchError, RecomputationError
-from memfit.frameworks.jittor.internals import jt
-from memfit.frameworks.jittor.variables import (
+from memfit.ir import Region
+from memfit.jittor.internals import jt
+from memfit.jittor.variables import (
     Node,
     buffers_of,
     emptied,
@@ -54,7 +55,6 @@ from memfit.frameworks.jittor.variables import (
     reached,
     variables_of,
 )
-from memfit.ir import Region
 
 _READS = ("item", "numpy", "fetch_sync", "sync", "data", "tolist", "__bool__", "__int__", "__float__", "__index__")
 _searched: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -198,7 +198,7 @@ def _holders(function: Any, seen: set[int]) -> Iterator[Any]:
         parts = function.values() if isinstance(function, dict) else function
     elif inspect.ismethod(function):
         parts = (function.__self__, function.__func__)
-    elif inspect.isfunction(function) and not function.__module__.startswith(("jittor", "memfit.frameworks.jittor")):
+    elif inspect.isfunction(function) and not function.__module__.startswith(("jittor", "memfit.jittor")):
         used = inspect.getclosurevars(function)
         parts = (*used.nonlocals.values(), *used.globals.values(), *(function.__defaults__ or ()))
     for part in parts:

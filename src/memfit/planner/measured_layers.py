@@ -16,11 +16,9 @@ from memfit.levers import LeversOn, lever_uses
 from memfit.report import infeasible_verdict
 from memfit.version import __version__
 
-MEASURED = "measured on the applied step"
-
 
 @dataclass
-class Planner(ABC):
+class MeasuredPlanner(ABC):
     """A workload with its layers measured.
 
     Attributes:
@@ -105,29 +103,31 @@ class Planner(ABC):
             notes=notes,
         )
 
+    @staticmethod
+    def prediction(
+        peak_bytes: int, upper_bytes: int, seconds: float, where: str = "measured on the applied step"
+    ) -> Prediction:
+        """Return what a step takes, as far as layers and whole steps tell."""
+        return Prediction(
+            peak_bytes=peak_bytes, peak_upper_bytes=upper_bytes, step_seconds=seconds, by_category={}, where=where
+        )
 
-def prediction(peak_bytes: int, upper_bytes: int, seconds: float, where: str) -> Prediction:
-    """Return what a step takes, as far as layers and whole steps tell."""
-    return Prediction(
-        peak_bytes=peak_bytes, peak_upper_bytes=upper_bytes, step_seconds=seconds, by_category={}, where=where
-    )
+    @staticmethod
+    def conflicts(spans: Sequence[tuple[int, int]], count: int) -> list[frozenset[int]]:
+        """Return the regions around each of some layers, of which at most one can be chosen.
 
+        Args:
+            spans: The first layer of each region, and one past its last.
+        """
+        around = (frozenset(j for j, (a, b) in enumerate(spans) if a <= layer < b) for layer in range(count))
+        return list(dict.fromkeys(members for members in around if len(members) > 1))
 
-def conflicts(spans: Sequence[tuple[int, int]], count: int) -> list[frozenset[int]]:
-    """Return the regions around each of some layers, of which at most one can be chosen.
-
-    Args:
-        spans: The first layer of each region, and one past its last.
-    """
-    around = (frozenset(j for j, (a, b) in enumerate(spans) if a <= layer < b) for layer in range(count))
-    return list(dict.fromkeys(members for members in around if len(members) > 1))
-
-
-def infeasible(budget_bytes: int, lowest_bytes: int, advice: str) -> InfeasibleError:
-    """Return that no plan fits, the lowest peak measured, and what to do."""
-    return InfeasibleError(
-        f"{infeasible_verdict(budget_bytes, lowest_bytes)}\n{advice}",
-        budget_bytes=budget_bytes,
-        lowest_peak_bytes=lowest_bytes,
-        where="the applied step, measured",
-    )
+    @staticmethod
+    def infeasible(budget_bytes: int, lowest_bytes: int, advice: str) -> InfeasibleError:
+        """Return that no plan fits, the lowest peak measured, and what to do."""
+        return InfeasibleError(
+            f"{infeasible_verdict(budget_bytes, lowest_bytes)}\n{advice}",
+            budget_bytes=budget_bytes,
+            lowest_peak_bytes=lowest_bytes,
+            where="the applied step, measured",
+        )

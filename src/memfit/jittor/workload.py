@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit.errors import WorkloadError
-from memfit.frameworks.jittor.variables import is_trainable, mapped, named_variables, variables_of
+from memfit.jittor.variables import is_trainable, mapped, named_variables, variables_of
 from memfit.pipeline import call
 
 

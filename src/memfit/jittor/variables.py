@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memfit.frameworks.jittor.internals import jt
+from memfit.jittor.internals import jt
 
 _VARIABLE = re.compile(r"Var\((\d+):.*?:s\d:n\d:g(\d),(\w+),(.*),([0-9a-f]+)\)\[([\d,-]*)\]", re.DOTALL)
 FLOATS = ("float16", "bfloat16", "float32", "float64")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit.errors import WorkloadError
-from memfit.frameworks.keras.internals import keras, tf
-from memfit.frameworks.keras.recompute import Graph
+from memfit.keras.internals import keras, tf
+from memfit.keras.recompute import Graph
 
 
 @dataclass(frozen=True)

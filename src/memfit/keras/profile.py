@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit.errors import UsageError
-from memfit.frameworks.keras.internals import keras, losses_added, tf
-from memfit.frameworks.keras.recompute import Graph, Stretch, Unit, joined, states_of
-from memfit.frameworks.keras.workload import Workload
+from memfit.keras.internals import keras, losses_added, tf
+from memfit.keras.recompute import Graph, Stretch, Unit, joined, states_of
+from memfit.keras.workload import Workload
 
 _TIMED = 3
 _COUNTED_BYTES = 2**18

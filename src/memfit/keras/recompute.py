@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit.errors import UsageError, WorkloadError
-from memfit.frameworks.keras import internals
-from memfit.frameworks.keras.internals import check_backend, keras, tf
+from memfit.keras import internals
+from memfit.keras.internals import check_backend, keras, tf
 
 Run = tuple[int, int]
 """A run of units: the first, and one past the last."""

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from memfit.errors import UsageError
-from memfit.frameworks.jittor.checkpointing import checkpoint, checkpointed
-from memfit.frameworks.jittor.internals import jt
-from memfit.frameworks.jittor.step import NORMALISATIONS
-from memfit.frameworks.jittor.variables import is_chain, layers_of, modules_of
 from memfit.ir import Region
+from memfit.jittor.checkpointing import checkpoint, checkpointed
+from memfit.jittor.internals import jt
+from memfit.jittor.step import NORMALISATIONS
+from memfit.jittor.variables import is_chain, layers_of, modules_of
 
 
 @contextlib.contextmanager

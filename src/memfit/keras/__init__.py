@@ -7,9 +7,6 @@ smaller = memfit.keras.checkpoint_every(model, 4)   # by hand: every four layers
 peak = memfit.keras.measured_peak(lambda: step(smaller))
 """
 
-from memfit import frameworks
-from memfit.frameworks.keras import Workload, apply, checkpoint_every, measured_peak, plan
+import lazy_loader
 
-__all__ = ["Workload", "apply", "checkpoint_every", "measured_peak", "plan"]
-
-frameworks.opened("memfit.frameworks.keras", __name__)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -18,8 +18,8 @@ import psutil
 
 from memfit.errors import MemoryLimitError, UsageError
 from memfit.foundations import format_bytes, parse_budget
-from memfit.frameworks.jittor.internals import jt
-from memfit.frameworks.jittor.variables import (
+from memfit.jittor.internals import jt
+from memfit.jittor.variables import (
     allocated_bytes,
     is_trainable,
     named_variables,

@@ -1,6 +1,6 @@
 """memfit for Jittor: checkpointing, training steps and plans, in the same terms and plan files as for PyTorch.
 
-Importing this package imports Jittor; the first time on a machine it is compiled, which takes minutes
+The first name used imports Jittor; the first time on a machine it is compiled, which takes minutes
 (`memfit tools doctor jittor` does it beforehand).
 
     from memfit import jittor as mj
@@ -11,12 +11,6 @@ Importing this package imports Jittor; the first time on a machine it is compile
     step = mj.apply(plan, workload)
 """
 
-from memfit import frameworks
-from memfit.frameworks import jittor as room
-from memfit.frameworks.jittor import Step, Workload, apply, checkpoint, load_workload, plan, seed
+import lazy_loader
 
-memory, structure = room.memory, room.structure
-
-__all__ = ["Step", "Workload", "apply", "checkpoint", "load_workload", "memory", "plan", "seed", "structure"]
-
-frameworks.opened("memfit.frameworks.jittor", __name__)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,5 +1,0 @@
-"""Keras on TensorFlow: the room behind `memfit.keras`."""
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
