@@ -80,7 +80,7 @@ JITTOR_HOMES := HOME=$(CURDIR)/build/jittor-home JITTOR_HOME=$(CURDIR)/build/jit
 
 # Jittor compiles each kernel that it meets, and what it includes is most of that: it is parsed once for the core, for kernels,
 # and for those without fast mathematics. g++ parses it anew, and says nothing, where these options are not those that it is
-# called with: two of a kernel's come from memfit's `doctor.py`, and one from Jittor's `asm_tuner.py`.
+# called with: two of a kernel's come from memfit's `jittor_doctor.py`, and one from Jittor's `asm_tuner.py`.
 JITTOR_HEADER := $(CURDIR)/build/jittor-precompiled/precompiled.h
 JITTOR_FLAGS := $(JITTOR_HOMES) cc_flags="-include $(JITTOR_HEADER)" kernel_flags="-DJIT=1"
 

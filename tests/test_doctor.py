@@ -11,8 +11,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from memfit import hardware
 from memfit.errors import MissingExtraError, UsageError
-from memfit.jittor import doctor
+
+doctor = hardware.jittor_doctor
 
 
 @pytest.fixture

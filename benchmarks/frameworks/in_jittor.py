@@ -12,7 +12,6 @@ import numpy as np
 import memfit.jittor as mj
 from benchmarks.frameworks.subject import LEARNING_RATE, SUBJECTS, UNetSizes, data, report, resident_bytes
 from memfit.errors import InfeasibleError
-from memfit.jittor import memory
 from memfit.jittor.variables import named_variables
 
 
@@ -53,11 +52,11 @@ def main(name: str, budget: str, steps: str, weights: str, out: str) -> None:
             plan = mj.plan(mine, budget=e.lowest_peak_bytes + 2**20)
         step, levers = mj.apply(plan, mine), msgspec.to_builtins(plan.levers)
     step.gradients(mine.batch)
-    memory.release()
+    mj.memory.release()
     base = resident_bytes()
 
     def own_peak_bytes() -> int:
-        with memory.measure() as measured:
+        with mj.memory.measure() as measured:
             step(mine.batch)
         return measured.peak_bytes
 

@@ -14,13 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
+import tensorflow as tf
 
 import memfit.keras as mk
 from benchmarks.frameworks.keras_models import transformer, unet
 from benchmarks.frameworks.subject import SUBJECTS, UNetSizes, data
 from memfit.errors import InfeasibleError
-from memfit.keras.internals import keras, tf
 
 MIXED = "mixed_bfloat16"
 TRACES = 3  # of which the largest peak counts: TensorFlow orders operators anew in each

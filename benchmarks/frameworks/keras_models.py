@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
+import tensorflow as tf
+
 from benchmarks.frameworks.subject import TransformerSizes, UNetSizes
-from memfit.keras.internals import keras, tf
 
 layers: Any = keras.layers
 

@@ -16,7 +16,6 @@ import numpy as np
 import memfit.jittor as mj
 from memfit.errors import InfeasibleError
 from memfit.ir import Levers, Plan
-from memfit.jittor import memory
 from memfit.jittor.variables import named_variables
 
 LEARNING_RATE, FINAL_SHARE = 4e-3, 0.1
@@ -152,7 +151,7 @@ def digest(model: Any) -> str:
 
 def peak_bytes(step: mj.Step, mine: mj.Workload) -> int:
     """Return the peak of Jittor's pools in a step."""
-    with memory.measure() as measured:
+    with mj.memory.measure() as measured:
         step(mine.batch)
     return measured.peak_bytes
 

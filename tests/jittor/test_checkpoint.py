@@ -11,9 +11,10 @@ import pytest
 
 from benchmarks.frameworks.jittor_models import transformer
 from benchmarks.frameworks.subject import TransformerSizes
+from memfit import jittor as mj
 from memfit.errors import PlanError, PlanMismatchError, RecomputationError
 from memfit.ir import Region
-from memfit.jittor import checkpoint, memory, seed
+from memfit.jittor import checkpoint, seed
 from memfit.jittor.checkpointing import checkpointed, substituted
 from memfit.jittor.variables import is_trainable, named_variables
 from tests.jittor.models import mlp, residuals
@@ -65,7 +66,7 @@ def test_peak_halves_and_every_number_stays(case: str) -> None:
         backward(model, x, regions_of(model))  # compiles
         seed(0)
         model, x = make(), jt.randn(*shape)
-        with memory.measure() as measured:
+        with mj.memory.measure() as measured:
             results.append(backward(model, x, regions_of(model)))
         peaks.append(measured.added_bytes)
     print(f"{case}: {peaks[0] / 2**20:.1f} MiB plain, {peaks[1] / 2**20:.1f} MiB, {peaks[1] / peaks[0]:.2f}")

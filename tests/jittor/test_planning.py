@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import memfit
+from memfit import jittor as mj
 from memfit.errors import InfeasibleError, PlanMismatchError, UsageError, WorkloadError
-from memfit.jittor import Step, Workload, apply, load_workload, memory, plan, seed
+from memfit.jittor import Step, Workload, apply, load_workload, plan, seed
 from memfit.jittor.planning import Profile, ProfiledBlock, _Cost, _problem
 from memfit.jittor.variables import named_variables
 from memfit.solver import Solver
@@ -23,10 +24,10 @@ from tests.jittor.workloads import unet
 ROOT = Path(__file__).parents[2]
 
 
-def measured(step: Step) -> memory.Measurement:
+def measured(step: Step) -> mj.memory.Measurement:
     batch = step.workload.batch
     step(batch)  # compiles
-    with memory.measure() as found:
+    with mj.memory.measure() as found:
         step(batch)
     return found
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from memfit import jittor as mj
 from memfit.errors import CheckpointError, MemoryLimitError, NonFiniteError, UsageError, WorkloadError
 from memfit.ir import Region
-from memfit.jittor import Step, Workload, memory, seed
+from memfit.jittor import Step, Workload, seed
 from memfit.jittor.variables import is_trainable, named_variables
 from memfit.training import LossScaler
 from memfit.workload import LossScaling
@@ -106,7 +107,7 @@ def test_memory_does_not_grow_with_the_microbatches() -> None:
         batch = {"x": jt.randn(24576 * k, 64), "y": jt.randn(24576 * k, 64)}
         step = Step(Workload(model, batch, mean_loss, nn.Adam(model.parameters(), 1e-3)), microbatch_size=24576)
         step(batch)
-        with memory.measure() as measured:
+        with mj.memory.measure() as measured:
             step(batch)
         peaks[k] = measured.added_bytes
     print({k: f"{peak / 2**20:.1f} MiB" for k, peak in peaks.items()})
@@ -232,7 +233,7 @@ def test_fp16_learns_as_fp32() -> None:
         step = Step(workload, precision=precision)  # type: ignore[arg-type]
         losses[precision] = [step(batch).loss for _ in range(30)]
         assert {str(v.dtype) for v in named_variables(model).values()} == {"float32"}
-        assert {str(v.dtype) for v in memory.optimizer_state(workload.optimizer)} == {"float32"}
+        assert {str(v.dtype) for v in mj.memory.optimizer_state(workload.optimizer)} == {"float32"}
     print({precision: f"{found[0]:.4f} to {found[-1]:.4f}" for precision, found in losses.items()})
     assert losses["32-true"][-1] < 0.6 * losses["32-true"][0]
     assert losses["16-mixed"][-1] == pytest.approx(losses["32-true"][-1], rel=0.01)
@@ -265,12 +266,12 @@ def test_a_step_that_would_pass_the_limit_is_not_run() -> None:
     batch = {"x": jt.randn(4096, 128), "y": jt.randn(4096, 128)}
     step = Step(Workload(model, batch, mean_loss, nn.Adam(model.parameters(), 1e-3)))
     before = weights_of(step.workload)
-    with memory.limit("24MiB"), pytest.raises(MemoryLimitError, match="parameters .* it was not run") as caught:
+    with mj.memory.limit("24MiB"), pytest.raises(MemoryLimitError, match="parameters .* it was not run") as caught:
         step(batch)
     assert caught.value.limit_bytes == 24 * 2**20
     assert caught.value.by_category["optimizer state"] == 2 * 6 * (128 * 128 + 128) * 4
     assert largest_difference(before, weights_of(step.workload)) == 0
-    with memory.measure() as measured:
+    with mj.memory.measure() as measured:
         assert math.isfinite(step(batch).loss)
-    with memory.limit(int(1.3 * measured.peak_bytes) + 8 * 2**20):
+    with mj.memory.limit(int(1.3 * measured.peak_bytes) + 8 * 2**20):
         assert math.isfinite(step(batch).loss)

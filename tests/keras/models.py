@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import numpy as np
+import tensorflow as tf
 
 import memfit.keras as mk
-from memfit.keras.internals import keras, tf
 
 layers = keras.layers
 

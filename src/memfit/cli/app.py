@@ -550,10 +550,10 @@ def doctor(
     from rich.markup import escape
     from rich.table import Table
 
-    from memfit import jittor
+    from memfit import hardware
 
     seconds = prepare_jittor() if prepare else 0.0
-    found = jittor.doctor.checks()
+    found = hardware.jittor_doctor.checks()
     if as_json:
         print_json({"checks": [dataclasses.asdict(check) for check in found], "prepare_seconds": seconds})
         return
@@ -571,11 +571,11 @@ def prepare_jittor() -> float:
         MissingExtraError: Jittor is not installed.
         UsageError: A requirement is missing.
     """
-    from memfit import jittor
+    from memfit import hardware
 
     started = time.monotonic()
     with stages() as progress:
-        jittor.doctor.prepare(progress)
+        hardware.jittor_doctor.prepare(progress)
     return time.monotonic() - started
 
 

@@ -1,5 +1,6 @@
 from . import accelerators as accelerators
 from . import heap as heap
+from . import jittor_doctor as jittor_doctor
 from . import process as process
 from . import shim as shim
 from .accelerators import allocated_bytes as allocated_bytes

@@ -1,6 +1,6 @@
 """memfit for Jittor: checkpointing, training steps and plans, in the same terms and plan files as for PyTorch.
 
-The first name used imports Jittor; the first time on a machine it is compiled, which takes minutes
+Importing this package imports Jittor; the first time on a machine it is compiled, which takes minutes
 (`memfit tools doctor jittor` does it beforehand).
 
     from memfit import jittor as mj
@@ -11,6 +11,10 @@ The first name used imports Jittor; the first time on a machine it is compiled, 
     step = mj.apply(plan, workload)
 """
 
-import lazy_loader
+from memfit.jittor import memory, structure
+from memfit.jittor.checkpointing import checkpoint, seed
+from memfit.jittor.planning import apply, plan
+from memfit.jittor.step import Step
+from memfit.jittor.workload import Workload, load_workload
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = ["Step", "Workload", "apply", "checkpoint", "load_workload", "memory", "plan", "seed", "structure"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from memfit.jittor import doctor
+from memfit import hardware
 
-jt: Any = doctor.load()
+jt: Any = hardware.jittor_doctor.load()
 
 
 def keep_gradients(optimizer: Any) -> None:

@@ -51,7 +51,7 @@ VERSION = "1.3.11.0"
 
 _PROGRESS = re.compile(rb"Compiling (\S+?)\((\d+)/(\d+)\)")
 _LONGEST_NAME = 20
-_IMPORT = "from memfit.jittor.doctor import _import_jittor; _import_jittor(silent=False)"
+_IMPORT = "from memfit.hardware.jittor_doctor import _import_jittor; _import_jittor(silent=False)"
 _ONEDNN_FOLDER = "dnnl_lnx_2.2.0_cpu_gomp"
 _EXACT_DIVISION = " -fno-reciprocal-math -mno-recip "  # Note [What Jittor's import trips over], 7
 
