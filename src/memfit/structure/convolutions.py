@@ -25,13 +25,12 @@ from memfit._torch import forward_hooks, forward_pre_hooks
 from memfit.errors import WorkloadError
 from memfit.structure.proposal import (
     Change,
+    Pricing,
     Proposal,
     changeable_copy,
     forward_pass,
     has_data,
     matching,
-    price,
-    proposal,
     refresh_statistics,
     replace_module,
     replace_parameters,
@@ -97,7 +96,7 @@ def separable_convolutions(
                 _fit(cast(SeparableConv, new), inputs, targets)
 
     make, finish = functools.partial(SeparableConv, rank=rank), fit_to_batch if fit == "batch" else None
-    return _proposed("separable", workload, make, finish, modules, multiply_adds, by, device, measure)
+    return _proposed("separable", workload, make, finish, _Selection(modules, multiply_adds, by), device, measure)
 
 
 def grouped_convolutions(
@@ -132,7 +131,7 @@ def grouped_convolutions(
             refresh_statistics(made)
 
     make = functools.partial(_grouped, groups=groups)
-    return _proposed("grouped", workload, make, refresh, modules, multiply_adds, by, device, measure)
+    return _proposed("grouped", workload, make, refresh, _Selection(modules, multiply_adds, by), device, measure)
 
 
 class SeparableConv(nn.Sequential):
@@ -239,28 +238,40 @@ def _candidates(
     return candidates
 
 
-def _chosen(candidates: dict[str, _Candidate], share: float | None, by: Order, total: int) -> dict[str, _Candidate]:
-    """Return the best candidates by a measure, until the model is down to a share of its multiply-adds."""
-    if share is None:
-        return candidates
+@dataclass(frozen=True)
+class _Selection:
+    """The convolutions among which some are replaced, the share of the multiply-adds to come down to, and the order."""
 
-    def worth(name: str) -> float:
-        candidate = candidates[name]
-        return candidate.multiply_adds if by == "multiply-adds" else -candidate.added_bytes / candidate.parameters
+    patterns: Sequence[str]
+    share: float | None
+    by: Order
 
-    remaining, taken = float(total), set()
-    for name in sorted(candidates, key=worth, reverse=True):
-        if remaining <= share * total:
-            break
-        remaining -= candidates[name].multiply_adds
-        taken.add(name)
-    if remaining > share * total:
-        raise WorkloadError(
-            f"multiply_adds={share} can't be reached: with all {len(candidates)} replaceable convolutions replaced,"
-            f" {remaining / total:.3f} of the model's multiply-adds remain. Raise multiply_adds, lower rank, or match"
-            " more layers in modules"
-        )
-    return {name: candidate for name, candidate in candidates.items() if name in taken}
+    def check(self) -> None:
+        if self.share is not None and not 0 < self.share < 1:
+            raise WorkloadError(f"multiply_adds={self.share} is not between 0 and 1: give a share of the model's")
+        if self.by not in ("bytes", "multiply-adds"):
+            raise WorkloadError(f"by={self.by!r} is unknown: use 'bytes' or 'multiply-adds'")
+
+    def worth(self, one: _Candidate) -> float:
+        return one.multiply_adds if self.by == "multiply-adds" else -one.added_bytes / one.parameters
+
+    def chosen(self, candidates: dict[str, _Candidate], total: int) -> dict[str, _Candidate]:
+        """Return the best candidates, until the model is down to the share of its total of multiply-adds."""
+        if self.share is None:
+            return candidates
+        remaining, taken = float(total), set()
+        for name in sorted(candidates, key=lambda name: self.worth(candidates[name]), reverse=True):
+            if remaining <= self.share * total:
+                break
+            remaining -= candidates[name].multiply_adds
+            taken.add(name)
+        if remaining > self.share * total:
+            raise WorkloadError(
+                f"multiply_adds={self.share} can't be reached: with all {len(candidates)} replaceable convolutions"
+                f" replaced, {remaining / total:.3f} of the model's multiply-adds remain. Raise multiply_adds, lower"
+                " rank, or match more layers in modules"
+            )
+        return {name: candidate for name, candidate in candidates.items() if name in taken}
 
 
 def _proposed(
@@ -268,25 +279,21 @@ def _proposed(
     workload: Workload,
     make: Callable[[Any], nn.Module | None],
     finish: Callable[[Workload, Mapping[str, nn.Module]], None] | None,
-    patterns: Sequence[str],
-    share: float | None,
-    by: Order,
+    selection: _Selection,
     device: str,
     measure: bool,
 ) -> Proposal:
     """Propose a copy with convolutions replaced: `finish` gets it, and the new modules by FQN in call order."""
-    if share is not None and not 0 < share < 1:
-        raise WorkloadError(f"multiply_adds={share} is not between 0 and 1: give a share of the model's")
-    if by not in ("bytes", "multiply-adds"):
-        raise WorkloadError(f"by={by!r} is unknown: use 'bytes' or 'multiply-adds'")
-    before, copied = price(workload, device=device), changeable_copy(workload)
-    candidates = _candidates(copied, make, patterns)
+    selection.check()
+    pricing, copied = Pricing(workload, device, measure), changeable_copy(workload)
+    candidates = _candidates(copied, make, selection.patterns)
     if not candidates:
         raise WorkloadError(
-            f"modules={tuple(patterns)} has no convolution that would need fewer multiply-adds: memfit does not change"
-            " 1×1 kernels, depthwise convolutions, subclasses of nn.Conv1d, 2d and 3d, and convolutions with hooks"
+            f"modules={tuple(selection.patterns)} has no convolution that would need fewer multiply-adds: memfit does"
+            " not change 1×1 kernels, depthwise convolutions, subclasses of nn.Conv1d, 2d and 3d, and convolutions with"
+            " hooks"
         )
-    chosen = _chosen(candidates, share, by, before.multiply_adds)
+    chosen = selection.chosen(candidates, pricing.before.multiply_adds)
     for candidate in chosen.values():
         replace_module(copied.model, candidate.old, candidate.new)
     remaining = set(copied.model.parameters())
@@ -307,8 +314,7 @@ def _proposed(
     replace_parameters(copied, replacements)
     if finish is not None:
         finish(copied, {name: candidate.new for name, candidate in chosen.items()})
-    lever = f"{kind} convolutions"
-    return proposal(lever, workload, copied, changes, device=device, measure=measure, before_price=before)
+    return pricing.proposal(f"{kind} convolutions", copied, changes)
 
 
 def _seen(workload: Workload, module: nn.Module, *, outputs: bool) -> list[Tensor]:

@@ -117,43 +117,45 @@ class Proposal:
         return text_of(Text(title), table, *changes, *(Text(clean(note)) for note in self.notes))
 
 
-def proposal(
-    lever: str,
-    before: Workload,
-    after: Workload,
-    changes: Iterable[Change],
-    *,
-    device: str = "cpu",
-    measure: bool = False,
-    notes: Sequence[str] = (),
-    before_price: Price | None = None,
-) -> Proposal:
-    """Return the proposal of a changed workload, priced for a device as the user's is.
+class Pricing:
+    """A user's workload, priced for a device before anything is changed, and proposals that are priced as it is.
 
-    `measure` runs both too: on that device where it is in this machine, else where they are. Notes say where the change
-    does not pay: by measured times where there are any, else by predicted ones.
+    Args:
+        measure: Whether to run both steps too: on that device where it is in this machine, else where they are.
     """
-    was, now = before_price or price(before, device=device), price(after, device=device)
-    if measure:
-        was, now = (
-            dataclasses.replace(unmeasured, measured_peak_bytes=peak, measured_step_seconds=seconds)
-            for unmeasured, (peak, seconds) in zip((was, now), measured([before, after], device), strict=True)
-        )
-    advice = []
-    if now.peak_bytes >= was.peak_bytes:
-        advice.append(
-            f"no memory saved: the predicted peak changes from {format_bytes(was.peak_bytes)} to"
-            f" {format_bytes(now.peak_bytes)}. memfit.plan can recompute the added activations"
-        )
-    kind, seconds = "predicted", (was.step_seconds, now.step_seconds)
-    if was.measured_step_seconds is not None and now.measured_step_seconds is not None:
-        kind, seconds = "measured", (was.measured_step_seconds, now.measured_step_seconds)
-    if seconds[1] >= seconds[0]:
-        advice.append(
-            f"no time saved on this device: the {kind} step time changes from {format_seconds(seconds[0])} to"
-            f" {format_seconds(seconds[1])}, with {ratio_text(now.multiply_adds, was.multiply_adds)} the multiply-adds"
-        )
-    return Proposal(after, lever, tuple(changes), was, now, (*notes, *advice))
+
+    def __init__(self, workload: Workload, device: str, measure: bool) -> None:
+        self.workload, self.device, self.measure = workload, device, measure
+        self.before = price(workload, device=device)
+
+    def proposal(self, lever: str, after: Workload, changes: Iterable[Change], notes: Sequence[str] = ()) -> Proposal:
+        """Return the proposal of a changed workload.
+
+        Notes say where the change does not pay: by measured times where there are any, else by predicted ones.
+        """
+        was, now = self.before, price(after, device=self.device)
+        if self.measure:
+            both = zip((was, now), measured([self.workload, after], self.device), strict=True)
+            was, now = (
+                dataclasses.replace(unmeasured, measured_peak_bytes=peak, measured_step_seconds=seconds)
+                for unmeasured, (peak, seconds) in both
+            )
+        advice = []
+        if now.peak_bytes >= was.peak_bytes:
+            advice.append(
+                f"no memory saved: the predicted peak changes from {format_bytes(was.peak_bytes)} to"
+                f" {format_bytes(now.peak_bytes)}. memfit.plan can recompute the added activations"
+            )
+        kind, seconds = "predicted", (was.step_seconds, now.step_seconds)
+        if was.measured_step_seconds is not None and now.measured_step_seconds is not None:
+            kind, seconds = "measured", (was.measured_step_seconds, now.measured_step_seconds)
+        if seconds[1] >= seconds[0]:
+            ratio = ratio_text(now.multiply_adds, was.multiply_adds)
+            advice.append(
+                f"no time saved on this device: the {kind} step time changes from {format_seconds(seconds[0])} to"
+                f" {format_seconds(seconds[1])}, with {ratio} the multiply-adds"
+            )
+        return Proposal(after, lever, tuple(changes), was, now, (*notes, *advice))
 
 
 def price(workload: Workload, *, device: str = "cpu") -> Price:

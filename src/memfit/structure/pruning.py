@@ -23,13 +23,12 @@ from memfit.capture import nothing_changes
 from memfit.errors import WorkloadError, brought_by
 from memfit.structure.proposal import (
     Change,
+    Pricing,
     Proposal,
     changeable_copy,
     forward_pass,
     has_data,
     matching,
-    price,
-    proposal,
     refresh_statistics,
     replace_parameters,
 )
@@ -98,10 +97,10 @@ def prune(
         raise WorkloadError(
             "importance='batch-norm' needs BatchNorm with scales, and Workload.model has none: use 'l1'"
         )
-    before, made = price(workload, device=device), changeable_copy(workload)
+    pricing, made = Pricing(workload, device, measure), changeable_copy(workload)
     lost = set[str]()
     for index in range(rounds):
-        target = before.multiply_adds * multiply_adds ** ((index + 1) / rounds)
+        target = pricing.before.multiply_adds * multiply_adds ** ((index + 1) / rounds)
         lost |= _prune_to(made, int(target), importance, ignored, is_global, round_to)
         refresh_statistics(made)
         if fine_tune is not None:
@@ -112,10 +111,7 @@ def prune(
         was, now = _channels(were[name]), _channels(module)
         if was != now:
             changes.append(Change(name, f"{type(module).__name__} {'→'.join(was)}: now {'→'.join(now)} channels"))
-    return proposal(
-        "pruning", workload, made, changes,
-        device=device, measure=measure, notes=[note] * bool(lost), before_price=before,
-    )  # fmt: skip
+    return pricing.proposal("pruning", made, changes, [note] * bool(lost))
 
 
 def batch_norm_sparsity(workload: Workload, *, strength: float = 1e-4) -> Workload:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from memfit.errors import UsageError, WorkloadError
-from memfit.structure.proposal import Change, Proposal, changeable_copy, matching, proposal
+from memfit.structure.proposal import Change, Pricing, Proposal, changeable_copy, matching
 from memfit.workload import Workload
 
 _CAPABILITY = (8, 0)
@@ -59,7 +59,7 @@ def sparsify(
         parametrize.register_parametrization(named[name], "weight", Masked(mask_2_to_4(named[name].weight)))
     sizes = {name: f"{named[name].in_features}→{named[name].out_features}" for name in chosen}
     changes = [Change(name, f"Linear {size}: 2 of 4 weights kept") for name, size in sizes.items()]
-    return proposal("2:4 sparsity", workload, made, changes, device=device, measure=measure, notes=[_NOTE])
+    return Pricing(workload, device, measure).proposal("2:4 sparsity", made, changes, [_NOTE])
 
 
 _NOTE = (
