@@ -15,7 +15,7 @@ import memfit
 from memfit import jittor as mj
 from memfit.errors import InfeasibleError, PlanMismatchError, UsageError, WorkloadError
 from memfit.jittor import Step, Workload, apply, load_workload, plan, seed
-from memfit.jittor.planning import Profile, ProfiledBlock, _Cost, _problem
+from memfit.jittor.planning import Profile, ProfiledBlock, StepCost, problem_of
 from memfit.jittor.variables import named_variables
 from memfit.solver import Solver
 from tests.jittor.models import mlp
@@ -110,7 +110,7 @@ def test_the_problem_is_that_of_a_chain_by_hand() -> None:
     """Three blocks that keep 10, of which 2 are the result, and a plain peak of 35 at 5 a block."""
     blocks = [ProfiledBlock(name, i, None, 10, 2, 1.0) for i, name in enumerate("abc")]
     profiled = Profile(1, blocks, [[0, 1, 2]])
-    problem = _problem(profiled, 1, 1, _Cost(35.0, 0.0, 9.0, 0.0), [[0], [1], [0, 1]])
+    problem = problem_of(profiled, 1, 1, StepCost(35.0, 0.0, 9.0, 0.0), [[0], [1], [0, 1]])
     peaks = {tuple(x): int(problem.row_peaks(np.array(x)).max()) for x in ([0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 0, 1])}
     assert peaks == {(0, 0, 0): 35, (1, 0, 0): 27, (1, 1, 0): 19, (0, 0, 1): 25}
     assert [set(c) for c in problem.conflicts] in ([{0, 2}, {1, 2}], [{1, 2}, {0, 2}])

@@ -13,7 +13,7 @@ from torch import nn
 import memfit
 from memfit.errors import InfeasibleError, WorkloadError
 from memfit.structure import COMPOUND, SINGLE, Rule, scale
-from memfit.structure.compound_scaling import _Search
+from memfit.structure.compound_scaling import ScalingSearch
 from memfit.workload import Workload
 from tests.structure.measuring import classifier, measured_peak_bytes
 
@@ -37,7 +37,7 @@ def test_the_default_rule_is_the_papers() -> None:
         assert depth * width**2 * resolution**2 == pytest.approx(2)
 
 
-class Imagined(_Search):
+class Imagined(ScalingSearch):
     """A search over members whose peaks grow in steps, as sizes that are rounded do."""
 
     def __init__(self, budget_bytes: int, growth: float, steps: float) -> None:

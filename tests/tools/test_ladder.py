@@ -17,7 +17,7 @@ from memfit.hardware import find_device
 from memfit.ir import Ladder, Levers, Rung
 from memfit.levers import NotOffered
 from memfit.report.surveys import ladder_page
-from memfit.tools._ladder import PAYS, _Climb, pays
+from memfit.tools._ladder import PAYS, LadderClimb, pays
 from memfit.workload import Workload
 from tests.measuring import step_peak_bytes
 from tests.models import convnet
@@ -92,7 +92,7 @@ def test_a_budget_is_climbed_down_to() -> None:
 
 
 def test_batch_norm_leaves_microbatches_out() -> None:
-    climb = _Climb(convnet(), find_device("cpu"), None, "reordered", 0.02)
+    climb = LadderClimb(convnet(), find_device("cpu"), None, "reordered", 0.02)
     with pytest.raises(NotOffered, match="BatchNorm"):
         dict(levers.registry.lever_rungs())["microbatches"](climb, climb.plain)
 

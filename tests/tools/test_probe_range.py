@@ -12,7 +12,7 @@ from memfit.errors import UsageError
 from memfit.ir import Levers, ValueStatistics, range_report
 from memfit.levers import applied
 from memfit.tools import probe_range
-from memfit.tools._probe_range import _ExponentSums
+from memfit.tools._probe_range import ExponentSums
 from memfit.workload import LossScaling, Workload
 from tests.models import BUILDERS
 
@@ -95,7 +95,7 @@ def test_the_gradient_of_a_loss_in_16_bits_is_seen() -> None:
 def test_shares_that_flush_are_those_that_pytorch_rounds_to_zero() -> None:
     torch.manual_seed(0)
     values = torch.randn(10_000) * torch.exp2(torch.randint(-40, 10, (10_000,)).float())
-    numbers = _ExponentSums()
+    numbers = ExponentSums()
     numbers.add(values)
     for scale in (1.0, 2.0**10):
         lost = values.abs().double()[(values * scale).half() == 0].sum() / values.abs().double().sum()

@@ -239,7 +239,7 @@ def _measured(module: Any, arguments: Any) -> tuple[int, int, float]:
 
 
 @dataclass(frozen=True)
-class _Cost:
+class StepCost:
     """The bytes and seconds of a step, affine in the samples of its microbatch."""
 
     fixed_bytes: float
@@ -330,7 +330,7 @@ class JittorPlanner(MeasuredPlanner):
                 lambda done, total: self.progress("measure modules", done, total),
             )
 
-    def _cost(self, precision: Precision) -> _Cost:
+    def _cost(self, precision: Precision) -> StepCost:
         """Measure the plain step with few samples and with more: what it takes is affine in them."""
         few, more = max(1, self.batch_size // 4), max(1, self.batch_size // 2)
         levers = Levers(precision=precision, microbatch_size=self.batch_size)
@@ -341,7 +341,7 @@ class JittorPlanner(MeasuredPlanner):
         fixed = _step(self.workload, levers).fixed_bytes()
         slope = max(0, found[1].peak_bytes - fixed) / more
         rate = max(0.0, found[1].seconds - found[0].seconds) / max(1, more - few)
-        return _Cost(fixed, slope, max(0.0, found[1].seconds - rate * more), rate)
+        return StepCost(fixed, slope, max(0.0, found[1].seconds - rate * more), rate)
 
     def _combine(self) -> None:
         """Make the problem of each precision and microbatch size, the simplest first."""
@@ -349,7 +349,7 @@ class JittorPlanner(MeasuredPlanner):
         for precision, profiled in self.profiles.items():
             runs = [] if self.allowed == "exact" else self._regions(profiled)
             for size in microbatch_sizes(self.batch_size):
-                problem = _problem(profiled, size, self.batch_size, self.costs[precision], runs)
+                problem = problem_of(profiled, size, self.batch_size, self.costs[precision], runs)
                 levers = Levers(precision=precision, microbatch_size=size)
                 self.combinations.append(Combination(levers, problem, self.uses))
 
@@ -398,7 +398,7 @@ class JittorPlanner(MeasuredPlanner):
         return memory.Measurement(found[0].before_bytes, peak, seconds)
 
 
-def _problem(profiled: Profile, size: int, batch_size: int, cost: _Cost, runs: list[list[int]]) -> Problem:
+def problem_of(profiled: Profile, size: int, batch_size: int, cost: StepCost, runs: list[list[int]]) -> Problem:
     """Return the linear model of a step's peak: bytes at the end of each block, going forward and then backward.
 
     What a region drops is gone from its end until its backward pass, in which it is there again. What the model lacks

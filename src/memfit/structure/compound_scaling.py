@@ -173,7 +173,7 @@ def scale(
             " low to high, and at least one rule"
         )
     budget_bytes = parse_budget(budget, find_device(device).usable_bytes)
-    search = _Search(family, budget_bytes, proxy, planned, numerics, device)
+    search = ScalingSearch(family, budget_bytes, proxy, planned, numerics, device)
     best = [member for rule in rules if (member := search.largest(rule, tolerance, phi_range)) is not None]
     members = sorted(search.members, key=lambda m: ([r.name for r in rules].index(m.rule), m.phi))
     if not best:
@@ -201,7 +201,7 @@ def scale(
 
 
 @dataclass
-class _Search:
+class ScalingSearch:
     """The search for the largest member of a family; each member is predicted once."""
 
     family: Callable[[float, float, float], Workload]

@@ -101,7 +101,7 @@ def ladder(
     if any(p.device.type == "meta" for p in workload.model.parameters()):
         raise WorkloadError("Workload.model is on torch.device('meta') and has no data: build it on the CPU")
     check_workload(workload, found)
-    climb = _Climb(workload, found, asked, numerics, min_run_seconds)
+    climb = LadderClimb(workload, found, asked, numerics, min_run_seconds)
     with nothing_changes(workload) as around:
         rungs = climb.rungs(around.outside(progress))
     return Ladder(
@@ -120,7 +120,7 @@ def ladder(
 
 
 @dataclass
-class _Climb:
+class LadderClimb:
     """The climb of one ladder. It is the `Setting` that levers are asked about."""
 
     workload: Workload

@@ -78,8 +78,8 @@ class RangeObserver(EagerMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.activations = {name: _ExponentSums() for name, _ in model.named_modules()}
-        self.gradients = {name: _ExponentSums() for name, _ in model.named_modules()}
+        self.activations = {name: ExponentSums() for name, _ in model.named_modules()}
+        self.gradients = {name: ExponentSums() for name, _ in model.named_modules()}
         self._model = model
         self._running = [""]
         self._is_noting = False
@@ -143,7 +143,7 @@ class RangeObserver(EagerMode):
             self.gradients[name].add(gradient)
 
 
-class _ExponentSums:
+class ExponentSums:
     """Sums of absolute values by binary exponent, with the largest value and the number of non-finite ones."""
 
     def __init__(self) -> None:
