@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from memfit._torch.dispatch import disable_current_modes
-from memfit._torch.replacement import replaced
+from memfit._torch.dispatch import disable_current_modes, replaced
 from memfit._torch.tensors import tree_leaves
 from memfit._torch.versions import SHARDED_LEAVES_ACCUMULATE
 

@@ -16,11 +16,11 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional as F
 
+from memfit._torch import versions
 from memfit.ir import Device
 
 Kernel = Literal["cudnn", "flash", "efficient", "math"]
 _NAMES: dict[Kernel, str] = {"cudnn": "cuDNN", "flash": "flash", "efficient": "memory-efficient", "math": "math"}
-_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _HALF = (torch.float16, torch.bfloat16)
 _DIMENSION = 65535  # cuDNN's limit of samples, and of heads
 _aten = torch.ops.aten
@@ -155,7 +155,7 @@ def _cudnn(call: AttentionCall, device: Device) -> Iterator[str]:
     broadcasts = all(m in (1, n) for m, n in zip(reversed(mask), reversed(scores), strict=False))
     if call.mask is not None and (len(mask) not in (2, 4) or call.mask_needs_gradient or not broadcasts):
         yield f"it accepts no mask of shape {list(call.mask or ())}, nor one that needs a gradient"
-    if _VERSION >= (2, 12) and (call.dropout * 16) % 1:
+    if versions.running() >= (2, 12) and (call.dropout * 16) % 1:
         yield f"it needs a dropout that is a multiple of 1/16, not {call.dropout:g}"
     yield from _heads(call, grouped=True, same=False)
     if max(call.query[:2]) > _DIMENSION:
