@@ -14,10 +14,7 @@ import torch
 from msgspec.structs import replace
 
 from memfit import hardware, ir
-from memfit.cost import accelerator_costs, measured_costs
-from memfit.cost.accelerator_costs import AcceleratorCosts, cache_path, read_cache
-from memfit.cost.modelled_costs import floor_seconds
-from memfit.cost.operator_call import OperatorCall
+from memfit.cost import AcceleratorCosts, OperatorCall, accelerator_cache, accelerator_costs, measured_costs
 from memfit.errors import CaptureError
 from memfit.foundations import Progress
 from memfit.hardware import find_device
@@ -37,6 +34,10 @@ def device(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     yield find_device(kind)
 
 
+def read(path: Path) -> AcceleratorCosts:
+    return ir.codec.read(path, AcceleratorCosts)
+
+
 @pytest.fixture
 def trace(device: Device) -> Trace:
     return capture_levers(convnet(), Levers(microbatch_size=4), device)
@@ -48,46 +49,46 @@ def test_every_call_of_a_step_is_measured_once(device: Device, trace: Trace, mon
     assert all(cost.measured and cost.seconds > 0 for cost in first.ops.values())
     assert set(first.ops) == {trace.signatures[op.signature] for op in trace.ops}
     assert seen and seen[-1][0] == seen[-1][1]
-    assert cache_path(device, "highest").exists()
+    assert accelerator_cache(device, "highest").exists()
     monkeypatch.setattr(accelerator_costs, "_measure", lambda *_, **__: pytest.fail("measured again"))
     assert measured_costs([trace], device) == first
 
 
 def test_what_is_not_of_a_call_is_measured_once(device: Device, trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
     """How fast operators follow one another and copies run costs a second, which each capture would take again."""
-    path = cache_path(device, "highest")
+    path = accelerator_cache(device, "highest")
     measured_costs([replace(trace, signatures=[SUM], ops=[])], device)
-    first = read_cache(path)
+    first = read(path)
     for name in ("_overheads", "link_rate"):
         monkeypatch.setattr(accelerator_costs, name, lambda *_: pytest.fail("measured again"))
     measured_costs([trace], device)
-    assert replace(read_cache(path), ops={}) == replace(first, ops={})
-    assert first.ops.keys() < read_cache(path).ops.keys()
+    assert replace(read(path), ops={}) == replace(first, ops={})
+    assert first.ops.keys() < read(path).ops.keys()
 
 
 def test_a_link_that_had_no_room_is_measured_for_the_next_step_that_copies(
     device: Device, trace: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = cache_path(device, "highest")
+    path = accelerator_cache(device, "highest")
     measured_costs([trace], device)
-    first = read_cache(path)
+    first = read(path)
     ir.codec.write_atomic(path, ir.codec.encode(replace(first, link_bytes_per_second=0.0)))
     with monkeypatch.context() as patch:
         patch.setattr(accelerator_costs, "_measure", lambda *_, **__: pytest.fail("measured for a step without copies"))
         measured_costs([trace], device)
     copy = json.dumps({"op": COPY_IN, "args": [{"t": ["float32", [512, 512], [512, 1]]}]})
     measured_costs([replace(trace, signatures=[copy], ops=[])], device)
-    assert read_cache(path).link_bytes_per_second > 0 and read_cache(path).ops == first.ops
+    assert read(path).link_bytes_per_second > 0 and read(path).ops == first.ops
 
 
 def test_no_operator_is_quicker_than_one_can_be_dispatched(device: Device, trace: Trace) -> None:
     costs = measured_costs([trace], device)
-    known = msgspec.json.decode(cache_path(device, "highest").read_bytes(), type=AcceleratorCosts)
+    known = msgspec.json.decode(accelerator_cache(device, "highest").read_bytes(), type=AcceleratorCosts)
     assert known.launch_seconds > 1e-7 and known.link_bytes_per_second > 1e6
     measured = replace(device, launch_seconds=known.launch_seconds)
     for op in trace.ops:
         text = trace.signatures[op.signature]
-        floor = floor_seconds(OperatorCall(op.name, text, trace.works[op.signature], measured))
+        floor = OperatorCall(op.name, text, trace.works[op.signature], measured).floor_seconds
         assert costs.of(text).seconds >= floor > 0
 
 

@@ -11,17 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from memfit.cost import kernels_bytes
-from memfit.cost.operator_call import (
-    _RULES,
-    CUDNN_KERNELS_BYTES,
-    KERNELS_BYTES,
-    OperatorCall,
-    layout_bytes,
-    resident_bytes,
-    traffic_bytes,
-    workspace_bytes,
-)
+from memfit.cost import KERNELS_BYTES, OperatorCall, kernels_bytes
+from memfit.cost.operator_call import _RULES, CUDNN_KERNELS_BYTES, resident_bytes
 from memfit.ir import Op, Trace, Work
 from tests.gpus import AMPERE
 from tests.ir.test_throughputs import call, tensor
@@ -30,7 +21,7 @@ from tests.models import plain_trace
 
 def traffic(name: str, args: list[object], read: int, write: int) -> int:
     text = json.dumps({"op": name, "args": args})
-    return traffic_bytes(OperatorCall(name, text, Work(0, read, write, "float32", True), AMPERE))
+    return OperatorCall(name, text, Work(0, read, write, "float32", True), AMPERE).traffic_bytes
 
 
 TABLE = tensor(50000, 64, dtype="float32")
@@ -78,7 +69,7 @@ def test_more_bytes_never_move_less(name: str, read: int, write: int, more: int)
 @pytest.mark.parametrize("name", ["aten.native_layer_norm_backward.default", "aten.index.Tensor"])
 def test_calls_without_known_arguments_are_counted(name: str) -> None:
     found = OperatorCall(name, json.dumps({"op": name}), Work(0, 10, 10, "float32", True), AMPERE)
-    assert traffic_bytes(found) > 0
+    assert found.traffic_bytes > 0
 
 
 AMD = replace(AMPERE, vendor="amd", capability=None)
@@ -86,13 +77,13 @@ AMD = replace(AMPERE, vendor="amd", capability=None)
 
 def hidden(name: str, args: list[Any], work: Work | None = None, device: Any = AMPERE) -> int:
     text = json.dumps({"op": name, "args": args})
-    return workspace_bytes(OperatorCall(name, text, work or Work(0, 1, 1, "bfloat16", True), device))
+    return OperatorCall(name, text, work or Work(0, 1, 1, "bfloat16", True), device).workspace_bytes
 
 
 def attention(kind: str, q: Any, k: Any, device: Any = AMPERE, forward: bool = False) -> int:
     name = f"aten._scaled_dot_product_{kind}_attention{'' if forward else '_backward'}.default"
     text = call(name, [q, k, k] if forward else [q, q, k, k], True)
-    return workspace_bytes(OperatorCall(name, text, Work(0, 1, 1, "bfloat16", True), device))
+    return OperatorCall(name, text, Work(0, 1, 1, "bfloat16", True), device).workspace_bytes
 
 
 HEADS_OF_80, GROUPED = tensor(4, 16, 2000, 80), (tensor(2, 32, 1024, 128), tensor(2, 8, 1024, 128))
@@ -245,9 +236,9 @@ def test_the_time_of_copying_is_that_of_one_copy() -> None:
     work = Work(10**9, 1, 8 * 64 * 32 * 32 * 4, "float32", True)
     text = json.dumps({"op": "aten.convolution.default", "args": [x, weight]})
     found = OperatorCall("aten.convolution.default", text, work, AMPERE)
-    assert 3 * layout_bytes(found) == workspace_bytes(found)
-    assert layout_bytes(replace(found, device=replace(AMPERE, kind="cpu"))) == 0
-    assert layout_bytes(replace(found, name="aten.mm.default")) == 0
+    assert 3 * found.layout_bytes == found.workspace_bytes
+    assert replace(found, device=replace(AMPERE, kind="cpu")).layout_bytes == 0
+    assert replace(found, name="aten.mm.default").layout_bytes == 0
 
 
 def test_convolution_backward_copies_the_gradient_and_keeps_a_float32_sum() -> None:
