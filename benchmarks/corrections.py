@@ -135,9 +135,8 @@ def run(quick: bool, device: str, rates: Path | None = None) -> tuple[list[Case]
     calls = {
         (n, p): list(calls_of(WORKLOADS[n], p, found)) for n in (_QUICK if quick else WORKLOADS) for p in PRECISIONS
     }
-    launched = replace(
-        found, launch_seconds=ir.codec.read(accelerator_cache(found, "highest"), AcceleratorCosts).launch_seconds
-    )
+    measured = ir.codec.read(accelerator_cache(found, "highest"), AcceleratorCosts)
+    launched = replace(found, launch_seconds=measured.launch_seconds)
     rows = {key: [compared(call, launched) for call in known] for key, known in calls.items()}
     cases = []
     for (name, precision), own in rows.items():

@@ -18,7 +18,9 @@ from .error_bars import Calibration as Calibration
 from .error_bars import CardMeasurement as CardMeasurement
 from .error_bars import CardMeasurements as CardMeasurements
 from .error_bars import calibration as calibration
+from .error_bars import card_measurements as card_measurements
 from .error_bars import key_of as key_of
+from .error_bars import measured_like as measured_like
 from .links import CostSource as CostSource
 from .links import Link as Link
 from .links import Links as Links
