@@ -15,9 +15,7 @@ import pytest
 import torch
 
 from memfit.errors import CaptureError, MemoryLimitError, NonFiniteError
-from memfit.hardware import allocated, allocated_by_name, out_of_memory
-from memfit.hardware.host import cgroup_oom_kills
-from memfit.hardware.memory import allocated_between
+from memfit.hardware import allocated, allocated_between, allocated_by_name, cgroup_oom_kills, out_of_memory
 
 KIB = 1024
 

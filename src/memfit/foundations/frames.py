@@ -32,7 +32,6 @@ _BETWEEN = tuple(
     for parts in [
         ("_torch",),
         ("capture",),
-        ("hardware", "attention.py"),
         ("hardware", "fake_cuda.py"),
         ("ir",),
         ("workload", "signatures.py"),

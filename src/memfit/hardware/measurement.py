@@ -82,10 +82,11 @@ def probe(device: Device, progress: Progress = silent) -> Device:
     progress(f"probe {device.name}", len(steps), len(steps))
     if at.type != "cpu":  # eager elementwise kernels never reach the peak of a GPU's vector units; products do
         figures["vector_flops"] = {k: rate for k, rate in figures["matrix_flops"].items() if k == "float32"}
-    return _entry(device, figures)
+    return entry_of(device, figures)
 
 
-def _entry(device: Device, figures: dict[str, Any]) -> Device:
+def entry_of(device: Device, figures: dict[str, Any]) -> Device:
+    """Return a device of this machine as an entry of the catalogue, with figures that were measured now."""
     identity: dict[str, Any]
     if device.kind == "cpu":
         name = host_name() if device.cores == os.cpu_count() else f"{host_name()}-{device.cores}threads"
