@@ -86,3 +86,7 @@ def test_sharded_leaves_accumulate_where_fsdp_only_reads_the_sum() -> None:
     """`SHARDED_LEAVES_ACCUMULATE` says whether the sum of gradients that were not reduced is a view of `grad`."""
     read_only = isinstance(getattr(FSDPParam, "unsharded_accumulated_grad", None), property)
     assert read_only == _torch.versions.SHARDED_LEAVES_ACCUMULATE
+
+
+def test_torch_version_is_of_two_numbers() -> None:
+    assert _torch.torch_version() == tuple(map(int, torch.__version__.split(".")[:2]))

@@ -88,7 +88,7 @@ CASES = [
     (BLACKWELL, call(query=(2, 8, 128, 192), key=(2, 8, 128, 192)), "efficient"),
     (BLACKWELL, call(size=192, value=(2, 8, 128, 128)), "cudnn"),
     (HOPPER, call(dropout=0.125), "cudnn"),
-    (HOPPER, call(dropout=0.1), "flash" if _torch.versions.running() >= (2, 12) else "cudnn"),
+    (HOPPER, call(dropout=0.1), "flash" if _torch.torch_version() >= (2, 12) else "cudnn"),
     (HOPPER, call(keys=1), "flash"),
     (HOPPER, call(query=(70000, 8, 128, 64), key=(70000, 8, 128, 64), value=(70000, 8, 128, 64)), "flash"),
     (HOPPER, call(is_causal=True, keys=64), "cudnn"),

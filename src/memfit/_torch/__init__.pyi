@@ -141,3 +141,4 @@ from .tensors import tree_unflatten as tree_unflatten
 from .tensors import use_count as use_count
 from .tensors import version_of as version_of
 from .versions import CLAMP_SPLITS_TIES as CLAMP_SPLITS_TIES
+from .versions import torch_version as torch_version

@@ -34,7 +34,7 @@ from memfit._torch import (
     fake_tensor,
     has_kernel_for_dispatch_key,
     optimizer_types,
-    versions,
+    torch_version,
 )
 from memfit.hardware.shim import is_loaded
 from memfit.ir import Device
@@ -434,7 +434,7 @@ def _cudnn(call: AttentionCall, device: Device) -> Iterator[str]:
     broadcasts = all(m in (1, n) for m, n in zip(reversed(mask), reversed(scores), strict=False))
     if call.mask is not None and (len(mask) not in (2, 4) or call.mask_needs_gradient or not broadcasts):
         yield f"it accepts no mask of shape {list(call.mask or ())}, nor one that needs a gradient"
-    if versions.running() >= (2, 12) and (call.dropout * 16) % 1:
+    if torch_version() >= (2, 12) and (call.dropout * 16) % 1:
         yield f"it needs a dropout that is a multiple of 1/16, not {call.dropout:g}"
     yield from _heads(call, grouped=True, same=False)
     if max(call.query[:2]) > _DIMENSION:
