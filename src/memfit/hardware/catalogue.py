@@ -63,11 +63,7 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, source: str) -> dict[str, Device]:
-    """Return the devices in TOML, by name: one table for each, with the attributes of `Device`.
-
-    Raises:
-        UsageError: The text is not TOML, or an entry is not a device; the message names the entry and the attribute.
-    """
+    """Return the devices in TOML, by name: one table for each, with the attributes of `Device`."""
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
@@ -138,11 +134,7 @@ def cublas_workspace_bytes(vendor: Vendor, capability: tuple[int, int] | None) -
 
 
 def look_up(name: str) -> Device:
-    """Return a device of the catalogue by its name, in any case, or by its product's ("RTX 3090", "3090").
-
-    Raises:
-        UsageError: No device, or more than one, has that name.
-    """
+    """Return a device of the catalogue by its name, in any case, or by its product's ("RTX 3090", "3090")."""
     devices = known_devices()
     wanted = _squash(name)
     for is_product in (False, True):  # a name goes before another entry's product

@@ -58,9 +58,6 @@ def fake_gpu(device: Device) -> AttentionKernels:
     """Make this process look, to the user's code and to PyTorch's own, as if it had one GPU; return its attention.
 
     That holds until the process ends, which is memfit's own (`shim.command`), not the user's.
-
-    Raises:
-        RuntimeError: Fake CUDA is not loaded in this process.
     """
     global _library, _attention
     if not is_loaded():
@@ -332,11 +329,7 @@ class AttentionCall:
 
 
 def chosen_kernel(call: AttentionCall, device: Device) -> tuple[Kernel, dict[Kernel, str]]:
-    """Return the kernel that runs, and the reasons why kernels of a higher priority do not.
-
-    Raises:
-        RuntimeError: No kernel can run, since the math kernel is switched off.
-    """
+    """Return the kernel that runs, and the reasons why kernels of a higher priority do not; RuntimeError for none."""
     reasons: dict[Kernel, str] = {}
     # cuDNN (above 9.15) is first on Hopper and data-centre Blackwell, else last.
     order: list[Kernel] = ["flash", "efficient", "math"]

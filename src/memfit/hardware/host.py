@@ -36,9 +36,6 @@ def devices() -> Devices:
 
     Their figures are those of the catalogue, which includes the last probe's. Predictions for an accelerator that is
     here need none of them: its operators are measured.
-
-    Raises:
-        UsageError: The user's file of devices is invalid.
     """
     import torch
 

@@ -63,11 +63,7 @@ def why_not() -> str | None:
 
 
 def library() -> Path:
-    """Return the shim for the installed torch, building it where the cache has none.
-
-    Raises:
-        OSError: There is no compiler (`MEMFIT_CXX` names one; g++ by default), or it failed.
-    """
+    """Return the shim for the installed torch, building it where the cache has none; OSError without a compiler."""
     torch_folder = _torch_folder()
     version = (torch_folder / "version.py").read_bytes()
     key = hashlib.sha256(_SOURCE.read_bytes() + version + str(torch_folder).encode()).hexdigest()[:16]
@@ -98,12 +94,7 @@ def _torch_folder() -> Path:
 
 
 def load() -> None:
-    """Load the shim after torch's own libraries and before torch.
-
-    Raises:
-        OSError: The shim can't be built or loaded.
-        RuntimeError: torch is imported already.
-    """
+    """Load the shim after torch's own libraries and before torch."""
     if "torch" in sys.modules:
         raise RuntimeError("torch is imported already: fake CUDA must be loaded before torch")
     built = library()
