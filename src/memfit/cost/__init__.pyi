@@ -4,6 +4,7 @@ from .accelerator_costs import accelerator_cache as accelerator_cache
 from .accelerator_costs import check_figures as check_figures
 from .accelerator_costs import code_seconds as code_seconds
 from .accelerator_costs import kernels_of as kernels_of
+from .accelerator_costs import measure_calls as measure_calls
 from .accelerator_costs import measured_costs as measured_costs
 from .accelerator_costs import roofline as roofline
 from .cpu_costs import cache_path as cache_path

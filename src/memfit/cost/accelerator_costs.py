@@ -152,12 +152,9 @@ def check_figures(device: Device) -> None:
 # GPT-2 of 4 layers and a ResNet. They took 16 to 55 s, and these constants give each of them to within 16 %. No
 # benchmark holds that yet, and another machine takes other times: it is an estimate to be said, and nothing is chosen
 # by it.
-_HEADER_SECONDS = 10.0
-"""PyTorch's headers, compiled once before the kernels."""
-_OPERATOR_SECONDS = 0.016
-"""Tracing, partitioning and lowering, in Python, for each operator of the step."""
-_KERNEL_SECONDS = 0.3
-"""The C++ compiler, for each kernel."""
+_HEADER_SECONDS = 10.0  # PyTorch's headers, compiled once before the kernels
+_OPERATOR_SECONDS = 0.016  # tracing, partitioning and lowering, in Python, for each operator of the step
+_KERNEL_SECONDS = 0.3  # the C++ compiler, for each kernel
 
 
 def kernels_of(trace: Trace) -> int:
@@ -194,11 +191,7 @@ class AcceleratorCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 def measured_costs(
     traces: Iterable[Trace], device: Device, progress: StageProgress | None = None, *, matmul: Matmul = "highest"
 ) -> CostTable:
-    """Return the costs of the operators of some traces on an accelerator of this machine.
-
-    Raises:
-        CaptureError: The process that measures ended without a result.
-    """
+    """Return the costs of the operators of some traces on an accelerator of this machine."""
     traces = list(traces)
     path = accelerator_cache(device, matmul)
     known = kept(path, AcceleratorCosts) or AcceleratorCosts()
@@ -255,27 +248,22 @@ def _measure(
     signatures: list[str], device: Device, matmul: Matmul, progress: StageProgress | None, ops_only: bool
 ) -> AcceleratorCosts:
     """Measure calls here, or for CUDA in a process of its own."""
-    there = functools.partial(measure, signatures, torch.device(device.name), matmul, ops_only=ops_only)
+    there = functools.partial(measure_calls, signatures, torch.device(device.name), matmul, ops_only)
+
+    def told(stage: str, done: int, total: int) -> None:
+        if progress is not None:
+            progress(done, total)
+
     if device.kind != "cuda":
-        return there(progress=progress)
+        return there(told)
     failure = f"the process that measures operators on {device.name} ended with status {{status}}: see its output above"
-    found = hardware.process.run(functools.partial(_unwatched, there), silent, fakes_cuda=False, failure=failure)
-    if progress is not None:
-        progress(len(signatures), len(signatures))
+    found = hardware.process.run(there, silent, fakes_cuda=False, failure=failure)
+    told("", len(signatures), len(signatures))
     return found
 
 
-def _unwatched(call: Callable[[], AcceleratorCosts], progress: Progress) -> AcceleratorCosts:
-    return call()
-
-
-def measure(
-    signatures: list[str],
-    device: torch.device,
-    matmul: Matmul,
-    progress: StageProgress | None = None,
-    *,
-    ops_only: bool = False,
+def measure_calls(
+    signatures: list[str], device: torch.device, matmul: Matmul, ops_only: bool, progress: Progress
 ) -> AcceleratorCosts:
     """Return the figures of calls on an accelerator, measured here; with `ops_only` not those of the device itself."""
     ops = {}
@@ -283,8 +271,7 @@ def measure(
         for index, text in enumerate(signatures):
             if (cost := _cost(text, device)) is not None:
                 ops[text] = cost
-            if progress is not None:
-                progress(index + 1, len(signatures))
+            progress("", index + 1, len(signatures))
         launch_seconds, checkpoint_seconds = (0.0, 0.0) if ops_only else _overheads(device)
     return AcceleratorCosts(
         ops=ops,
@@ -314,16 +301,12 @@ def _cost(text: str, device: torch.device) -> tuple[float, int] | None:
         out_bytes = sum(nbytes for pointer, nbytes in made.items() if pointer not in given)
         workspace_bytes = 0 if found is None else max(0, found.allocated_bytes - before_bytes - out_bytes)
         del out
-        return _least_seconds(call, device), workspace_bytes
+        timed = stopwatch(device)
+        once = timed(call, 1)
+        count = max(1, min(_MOST_CALLS, int(_SECONDS / max(once, 1e-7))))
+        return min(once, *(timed(call, count) for _ in range(_BATCHES))), workspace_bytes
     except Exception:  # an operator may be anyone's code, which may raise anything; or memory is too small
         return None
-
-
-def _least_seconds(call: Callable[[], Any], device: torch.device) -> float:
-    timed = stopwatch(device)
-    once = timed(call, 1)
-    count = max(1, min(_MOST_CALLS, int(_SECONDS / max(once, 1e-7))))
-    return min(once, *(timed(call, count) for _ in range(_BATCHES)))
 
 
 def _overheads(device: torch.device) -> tuple[float, float]:
