@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,19 +13,12 @@ import torch
 from memfit import hardware
 from memfit.errors import UsageError
 from memfit.hardware import cgroup_limit_bytes, devices, find_device, host_name, keep_devices, known_devices
+from tests.hardware.conftest import cgroups
 
 
 @pytest.fixture
 def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder that stands for /sys/fs/cgroup; its file `own` says what group this process is in."""
-
-    class Moved(type(tmp_path)):  # type: ignore[misc]
-        def __new__(cls, *parts: str) -> Path:
-            named = (str(part).replace("/proc/self/cgroup", str(tmp_path / "own")) for part in parts)
-            return Path(*(part.replace("/sys/fs/cgroup", str(tmp_path)) for part in named))
-
-    monkeypatch.setattr(sys.modules[find_device.__module__], "Path", Moved)
-    return tmp_path
+    return cgroups(tmp_path, monkeypatch)
 
 
 def write(folder: Path, **files: str) -> None:

@@ -37,4 +37,5 @@ from .pace import Pace as Pace
 from .pace import Paced as Paced
 from .pace import at_rest as at_rest
 from .pace import busy_notes as busy_notes
+from .pace import undisturbed as undisturbed
 from .pace import undisturbed_ratios as undisturbed_ratios

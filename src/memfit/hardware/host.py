@@ -168,8 +168,9 @@ def cgroup_limit_bytes() -> int | None:
     return min(left, default=None)
 
 
-def cgroup_oom_kills(root: Path = Path("/sys/fs/cgroup")) -> int:
+def cgroup_oom_kills() -> int:
     """Return the number of processes of the control group killed for memory so far; 0 if unknown."""
+    root = Path("/sys/fs/cgroup")
     return _statistic(root / "memory.events", "oom_kill") or _statistic(root / "memory/memory.oom_control", "oom_kill")
 
 
