@@ -94,7 +94,7 @@ def test_only_used_accelerators_are_asked_for_what_they_hold(monkeypatch: pytest
         device_count=lambda: 2,
         empty_cache=lambda: None,
     )
-    monkeypatch.setattr(hardware.accelerators, "current_kind", lambda: place.type)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: place)
     assert (hardware.accelerators.used_kind(), hardware.accelerators.held_bytes()) == (None, 0)
     initialized[0] = True
     assert (hardware.accelerators.used_kind(), hardware.accelerators.held_bytes()) == ("xpu", 6)

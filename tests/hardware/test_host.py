@@ -58,7 +58,7 @@ RTX_3090 = SimpleNamespace(
 
 def present(monkeypatch: pytest.MonkeyPatch, properties: SimpleNamespace) -> None:
     """Let PyTorch see one GPU with 23.7 GiB, of which 20 are free and one is the allocator's."""
-    monkeypatch.setattr(hardware.accelerators, "current_kind", lambda: "cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (20 * GIB, int(23.7 * GIB)))
