@@ -59,7 +59,6 @@ from .distributed import fake_ranks as fake_ranks
 from .distributed import initialize_units as initialize_units
 from .distributed import is_first_copy as is_first_copy
 from .distributed import is_shared as is_shared
-from .distributed import leave as leave
 from .distributed import local_part as local_part
 from .distributed import ranks_of as ranks_of
 from .distributed import rebuild_buckets as rebuild_buckets
