@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.common import Case
 from benchmarks.tables import ROOT, newest
-from memfit.cost.error_bars import Calibration, CardMeasurement, CardMeasurements
+from memfit.cost import Calibration, CardMeasurement, CardMeasurements
 from memfit.errors import UsageError
 from memfit.ir import write_atomic
 from memfit.ir.codec import encode, read

@@ -18,10 +18,10 @@ import torch
 
 from memfit import ir
 from memfit.capture import real_copy
+from memfit.foundations import __version__
 from memfit.hardware import allocated, devices, find_device, host_name
 from memfit.ir import Levers
 from memfit.levers import applied
-from memfit.version import __version__
 from memfit.workload import Workload
 
 Case = dict[str, Any]

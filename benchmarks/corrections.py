@@ -22,9 +22,8 @@ from msgspec.structs import replace
 
 from benchmarks.common import Case, main
 from benchmarks.roofline import PRECISIONS, WORKLOADS, Call, calls_of
-from memfit.cost.accelerator_costs import cache_path, read_cache
-from memfit.cost.error_bars import key_of
-from memfit.cost.modelled_costs import check_figures, floor_seconds, kernel_seconds
+from memfit import ir
+from memfit.cost import AcceleratorCosts, accelerator_cache, check_figures, key_of
 from memfit.errors import UsageError
 from memfit.hardware import find_device
 from memfit.ir import Device
@@ -66,7 +65,7 @@ class Compared:
 def compared(call: Call, device: Device) -> Compared:
     """Return a call beside the roofline's figures for a device."""
     operator = replace(call.operator, device=device)
-    return Compared(call.kind, call.seconds, call.times, kernel_seconds(operator), floor_seconds(operator))
+    return Compared(call.kind, call.seconds, call.times, operator.kernel_seconds, operator.floor_seconds)
 
 
 def factors_of(rows: Iterable[Compared]) -> dict[tuple[str, str], float]:
@@ -136,7 +135,8 @@ def run(quick: bool, device: str, rates: Path | None = None) -> tuple[list[Case]
     calls = {
         (n, p): list(calls_of(WORKLOADS[n], p, found)) for n in (_QUICK if quick else WORKLOADS) for p in PRECISIONS
     }
-    launched = replace(found, launch_seconds=read_cache(cache_path(found, "highest")).launch_seconds)
+    measured = ir.codec.read(accelerator_cache(found, "highest"), AcceleratorCosts)
+    launched = replace(found, launch_seconds=measured.launch_seconds)
     rows = {key: [compared(call, launched) for call in known] for key, known in calls.items()}
     cases = []
     for (name, precision), own in rows.items():

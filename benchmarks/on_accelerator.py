@@ -11,9 +11,9 @@ import time
 import torch
 
 from benchmarks.common import Measured
+from memfit import hardware
 from memfit.capture import real_copy
 from memfit.hardware import peaks, reset_peaks, synchronize
-from memfit.hardware.accelerators import current_kind, release_cache
 from memfit.ir import Levers
 from memfit.levers import applied
 from memfit.workload import Workload
@@ -38,14 +38,14 @@ def environment(kind: str) -> dict[str, str]:
 
 def python(kind: str | None = None) -> list[str]:
     """Return the command that runs a module in a process that has this one's accelerator, or another kind's."""
-    found = kind or current_kind() or ""
+    found = kind or hardware.accelerators.current_kind() or ""
     return [sys.executable, "-m", *(["tests.accelerator_device"] if found.startswith(_IN_PYTHON) else [])]
 
 
 def measure(workload: Workload, levers: Levers, device: torch.device) -> Measured:
     """Run a copy of a workload there with levers applied, from an empty cache."""
     gc.collect()
-    release_cache()
+    hardware.accelerators.release_cache()
     reset_peaks(device)
     copied = real_copy(workload, device)
     with applied(levers, copied) as step:

@@ -1,6 +1,6 @@
 """Whether the roofline's form holds: fitted to this CPU's operators, and tried on models that it was not fitted to.
 
-`cost/modelled_costs.py` says that an operator takes the larger of its arithmetic and its traffic, each at a rate of its
+`cost/operator_call.py` says that an operator takes the larger of its arithmetic and its traffic, each at a rate of its
 class, less for narrow products, and a fixed time beyond. Here these are fitted for each class and dtype to measured
 operators of all models but one, and the time of that one is predicted from what its operators do. Measured times are
 those of `cost/cpu_costs.py`: operators alone. This tells how far the form can be trusted, not the figures of any GPU.
@@ -24,8 +24,7 @@ from scipy.optimize import differential_evolution
 from benchmarks.common import Case, main
 from examples import brain, byte_lm, digits_resnet, gpt2
 from memfit import Workload
-from memfit.cost.modelled_costs import AttainedRates, narrowest_dimension
-from memfit.cost.operator_call import OperatorCall, traffic_bytes
+from memfit.cost import AttainedRates, OperatorCall
 from memfit.hardware import find_device
 from memfit.ir import Device, Levers, Precision
 from memfit.planner import capture_levers, costs_of
@@ -142,7 +141,7 @@ def measured(make: Callable[[], Workload], precision: Precision) -> list[Measure
     found = []
     for call in calls_of(make, precision, find_device("cpu")):
         operator = call.operator
-        nbytes, width = traffic_bytes(operator), narrowest_dimension(operator)
+        nbytes, width = operator.traffic_bytes, operator.narrowest_dimension
         found.append(Measured(call.kind, operator.flops, nbytes, width, call.seconds, call.times))
     return found
 

@@ -31,8 +31,7 @@ from benchmarks.processes import output_of
 from benchmarks.steps.rows import Rows
 from memfit import hardware
 from memfit.cli import commands
-from memfit.cost import Pace, Paced, undisturbed_ratios
-from memfit.cost.pace import at_rest
+from memfit.cost import Pace, Paced, at_rest, undisturbed_ratios
 from memfit.hardware import find_device, free_bytes
 from memfit.ir import Levers, MeasuredStep, Plan
 from memfit.planner.measured_steps import timed_in_turns

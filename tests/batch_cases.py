@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
+from torch.nn.utils.rnn import pack_sequence
 
 from memfit.workload import Workload
 
@@ -232,8 +232,3 @@ WHOLE: dict[str, Callable[[], Workload]] = {
     ),
     "samples that are not to be cut": lambda: of(mlp(), xy(), by_key, batch_size=1),
 }
-
-
-def lengths_in_the_model(model: nn.Module, batch: Any) -> Tensor:
-    packed = pack_padded_sequence(batch["x"], batch["lengths"], batch_first=True, enforce_sorted=False)
-    return F.mse_loss(model(packed), batch["y"])

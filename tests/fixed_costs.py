@@ -11,7 +11,7 @@ import math
 
 import msgspec
 
-from memfit.cost.links import CostSource, Link, Links, costs_from
+from memfit.cost import CostSource, Link, Links, costs_from
 from memfit.ir import ATTENTION, CONVOLUTIONS, MATRIX, RECURRENT, VIEWS, arguments, operator_class
 
 FLOPS_PER_SECOND, BYTES_PER_SECOND = 5e10, 8e9

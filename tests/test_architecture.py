@@ -145,7 +145,7 @@ def test_a_circle_is_found_though_an_import_is_deferred(line: str, tmp_path: Pat
 
 
 def test_planning_on_a_saved_trace_imports_no_torch() -> None:
-    program = "import sys, memfit.version\n" + "\n".join(f"import {name}" for name in NO_TORCH)
+    program = "import sys, memfit.foundations\n" + "\n".join(f"import {name}" for name in NO_TORCH)
     stub = "import sys, types; p = types.ModuleType('memfit'); p.__path__ = [{!r}]; sys.modules['memfit'] = p\n"
     code = stub.format(str(ROOT / "src" / "memfit")) + program + "\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

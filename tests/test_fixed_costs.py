@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from msgspec.structs import replace
 
-from memfit.cost.cpu_costs import cache_path, measure
-from memfit.cost.links import costs_from
+from memfit.cost import cache_path, costs_from, measure
 from memfit.workload import signature
 from tests.fixed_costs import CALL_SECONDS, SOURCE, VIEW_SECONDS, seconds_of
 

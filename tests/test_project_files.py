@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from memfit.version import __version__
+from memfit.foundations import __version__
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

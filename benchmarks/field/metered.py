@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memfit._torch import replaced
 from memfit.cli import app
-from memfit.hardware.memory import allocated_between
+from memfit.hardware import allocated_between
 from memfit.pipeline import _fit, loop_plans
 from memfit.training.guards import loop_memory as beside
 

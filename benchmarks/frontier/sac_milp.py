@@ -31,7 +31,7 @@ from benchmarks.frontier.methods import Method, Prepared, Task, Unsupported, ste
 from benchmarks.frontier.selective import contexts_of
 from memfit.capture import KnownValues, fake_copy
 from memfit.capture.known_values import fake_paths_disabled
-from memfit.cost.cpu_costs import measure
+from memfit.cost import measure
 from memfit.hardware import find_device
 from memfit.ir import write_atomic
 from memfit.training import Step

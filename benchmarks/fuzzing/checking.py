@@ -19,8 +19,7 @@ from msgspec.structs import replace
 from benchmarks.fuzzing.modules import workload_of
 from benchmarks.fuzzing.programs import Program
 from memfit.capture import real_copy, without_collector
-from memfit.cost import with_workspaces
-from memfit.cost.error_bars import calibration
+from memfit.cost import calibration, with_workspaces
 from memfit.errors import InfeasibleError, MemfitError
 from memfit.hardware import allocated, find_device, host_name
 from memfit.ir import CostTable, Device, Levers, OpCost, Plan, Regions, Trace, Work, simulate

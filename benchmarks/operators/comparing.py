@@ -14,7 +14,7 @@ from memfit.capture import KnownValues, Recorder, tensors_in
 from memfit.capture.composites import composites_without_mode
 from memfit.capture.fake_workload import _Faker
 from memfit.capture.recorder import Recording
-from memfit.cost.cpu_costs import _first_runs
+from memfit.cost import first_runs
 from memfit.hardware import allocated
 from memfit.workload import signature
 
@@ -151,7 +151,7 @@ class Whole:
     def _peak_of(self, recording: Recording) -> int:
         texts = list(recording.signatures)
         missing = [text for text in texts if text not in self.workspaces]
-        runs = _first_runs(missing) if missing else {}
+        runs = first_runs(missing) if missing else {}
         self.workspaces |= {text: runs[text].workspace_bytes if text in runs else 0 for text in missing}
         changes = [0] * (len(recording.ops) + 2)
         for storage in recording.storages:

@@ -17,7 +17,7 @@ from benchmarks.published.building import fake
 from benchmarks.published.rows import Row, every_row
 from memfit import estimate
 from memfit.errors import MemfitError
-from memfit.hardware.catalogue import look_up
+from memfit.hardware import find_device
 from memfit.ir import Levers, Prediction
 from memfit.planner import capture_plain, costs_of, predict
 from memfit.workload import Workload, samples_of
@@ -40,7 +40,7 @@ def retries(row: Row, found: Prediction) -> int | None:
     if row.fits is None or not row.loads_all or found.context_bytes is None or found.context_upper_bytes is None:
         return found.retries
     kernels = found.context_upper_bytes - found.context_bytes
-    device = look_up(row.device)
+    device = find_device(row.device)
     device = replace(device, usable_bytes=device.usable_bytes - kernels)
     workload = built(row, row.options)
     trace = capture_plain(workload, Levers(precision=row.precision, microbatch_size=samples_of(workload)), device)

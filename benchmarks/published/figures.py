@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.calibration import upper_error
 from benchmarks.common import Case
 from benchmarks.published.rows import Row, Source
-from memfit.cost.operator_call import KERNELS_BYTES
+from memfit.cost import KERNELS_BYTES
 
 WITHIN_SECONDS, WITHIN_RATIO = 0.30, 0.15
 RATE = 0.95

@@ -12,7 +12,7 @@ import torch
 
 import memfit
 from benchmarks.frameworks.subject import high_water_bytes, resident_bytes
-from memfit.hardware.heap import keep_freed_memory, return_freed_memory
+from memfit import hardware
 from memfit.recipes import brain_segmentation, byte_lm
 from memfit.workload import Workload, tensors_of
 
@@ -20,7 +20,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "byte_lm": lambda: byte_lm(n_layer=6, d_model=256, n_head=4, context=256, batch_size=8, max_bytes=400_000),
     "brain_segmentation": brain_segmentation,
 }
-WAYS = {"default": lambda: True, "kept": keep_freed_memory, "returned": return_freed_memory}
+WAYS = {"default": lambda: True, "kept": hardware.heap.keep_freed_memory, "returned": hardware.heap.return_freed_memory}
 """What becomes of freed memory: as the C library does by itself, all stays there, or all goes back at once."""
 STEPS = 6
 

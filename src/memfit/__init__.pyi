@@ -7,6 +7,7 @@ from .errors import MemoryLimitError as MemoryLimitError
 from .errors import OutOfMemoryError as OutOfMemoryError
 from .errors import PlanMismatchError as PlanMismatchError
 from .errors import UsageError as UsageError
+from .foundations import __version__ as __version__
 from .hardware import devices as devices
 from .ir import Plan as Plan
 from .ir import Verification as Verification
@@ -22,7 +23,6 @@ from .pipeline import write_report as write_report
 from .training import Optimizers as Optimizers
 from .training import Step as Step
 from .training import StepResult as StepResult
-from .version import __version__ as __version__
 from .workload import Loop as Loop
 from .workload import LossScaling as LossScaling
 from .workload import Workload as Workload

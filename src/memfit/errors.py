@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 
@@ -47,6 +48,16 @@ class MemfitError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, (type(self), self.args), self.__dict__
+
+
+@dataclass(eq=False, repr=False)
+class _Numbered(MemfitError):
+    """An error that is made of a message and of its numbers, which are attributes."""
+
+    message: InitVar[str]
+
+    def __post_init__(self, message: str) -> None:
+        super().__init__(message)
 
 
 class UsageError(MemfitError):
@@ -122,7 +133,8 @@ class UntestedTorchWarning(UserWarning):
     """A PyTorch newer or older than the tested versions."""
 
 
-class InfeasibleError(MemfitError):
+@dataclass(eq=False, repr=False, kw_only=True)
+class InfeasibleError(_Numbered):
     """No plan fits the budget.
 
     Args:
@@ -135,17 +147,14 @@ class InfeasibleError(MemfitError):
 
     exit_status = 3
 
-    def __init__(
-        self, message: str, *, budget_bytes: int, lowest_peak_bytes: int, where: str, proven: bool = False
-    ) -> None:
-        self.budget_bytes = budget_bytes
-        self.lowest_peak_bytes = lowest_peak_bytes
-        self.where = where
-        self.proven = proven
-        super().__init__(message)
+    budget_bytes: int
+    lowest_peak_bytes: int
+    where: str
+    proven: bool = False
 
 
-class SimulatedOutOfMemoryError(MemfitError):
+@dataclass(eq=False, repr=False, kw_only=True)
+class SimulatedOutOfMemoryError(_Numbered):
     """A simulated device is too full for a request, even after the allocator released its cache.
 
     Args:
@@ -158,14 +167,10 @@ class SimulatedOutOfMemoryError(MemfitError):
 
     exit_status = 3
 
-    def __init__(
-        self, message: str, *, requested_bytes: int, allocated_bytes: int, reserved_bytes: int, capacity_bytes: int
-    ) -> None:
-        self.requested_bytes = requested_bytes
-        self.allocated_bytes = allocated_bytes
-        self.reserved_bytes = reserved_bytes
-        self.capacity_bytes = capacity_bytes
-        super().__init__(message)
+    requested_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    capacity_bytes: int
 
 
 class CaptureError(MemfitError):
@@ -204,7 +209,8 @@ class VerificationError(MemfitError):
     exit_status = 4
 
 
-class OutOfMemoryError(MemfitError):
+@dataclass(eq=False, repr=False, kw_only=True)
+class OutOfMemoryError(_Numbered):
     """A step ran out of memory, and no lower plan of the frontier ran it.
 
     Args:
@@ -216,10 +222,8 @@ class OutOfMemoryError(MemfitError):
 
     exit_status = 6
 
-    def __init__(self, message: str, *, step: int = 0, is_torn: bool = False) -> None:
-        self.step = step
-        self.is_torn = is_torn
-        super().__init__(message)
+    step: int = 0
+    is_torn: bool = False
 
 
 class MemoryLimitError(OutOfMemoryError):
@@ -252,7 +256,8 @@ class MemoryLimitError(OutOfMemoryError):
         super().__init__(message)
 
 
-class NonFiniteError(MemfitError):
+@dataclass(eq=False, repr=False, kw_only=True)
+class NonFiniteError(_Numbered):
     """A loss or a gradient that is not finite.
 
     Args:
@@ -265,14 +270,10 @@ class NonFiniteError(MemfitError):
 
     exit_status = 5
 
-    def __init__(
-        self, message: str, *, step: int, value: float, forward: str | None = None, backward: str | None = None
-    ) -> None:
-        self.step = step
-        self.value = value
-        self.forward = forward
-        self.backward = backward
-        super().__init__(message)
+    step: int
+    value: float
+    forward: str | None = None
+    backward: str | None = None
 
 
 class RankError(MemfitError):

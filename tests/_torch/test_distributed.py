@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from memfit._torch import distributed
+from memfit import _torch
 from memfit.hardware import allocated
 from tests.processes import free_port
 
@@ -37,10 +35,10 @@ def alone() -> Iterator[None]:
 @pytest.mark.usefixtures("alone")
 def test_a_group_counts_its_collectives() -> None:
     group = dist.group.WORLD
-    before = distributed.collectives_sent(group)
+    before = _torch.collectives_sent(group)
     dist.all_reduce(torch.zeros(1))
     dist.broadcast(torch.zeros(1), 0)
-    assert distributed.collectives_sent(group) == before + 2
+    assert _torch.collectives_sent(group) == before + 2
 
 
 class Failing(torch.autograd.Function):
@@ -68,7 +66,7 @@ def blocks() -> nn.Sequential:
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [distributed.local_part(p.grad).clone() for p in model.parameters() if p.grad is not None]
+    return [_torch.local_part(p.grad).clone() for p in model.parameters() if p.grad is not None]
 
 
 @pytest.mark.usefixtures("alone")
@@ -81,8 +79,8 @@ def test_buckets_begin_anew_after_a_backward_pass_that_was_aborted() -> None:
     with pytest.raises(MemoryError):
         pass_of(wrapped, inner, fails=True)
     inner.zero_grad()
-    distributed.restart_buckets(wrapped)
-    distributed.rebuild_buckets(wrapped)
+    _torch.restart_buckets(wrapped)
+    _torch.rebuild_buckets(wrapped)
     pass_of(wrapped, inner, fails=False)
     assert all(torch.equal(one, other) for one, other in zip(gradients(inner), expected, strict=True))
 
@@ -121,7 +119,7 @@ def test_new_buckets_take_no_more_memory_than_the_old_ones(views: bool) -> None:
 def test_a_hook_sends_the_buffers() -> None:
     inner = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
     wrapped, seen = DistributedDataParallel(inner), []
-    distributed.send_buffers_by(wrapped, seen.append)
+    _torch.send_buffers_by(wrapped, seen.append)
     wrapped(torch.ones(2, 4))
     assert [len(buffers) for buffers in seen] == [3]
 
@@ -138,7 +136,7 @@ def test_gradients_that_were_not_reduced_are_dropped() -> None:
     for block in inner:
         fully_shard(block, mesh=mesh)
     root: Any = fully_shard(inner, mesh=mesh)
-    distributed.initialize_units(root)
+    _torch.initialize_units(root)
     root.reset_iter_state()  # before any pass
     pass_of(root, inner, fails=False)
     expected = gradients(root)
@@ -147,34 +145,34 @@ def test_gradients_that_were_not_reduced_are_dropped() -> None:
     pass_of(root, inner, fails=False)  # held, not reduced
     root.set_requires_gradient_sync(True)
     root.reset_iter_state()
-    distributed.drop_unsharded_gradients(root)
+    _torch.drop_unsharded_gradients(root)
     pass_of(root, inner, fails=False)
     assert all(torch.equal(one, other) for one, other in zip(gradients(root), expected, strict=True))
 
 
 def test_a_rank_of_a_shared_tensor_has_its_part() -> None:
     whole = torch.ones(3)
-    assert distributed.local_part(whole) is whole
-    assert not distributed.is_shared(torch.Tensor)
+    assert _torch.local_part(whole) is whole
+    assert not _torch.is_shared(torch.Tensor)
 
 
 def test_is_shared_local_part_chunk_of_and_is_first_copy_see_through_a_dtensor() -> None:
     """A part has the place that DTensor tells checkpoints; a copy is the first where no replica comes before."""
     own = torch.ones(2, 3)
-    with distributed.fake_ranks(4):
+    with _torch.fake_ranks(4):
         mesh = init_device_mesh("cpu", (2, 2))
         tensor = DTensor.from_local(own, mesh, [Replicate(), Shard(0)], run_check=False)
         assert tensor.shape == (4, 3)
-        assert distributed.is_shared(type(tensor)) and not distributed.is_shared(torch.Tensor)
-        assert torch.equal(distributed.local_part(tensor), own) and distributed.local_part(own) is own
-        assert distributed.chunk_of(tensor) == ([0, 0], [2, 3])
-        assert distributed.is_first_copy(tensor)
+        assert _torch.is_shared(type(tensor)) and not _torch.is_shared(torch.Tensor)
+        assert torch.equal(_torch.local_part(tensor), own) and _torch.local_part(own) is own
+        assert _torch.chunk_of(tensor) == ([0, 0], [2, 3])
+        assert _torch.is_first_copy(tensor)
 
 
 def test_fake_ranks_draw_nothing_and_are_gone_afterwards() -> None:
     """PyTorch numbers collectives under fake tensors by `generate_unique_id`, which draws from Python's generator."""
     before, number = random.getstate(), _meta_registrations.generate_unique_id
-    with distributed.fake_ranks(3):
+    with _torch.fake_ranks(3):
         assert dist.get_world_size() == 3 and dist.get_rank() == 0
         assert _meta_registrations.generate_unique_id is not number
     assert not dist.is_initialized() and _meta_registrations.generate_unique_id is number
@@ -182,15 +180,9 @@ def test_fake_ranks_draw_nothing_and_are_gone_afterwards() -> None:
 
 
 def test_ranks_of_reads_groups_and_their_names() -> None:
-    with distributed.fake_ranks(3):
+    with _torch.fake_ranks(3):
         group = dist.group.WORLD
         assert group is not None
-        assert distributed.ranks_of((torch.ones(1), group.boxed())) == 3
-        assert distributed.ranks_of((torch.ones(1), "sum", group.group_name)) == 3
-        assert distributed.ranks_of((torch.ones(1),)) == 3
-
-
-def test_leave_ends_the_process_at_once() -> None:
-    code = "from memfit._torch.distributed import leave; print('told'); leave(); print('too late')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "told\n")
+        assert _torch.ranks_of((torch.ones(1), group.boxed())) == 3
+        assert _torch.ranks_of((torch.ones(1), "sum", group.group_name)) == 3
+        assert _torch.ranks_of((torch.ones(1),)) == 3

@@ -12,48 +12,24 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from memfit._torch import (
-    Apply,
-    BatchNormBase,
-    DropoutBase,
-    InstanceNormBase,
-    NormBase,
-    all_forward_hooks,
-    apply_as_its_class,
-    compiled_call,
-    converted_by,
-    count_step,
-    forward_hooks,
-    forward_pre_hooks,
-    hooks_of_all,
-    hooks_of_all_modules,
-    mark_as_stepped,
-    own_buffers,
-    own_modules,
-    own_parameters,
-    set_forward_hooks,
-    step_hooks,
-    undone_by_exceptions,
-    untold_calls,
-)
-from memfit._torch.modules import Hooks
+from memfit import _torch
 
 
 @pytest.mark.parametrize(
     ("layer", "bases"),
     [
-        (nn.BatchNorm1d(2), {BatchNormBase, NormBase}),
-        (nn.BatchNorm3d(2), {BatchNormBase, NormBase}),
-        (nn.SyncBatchNorm(2), {BatchNormBase, NormBase}),
-        (nn.InstanceNorm2d(2), {InstanceNormBase, NormBase}),
-        (nn.Dropout(), {DropoutBase}),
-        (nn.AlphaDropout(), {DropoutBase}),
+        (nn.BatchNorm1d(2), {_torch.BatchNormBase, _torch.NormBase}),
+        (nn.BatchNorm3d(2), {_torch.BatchNormBase, _torch.NormBase}),
+        (nn.SyncBatchNorm(2), {_torch.BatchNormBase, _torch.NormBase}),
+        (nn.InstanceNorm2d(2), {_torch.InstanceNormBase, _torch.NormBase}),
+        (nn.Dropout(), {_torch.DropoutBase}),
+        (nn.AlphaDropout(), {_torch.DropoutBase}),
         (nn.LayerNorm(2), set()),
         (nn.GroupNorm(1, 2), set()),
     ],
 )
 def test_layers_have_their_bases(layer: nn.Module, bases: set[type]) -> None:
-    known = (BatchNormBase, DropoutBase, InstanceNormBase, NormBase)
+    known = (_torch.BatchNormBase, _torch.DropoutBase, _torch.InstanceNormBase, _torch.NormBase)
     assert {base for base in known if isinstance(layer, base)} == bases
 
 
@@ -63,7 +39,7 @@ def test_modules_are_converted_by_the_replacement_and_then_by_what_was_there_bef
     """Calls of `apply_as_its_class` too; another library's method stays in place."""
     seen: list[str] = []
 
-    def noting(name: str, original: Apply) -> Apply:
+    def noting(name: str, original: _torch.Apply) -> _torch.Apply:
         def apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
             seen.append(name)
             return original(module, fn, recurse=recurse)
@@ -72,9 +48,9 @@ def test_modules_are_converted_by_the_replacement_and_then_by_what_was_there_bef
 
     monkeypatch.setattr(nn.Module, "_apply", noting("another library's", nn.Module._apply))
     layer = nn.Linear(2, 2)
-    with converted_by(lambda original: noting("the replacement", original)):
+    with _torch.converted_by(lambda original: noting("the replacement", original)):
         layer.double()
-        apply_as_its_class(layer, torch.Tensor.double)
+        _torch.apply_as_its_class(layer, torch.Tensor.double)
     assert seen == ["the replacement", "another library's"] * 2 and layer.weight.dtype is torch.float64
     layer.float()
     assert seen[4:] == ["another library's"] and layer.weight.dtype is torch.float32
@@ -83,9 +59,11 @@ def test_modules_are_converted_by_the_replacement_and_then_by_what_was_there_bef
 def test_a_modules_own_mappings_are_those_that_it_uses() -> None:
     """By `own_modules`, `own_parameters` and `own_buffers`: what is put there is there."""
     model = nn.Sequential(nn.BatchNorm1d(2))
-    assert own_modules(model) == {"0": model[0]} and own_parameters(model) == {} == own_buffers(model)
-    assert own_parameters(model[0]).keys() == {"weight", "bias"}
-    own_buffers(model[0])["running_mean"] = mean = torch.ones(2)
+    assert _torch.own_modules(model) == {"0": model[0]} and _torch.own_parameters(model) == {} == _torch.own_buffers(
+        model
+    )
+    assert _torch.own_parameters(model[0]).keys() == {"weight", "bias"}
+    _torch.own_buffers(model[0])["running_mean"] = mean = torch.ones(2)
     assert model[0].running_mean is mean
 
 
@@ -94,11 +72,11 @@ def test_forward_hooks_and_forward_pre_hooks_run_unless_set_forward_hooks_puts_o
     layer = nn.Identity()
     layer.register_forward_hook(lambda *_: calls.append("after"))
     layer.register_forward_pre_hook(lambda *_: calls.append("before"))
-    assert len(forward_hooks(layer)) == len(forward_pre_hooks(layer)) == 1
+    assert len(_torch.forward_hooks(layer)) == len(_torch.forward_pre_hooks(layer)) == 1
     layer(torch.ones(1))
-    set_forward_hooks(layer, {}, {})
+    _torch.set_forward_hooks(layer, {}, {})
     layer(torch.ones(1))
-    assert calls == ["before", "after"] and not forward_hooks(layer) and not forward_pre_hooks(layer)
+    assert calls == ["before", "after"] and not _torch.forward_hooks(layer) and not _torch.forward_pre_hooks(layer)
 
 
 def test_all_forward_hooks_have_the_hooks_and_the_notes_about_them_and_no_others() -> None:
@@ -107,20 +85,20 @@ def test_all_forward_hooks_have_the_hooks_and_the_notes_about_them_and_no_others
         layer.register_forward_hook(lambda *_: None, with_kwargs=True, always_call=True),
         layer.register_forward_pre_hook(lambda *_: None, with_kwargs=True),
     ]
-    found = [set(mapping.keys()) for mapping in all_forward_hooks(layer)]
+    found = [set(mapping.keys()) for mapping in _torch.all_forward_hooks(layer)]
     after, before = ({handle.id} for handle in handles)
     assert found == [after, before, after, before, after]
     state = {name: value for name, value in vars(layer).items() if "forward" in name and value}
-    assert all(any(value is mapping for mapping in all_forward_hooks(layer)) for value in state.values())
+    assert all(any(value is mapping for mapping in _torch.all_forward_hooks(layer)) for value in state.values())
     for handle in handles:
         handle.remove()
-    assert not any(all_forward_hooks(layer))
+    assert not any(_torch.all_forward_hooks(layer))
 
 
 def test_hooks_are_changed_in_place_and_their_handles_hold_the_mapping() -> None:
     layer = nn.Identity()
     handle = layer.register_forward_hook(lambda module, given, out: out + 1)
-    hooks: Hooks = forward_hooks(layer)
+    hooks = _torch.forward_hooks(layer)
     (hook,) = hooks.values()
     hooks.clear()
     assert layer(torch.ones(1)).item() == 1
@@ -132,9 +110,9 @@ def test_hooks_are_changed_in_place_and_their_handles_hold_the_mapping() -> None
 
 def test_compiled_call_is_there_once_a_module_was_compiled_in_place() -> None:
     layer = nn.Linear(1, 1)
-    assert compiled_call(layer) is None
+    assert _torch.compiled_call(layer) is None
     layer.compile(backend="eager")
-    assert compiled_call(layer) is not None
+    assert _torch.compiled_call(layer) is not None
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit, ValueError])
@@ -156,12 +134,12 @@ def test_calls_that_end_by_an_exception_of_any_kind_undo_what_hooks_noted(error:
         depth = len(running)
         return lambda: running.__delitem__(slice(depth, None))
 
-    with undone_by_exceptions(model, begun):
+    with _torch.undone_by_exceptions(model, begun):
         with pytest.raises(error):
             model(torch.ones(1))
         assert running == [] and (len(always) == 3) == issubclass(error, Exception)
         assert copy.deepcopy(model)[1](torch.ones(1)).item() == 1
-        with untold_calls(model), pytest.raises(error):
+        with _torch.untold_calls(model), pytest.raises(error):
             assert not any("_call_impl" in vars(module) for module in model.modules())
             model(torch.ones(1))
         assert len(running) == 4 and all("_call_impl" in vars(module) for module in model.modules())
@@ -178,9 +156,9 @@ def test_hooks_of_all_modules_are_found() -> None:
         nn.modules.module.register_module_full_backward_pre_hook,
         nn.modules.module.register_module_full_backward_hook,
     )
-    assert hooks_of_all_modules() == []
+    assert _torch.hooks_of_all_modules() == []
     handles = [register(hook) for register in registered]
-    assert hooks_of_all_modules() == [hook] * 4
+    assert _torch.hooks_of_all_modules() == [hook] * 4
     for handle in handles:
         handle.remove()
 
@@ -190,14 +168,14 @@ def made() -> tuple[torch.optim.SGD, torch.optim.lr_scheduler.LRScheduler]:
     return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
-@pytest.mark.parametrize("told", [mark_as_stepped, count_step, None])
+@pytest.mark.parametrize("told", [_torch.mark_as_stepped, _torch.count_step, None])
 def test_a_scheduler_warns_of_a_step_before_its_optimizers_unless_it_was_told(told: object) -> None:
     """By `mark_as_stepped` or `count_step`."""
     optimizer, scheduler = made()
-    if told is mark_as_stepped:
-        mark_as_stepped(optimizer)
-    elif told is count_step:
-        count_step(scheduler)
+    if told is _torch.mark_as_stepped:
+        _torch.mark_as_stepped(optimizer)
+    elif told is _torch.count_step:
+        _torch.count_step(scheduler)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         scheduler.step()
@@ -206,8 +184,8 @@ def test_a_scheduler_warns_of_a_step_before_its_optimizers_unless_it_was_told(to
 
 def test_hooks_of_steps_are_found() -> None:
     optimizer, _ = made()  # whose scheduler counts its steps
-    pre, post = hooks_of_all()
-    assert not step_hooks(optimizer) and not pre and not post
+    pre, post = _torch.hooks_of_all()
+    assert not _torch.step_hooks(optimizer) and not pre and not post
 
     def hook(*_: object) -> None:
         """Do nothing."""
@@ -218,8 +196,8 @@ def test_hooks_of_steps_are_found() -> None:
         register_optimizer_step_pre_hook(hook),
         register_optimizer_step_post_hook(hook),
     ]
-    assert step_hooks(optimizer) == [hook] * 4 and [*pre.values(), *post.values()] == [hook] * 2
+    assert _torch.step_hooks(optimizer) == [hook] * 4 and [*pre.values(), *post.values()] == [hook] * 2
     for handle in handles:
         handle.remove()
     optimizer.step = hook  # type: ignore[method-assign, assignment]
-    assert step_hooks(optimizer) == [hook]
+    assert _torch.step_hooks(optimizer) == [hook]

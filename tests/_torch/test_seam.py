@@ -17,6 +17,7 @@ SOURCE = Path(memfit.__file__).parent
 _OPERATORS = ("aten", "_aten", "torch.ops.aten")  # whose names are those of schemas, private or not
 _OTHERS = {
     ("functools", "_lru_cache_wrapper"),  # Python's, as the next
+    ("os", "_exit"),
     ("sys", "_getframe"),
     ("sys", "_current_frames"),
     ("model", "_init_weights"),  # what models of transformers override: a hook, in spite of its name

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.torch_version import TorchVersion
 
 import memfit
 from memfit import _torch
@@ -25,7 +26,8 @@ FIRST, LAST = (".".join(map(str, version)) for version in _torch.versions.TESTED
 @pytest.fixture
 def newer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A PyTorch that is newer than those that were tested."""
-    monkeypatch.setattr(_torch.versions, "_RUNNING", (_torch.versions.TESTED[1][0], _torch.versions.TESTED[1][1] + 1))
+    major, minor = _torch.versions.TESTED[1]
+    monkeypatch.setattr(torch, "__version__", TorchVersion(f"{major}.{minor + 1}.0"))
     warn_if_untested.cache_clear()
     yield
     warn_if_untested.cache_clear()
@@ -58,9 +60,9 @@ def test_the_warning_can_be_filtered() -> None:
         memfit.estimate(twice())
 
 
-@pytest.mark.parametrize("version", [(2, 10), (1, 13), (3, 0)])
-def test_why_untested_says_what_was_tested(version: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_torch.versions, "_RUNNING", version)
+@pytest.mark.parametrize("version", ["2.10.1", "1.13.0", "3.0.0"])
+def test_why_untested_says_what_was_tested(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
     assert _torch.versions.TESTED_RANGE in _torch.versions.why_untested()
 
 
@@ -84,3 +86,7 @@ def test_sharded_leaves_accumulate_where_fsdp_only_reads_the_sum() -> None:
     """`SHARDED_LEAVES_ACCUMULATE` says whether the sum of gradients that were not reduced is a view of `grad`."""
     read_only = isinstance(getattr(FSDPParam, "unsharded_accumulated_grad", None), property)
     assert read_only == _torch.versions.SHARDED_LEAVES_ACCUMULATE
+
+
+def test_torch_version_is_of_two_numbers() -> None:
+    assert _torch.torch_version() == tuple(map(int, torch.__version__.split(".")[:2]))

@@ -16,7 +16,7 @@ import platformdirs
 import torch
 from torch.utils import backend_registration
 
-from memfit.hardware.shim import compiler
+from memfit import hardware
 
 NAME = "acc"
 TOTAL_BYTES = 2 * 2**30
@@ -73,7 +73,7 @@ def library() -> Path:
 
 def _build(torch_folder: Path, built: Path) -> None:
     """Compile to a temporary file, then rename: two processes may build at once."""
-    program = compiler()
+    program = hardware.shim.compiler()
     if program is None:
         raise OSError("no C++ compiler is on the PATH: install g++, or name another in MEMFIT_CXX")
     built.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from benchmarks import gpu
 from benchmarks.common import slug
 from benchmarks.gpu import GO_ON, MEASURED, Command, commands, put_together
 from memfit import ir
-from memfit.cost.error_bars import CardMeasurements
+from memfit.cost import CardMeasurements
 from memfit.errors import UsageError
 from memfit.hardware import find_device
 from tests.benchmarks.cards import CORRECTIONS, PREDICTIONS

@@ -13,8 +13,7 @@ from msgspec.structs import replace
 from benchmarks.published import building, case, detection, figures, page
 from benchmarks.published.rows import Row, every_row, sources
 from benchmarks.tables import results
-from memfit.cost import roofline
-from memfit.cost.operator_call import KERNELS_BYTES
+from memfit.cost import KERNELS_BYTES, roofline
 from memfit.hardware import known_devices
 from memfit.planner import predict
 from tests.gpus import AMPERE

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from memfit._torch import FakeTensor, FakeTensorMode, operators
+from memfit._torch import FakeTensor, FakeTensorMode, optimizer_types
 from memfit.capture import UserState, nothing_changes, user_state
 from memfit.hardware import find_device
 from memfit.ir import Levers
@@ -306,7 +306,7 @@ def test_globals_in_which_compiled_code_finds_its_parts_stay(is_alone: bool, mon
     assert space.pop("__compiled_fn_0") is compiled and "FILLED" not in space
 
 
-ITS_TYPES, OWN_TYPES = operators.optimizer_types, [torch.Tensor]
+ITS_TYPES, OWN_TYPES = optimizer_types, [torch.Tensor]
 
 
 def typed() -> tuple[list[Any], list[Any]]:

@@ -16,8 +16,8 @@ from memfit import hardware
 from memfit.cli import main
 from memfit.cli.options import rank_numbers
 from memfit.errors import UsageError
+from memfit.foundations import __version__
 from memfit.ir import Levers, Plan
-from memfit.version import __version__
 
 LEAN = "tests.workloads:lean"
 BUDGET = "2.2MiB"

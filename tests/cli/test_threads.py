@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
 from memfit.cli import commands
 from memfit.cli.app import app
-from memfit.hardware import host
+from memfit.hardware import is_busy as is_machine_busy
 
 
 @pytest.fixture
@@ -69,5 +70,5 @@ def test_commands_that_run_steps_settle_how_threads_wait(command: str, monkeypat
 
 def test_a_machine_is_busy_where_others_use_more_than_half_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for percent, is_busy in ((50.0, False), (51.0, True)):
-        monkeypatch.setattr(host.psutil, "cpu_percent", lambda interval, percent=percent: percent)
-        assert host.is_busy() is is_busy
+        monkeypatch.setattr(psutil, "cpu_percent", lambda interval, percent=percent: percent)
+        assert is_machine_busy() is is_busy

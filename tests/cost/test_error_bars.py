@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -11,9 +12,20 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from benchmarks.calibration import measured_card, upper_error
-from memfit.cost import STEP_ERROR, accelerator_costs, calibrate, error_bars, roofline
-from memfit.cost.accelerator_costs import AcceleratorCosts
-from memfit.cost.error_bars import CardMeasurement, CardMeasurements, calibration, key_of, measured_like
+from memfit import ir
+from memfit.cost import (
+    STEP_ERROR,
+    AcceleratorCosts,
+    CardMeasurement,
+    accelerator_cache,
+    calibrate,
+    calibration,
+    card_measurements,
+    key_of,
+    measured_costs,
+    measured_like,
+    roofline,
+)
 from memfit.hardware import known_devices
 from memfit.ir import CostTable, Work, operator_class, simulate
 from memfit.planner import predict
@@ -78,15 +90,18 @@ H100 = next(device for device in known_devices().values() if device.capability =
 
 
 @pytest.fixture
-def known(monkeypatch: pytest.MonkeyPatch) -> dict[str, CardMeasurement]:
+def known() -> Iterator[dict[str, CardMeasurement]]:
     """The package's measurements, which a test adds to."""
-    cards: dict[str, CardMeasurement] = {}
-    monkeypatch.setattr(error_bars, "card_measurements", lambda: CardMeasurements(cards=cards))
-    return cards
+    cards = card_measurements().cards
+    before = dict(cards)
+    cards.clear()
+    yield cards
+    cards.clear()
+    cards.update(before)
 
 
 def test_the_package_has_a_file_of_them() -> None:
-    for key, card in error_bars.card_measurements().cards.items():
+    for key, card in card_measurements().cards.items():
         assert key and card.sources and card.cases
 
 
@@ -110,9 +125,12 @@ def test_devices_without_a_capability_are_known_by_their_product(known: dict[str
 
 
 def measured_table(name: str) -> CostTable:
-    return accelerator_costs._table(
-        [plain_trace(name)], replace(H100, name="cuda:0"), AcceleratorCosts(launch_seconds=1e-6), "highest"
-    )
+    """Return costs of a card that were measured before."""
+    trace, device = plain_trace(name), replace(H100, name="cuda:0")
+    ops = dict.fromkeys(trace.signatures, (1e-6, 0))
+    known = AcceleratorCosts(launch_seconds=1e-6, link_bytes_per_second=1e9, ops=ops)
+    ir.codec.write_atomic(accelerator_cache(device, "highest"), ir.codec.encode(known))
+    return measured_costs([trace], device)
 
 
 def test_error_bars_are_those_of_the_reserved_bytes_and_times() -> None:

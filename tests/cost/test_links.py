@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from memfit.cost import links, with_collectives
-from memfit.cost.links import Link, Links
+from memfit.cost import Link, Links, links_of, with_collectives
 from memfit.hardware import find_device
-from memfit.hardware.catalogue import look_up
 from memfit.ir import GATHER, REDUCE, Collective, Sharding, collective_text
 from tests.models import COSTS, captured, transformer
 
@@ -24,21 +23,21 @@ def test_processes_measure_their_link_once_and_under_torchrun_too(
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("RANK", "1")
     cpu = find_device("cpu")
-    found = links.links_of(cpu, Sharding(world_size=2, mode="ddp"))
+    found = links_of(cpu, Sharding(world_size=2, mode="ddp"))
     assert found.within.bytes_per_second > 1e6 and found.within.latency_seconds > 0
     assert found.copy_bytes_per_second > 1e7
-    monkeypatch.setattr(links.subprocess, "Popen", lambda *_: pytest.fail("it is measured again"))
-    assert links.links_of(cpu, Sharding(world_size=2, mode="zero3")) == found
+    monkeypatch.setattr(subprocess, "Popen", lambda *_: pytest.fail("it is measured again"))
+    assert links_of(cpu, Sharding(world_size=2, mode="zero3")) == found
 
 
 def test_cards_of_other_nodes_are_reached_over_another_link() -> None:
-    one = links.links_of(look_up("h100"), Sharding(world_size=8, mode="zero3"))
+    one = links_of(find_device("h100"), Sharding(world_size=8, mode="zero3"))
     assert one.between is None and one.of(8).bytes_per_second == 450e9
-    two = links.links_of(look_up("h100"), Sharding(world_size=16, mode="zero3", replicas=2))
+    two = links_of(find_device("h100"), Sharding(world_size=16, mode="zero3", replicas=2))
     assert two.of(8).bytes_per_second == 450e9
     assert two.of(16).bytes_per_second == two.of(2, spread=True).bytes_per_second == 50e9
-    plain = links.links_of(look_up("rtx-3090"), Sharding(world_size=2, mode="ddp"))
-    assert plain.within.bytes_per_second == look_up("rtx-3090").link_bytes_per_second
+    plain = links_of(find_device("rtx-3090"), Sharding(world_size=2, mode="ddp"))
+    assert plain.within.bytes_per_second == find_device("rtx-3090").link_bytes_per_second
 
 
 def test_a_ring_sends_each_byte_once_and_twice_for_a_sum() -> None:

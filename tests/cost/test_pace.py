@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.cost import Pace, Paced, busy_notes, cpu_costs, undisturbed_ratios
-from memfit.cost.pace import at_rest, undisturbed
+from memfit.cost import Pace, Paced, at_rest, busy_notes, undisturbed, undisturbed_ratios
 
 
-def paced(monkeypatch: pytest.MonkeyPatch, kept: float | None, now: list[float]) -> Pace:
+def paced(kept: float | None, *now: float) -> Pace:
     times = iter(now)
-    monkeypatch.setattr(cpu_costs, "reference_call", lambda: None if kept is None else ("a call", kept))
-    monkeypatch.setattr(cpu_costs, "seconds_now", lambda text, about_seconds: next(times))
-    pace = Pace()
-    for _ in now:
-        pace.read()
-    return pace
+    return Pace(None if kept is None else ("a call", kept), lambda text, about_seconds: next(times))
 
 
 @pytest.mark.parametrize(
@@ -25,22 +21,18 @@ def paced(monkeypatch: pytest.MonkeyPatch, kept: float | None, now: list[float])
     [
         (2e-3, [2e-3, 2e-3, 9e-3], 1.0),  # another program was in the way once
         (2e-3, [3e-3, 4e-3, 4e-3], 2.0),
+        (2e-3, [3e-3, 2e-3], 1.25),
         (2e-3, [], 1.0),
         (None, [1.0], 1.0),  # nothing was timed before
     ],
 )
-def test_the_pace_is_a_multiple_of_the_kept_time(
-    kept: float | None, now: list[float], slowdown: float, monkeypatch: pytest.MonkeyPatch
+def test_each_reading_and_the_pace_are_multiples_of_the_kept_time(
+    kept: float | None, now: list[float], slowdown: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert paced(monkeypatch, kept, now).slowdown == slowdown
-
-
-def test_each_reading_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    pace = paced(monkeypatch, 2e-3, [])
-    times = iter([3e-3, 2e-3])
-    monkeypatch.setattr(cpu_costs, "seconds_now", lambda text, about_seconds: next(times))
-    assert [pace.read(), pace.read()] == [1.5, 1.0] and pace.slowdown == 1.25
-    assert paced(monkeypatch, None, []).read() == 1.0
+    monkeypatch.setenv("MEMFIT_CACHE_DIR", str(tmp_path))  # where nothing is kept
+    pace = paced(kept, *now)
+    assert [pace.read() for _ in now] == [each / kept if kept else 1.0 for each in now]
+    assert pace.slowdown == slowdown
 
 
 @given(st.lists(st.floats(0.8, 3.0)), st.integers(0, 5))

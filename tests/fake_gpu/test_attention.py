@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from memfit.hardware import known_devices
-from memfit.hardware.attention import _VERSION, AttentionCall, choose
+from memfit import _torch
+from memfit.hardware import AttentionCall, chosen_kernel, known_devices
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 TURING, AMPERE, CONSUMER, ADA, HOPPER, BLACKWELL, AMD = (
@@ -88,7 +88,7 @@ CASES = [
     (BLACKWELL, call(query=(2, 8, 128, 192), key=(2, 8, 128, 192)), "efficient"),
     (BLACKWELL, call(size=192, value=(2, 8, 128, 128)), "cudnn"),
     (HOPPER, call(dropout=0.125), "cudnn"),
-    (HOPPER, call(dropout=0.1), "flash" if _VERSION >= (2, 12) else "cudnn"),
+    (HOPPER, call(dropout=0.1), "flash" if _torch.torch_version() >= (2, 12) else "cudnn"),
     (HOPPER, call(keys=1), "flash"),
     (HOPPER, call(query=(70000, 8, 128, 64), key=(70000, 8, 128, 64), value=(70000, 8, 128, 64)), "flash"),
     (HOPPER, call(is_causal=True, keys=64), "cudnn"),
@@ -104,13 +104,13 @@ CASES = [
 
 @pytest.mark.parametrize(("device", "given", "kernel"), CASES)
 def test_the_kernel_that_runs(device: str, given: AttentionCall, kernel: str) -> None:
-    chosen, reasons = choose(given, known_devices()[device])
+    chosen, reasons = chosen_kernel(given, known_devices()[device])
     assert chosen == kernel
     assert kernel not in reasons and all(reasons.values())
 
 
 def test_a_mask_that_forces_the_math_path_is_given_as_the_reason() -> None:
-    _, reasons = choose(call(**GROUPED, **MASK), known_devices()[AMPERE])
+    _, reasons = chosen_kernel(call(**GROUPED, **MASK), known_devices()[AMPERE])
     assert reasons == {
         "flash": "it accepts no mask",
         "efficient": "it needs as many heads of keys (2) as of queries (8)",
@@ -128,22 +128,22 @@ def test_a_mask_that_forces_the_math_path_is_given_as_the_reason() -> None:
 )
 def test_kernels_that_are_switched_off_are_passed_over(backends: list[SDPBackend], kernel: str) -> None:
     with sdpa_kernel(backends):
-        assert choose(call(), known_devices()[AMPERE])[0] == kernel
+        assert chosen_kernel(call(), known_devices()[AMPERE])[0] == kernel
 
 
 def test_no_kernel_is_an_error_that_says_why() -> None:
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match="flash: it accepts no mask"):
-        choose(call(**MASK), known_devices()[AMPERE])
+        chosen_kernel(call(**MASK), known_devices()[AMPERE])
 
 
 def test_deterministic_algorithms_exclude_cudnn() -> None:
     torch.use_deterministic_algorithms(True)
     try:
-        assert choose(call(), known_devices()[HOPPER])[0] == "flash"
+        assert chosen_kernel(call(), known_devices()[HOPPER])[0] == "flash"
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 def test_cudnn_is_last_where_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-    assert choose(call(), known_devices()[HOPPER])[0] == "flash"
+    assert chosen_kernel(call(), known_devices()[HOPPER])[0] == "flash"

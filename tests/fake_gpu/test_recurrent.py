@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memfit.hardware.fake_cuda import reserve_bytes
+from memfit.hardware import reserve_bytes
 from memfit.ir import Levers
 from memfit.workload import Workload
 from tests.measuring import peaks

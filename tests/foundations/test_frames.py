@@ -20,7 +20,6 @@ from memfit import estimate
 from memfit._torch import EagerMode
 from memfit.errors import CaptureError, InfeasibleError, UsageError, WorkloadError
 from memfit.foundations import format_bytes, frames_text, is_memfits, memfits_place, public, users_frames, users_place
-from memfit.foundations.frames import VARIABLE
 from memfit.workload import Workload, rebuild
 
 CODE = """
@@ -225,7 +224,7 @@ def test_memfits_own_faults_are_shown_whole() -> None:
 
 
 def test_the_environment_has_tracebacks_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "full")
+    monkeypatch.setenv("MEMFIT_TRACEBACK", "full")
     assert any(map(is_memfits, files(raised(WorkloadError, lambda: step(none)))))
 
 

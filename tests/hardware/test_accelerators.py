@@ -1,4 +1,4 @@
-"""Statistics of accelerators, of the kinds that are not here: by stand-ins for their modules."""
+"""Statistics of hardware.accelerators, of the kinds that are not here: by stand-ins for their modules."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from memfit import hardware
 from memfit.errors import UsageError
-from memfit.hardware import accelerators
 
 CPU = torch.device("cpu")
 
@@ -22,12 +22,13 @@ def module(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> torch.device:
 
 
 def test_the_cpu_counts_nothing() -> None:
-    assert accelerators.peaks(CPU) is None and accelerators.allocation_retries(CPU) is None
-    assert accelerators.allocated_bytes(CPU) == accelerators.reserved_bytes(CPU) == accelerators.cached_bytes(CPU) == 0
-    accelerators.reset_peaks(CPU)
-    accelerators.synchronize(CPU)
+    here = hardware.accelerators
+    assert here.peaks(CPU) is None and here.allocation_retries(CPU) is None
+    assert here.allocated_bytes(CPU) == here.reserved_bytes(CPU) == here.cached_bytes(CPU) == 0
+    here.reset_peaks(CPU)
+    here.synchronize(CPU)
     with pytest.raises(UsageError, match="does not report the memory of cpu.*limit_bytes="):
-        accelerators.memory_info(CPU)
+        here.memory_info(CPU)
 
 
 def test_a_kind_that_counts_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,23 +45,23 @@ def test_a_kind_that_counts_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         synchronize=seen.append,
         set_per_process_memory_fraction=lambda share, device: seen.append(share),
     )
-    assert accelerators.peaks(place) == (5, 7)
-    assert (accelerators.allocated_bytes(place), accelerators.cached_bytes(place)) == (3, 1)
-    assert accelerators.allocation_retries(place) == 2 and accelerators.memory_info(place) == (10, 20)
-    fraction = accelerators.MemoryFraction(place)
+    assert hardware.accelerators.peaks(place) == (5, 7)
+    assert (hardware.accelerators.allocated_bytes(place), hardware.accelerators.cached_bytes(place)) == (3, 1)
+    assert hardware.accelerators.allocation_retries(place) == 2 and hardware.accelerators.memory_info(place) == (10, 20)
+    fraction = hardware.accelerators.MemoryFraction(place)
     assert (fraction.total_bytes, fraction.get()) == (20, 1.0)
     fraction.set(0.5)
-    accelerators.reset_peaks(place)
-    accelerators.synchronize(place)
+    hardware.accelerators.reset_peaks(place)
+    hardware.accelerators.synchronize(place)
     assert seen == [0.5, place, place]
 
 
 def test_a_kind_that_has_less_is_not_asked_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     place = module(monkeypatch, mem_get_info=lambda device: (1, 2))
-    assert accelerators.peaks(place) is None and accelerators.allocation_retries(place) is None
-    accelerators.reset_peaks(place)
+    assert hardware.accelerators.peaks(place) is None and hardware.accelerators.allocation_retries(place) is None
+    hardware.accelerators.reset_peaks(place)
     with pytest.raises(UsageError, match="can't limit the memory of xpu:0: leave out limit_bytes="):
-        accelerators.MemoryFraction(place)
+        hardware.accelerators.MemoryFraction(place)
 
 
 def test_apples_functions_have_other_names_and_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,10 +77,10 @@ def test_apples_functions_have_other_names_and_no_device(monkeypatch: pytest.Mon
         set_rng_state=states.append,
     )
     place = torch.device("mps", 0)
-    assert accelerators.memory_info(place) == (97, 100) and accelerators.cached_bytes(place) == 1
-    assert accelerators.peaks(place) is None
-    accelerators.synchronize(place)
-    accelerators.set_rng_states("mps", accelerators.rng_states("mps"))
+    assert hardware.accelerators.memory_info(place) == (97, 100) and hardware.accelerators.cached_bytes(place) == 1
+    assert hardware.accelerators.peaks(place) is None
+    hardware.accelerators.synchronize(place)
+    hardware.accelerators.set_rng_states("mps", hardware.accelerators.rng_states("mps"))
     assert len(states) == 1
 
 
@@ -93,14 +94,14 @@ def test_only_used_accelerators_are_asked_for_what_they_hold(monkeypatch: pytest
         device_count=lambda: 2,
         empty_cache=lambda: None,
     )
-    monkeypatch.setattr(accelerators, "current_kind", lambda: place.type)
-    assert (accelerators.used_kind(), accelerators.held_bytes()) == (None, 0)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: place)
+    assert (hardware.accelerators.used_kind(), hardware.accelerators.held_bytes()) == (None, 0)
     initialized[0] = True
-    assert (accelerators.used_kind(), accelerators.held_bytes()) == ("xpu", 6)
-    accelerators.release_cache()
+    assert (hardware.accelerators.used_kind(), hardware.accelerators.held_bytes()) == ("xpu", 6)
+    hardware.accelerators.release_cache()
 
 
 def test_the_hosts_clock_times_what_has_no_events() -> None:
     calls: list[int] = []
-    seconds = accelerators.stopwatch(CPU)(lambda: calls.append(1), 5)
+    seconds = hardware.accelerators.stopwatch(CPU)(lambda: calls.append(1), 5)
     assert len(calls) == 5 and 0 < seconds < 1

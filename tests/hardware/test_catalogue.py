@@ -16,19 +16,19 @@ from msgspec.structs import replace
 from memfit.errors import UsageError
 from memfit.hardware import (
     advice,
+    cublas_workspace_bytes,
+    find_device,
     known_devices,
     match,
     precisions,
     read,
     read_prices,
-    supports_bfloat16,
-    supports_tf32,
+    supports,
     user_file,
 )
-from memfit.hardware.catalogue import cublas_workspace_bytes, look_up, parse, supports_24_sparsity, supports_float8
 from memfit.ir import Device
 
-SHIPPED = tuple(parse((Path(__file__).parents[2] / "src/memfit/hardware/catalogue.toml").read_text(), "it").values())
+SHIPPED = tuple(read(Path(__file__).parents[2] / "src/memfit/hardware/catalogue.toml").values())
 WANTED = """t4 v100-16gb v100-32gb rtx-2080-ti rtx-3060 rtx-3090 rtx-4090 rtx-5090 a10 l4 l40s a100-40gb a100-80gb
 h100 h200 b200 mi250x mi300x""".split()
 MINE = """
@@ -106,25 +106,25 @@ def test_workspaces(vendor: str, capability: tuple[int, int] | None, expected: i
     ],
 )
 def test_names_are_found_however_they_are_written(name: str, expected: str) -> None:
-    assert look_up(name).name == expected
+    assert find_device(name).name == expected
 
 
 def test_a_family_is_not_a_device() -> None:
     with pytest.raises(UsageError, match="'a100' may be any of a100-40gb, a100-80gb"):
-        look_up("a100")
+        find_device("a100")
     with pytest.raises(UsageError, match="v100-16gb, v100-32gb"):
-        look_up("V100")
+        find_device("V100")
 
 
 def test_an_unknown_name_gets_the_closest_and_the_way_to_add_one(own_file: Path) -> None:
     with pytest.raises(UsageError, match=f"closest there are rtx-3090.*{own_file}.*probe-devices"):
-        look_up("rtx-3900")
+        find_device("rtx-3900")
 
 
 @given(st.text(max_size=20))
 def test_any_text_is_found_or_refused(name: str) -> None:
     try:
-        assert look_up(name) in known_devices().values()
+        assert find_device(name) in known_devices().values()
     except UsageError as e:
         assert "device=" in str(e)
 
@@ -132,12 +132,12 @@ def test_any_text_is_found_or_refused(name: str) -> None:
 def test_the_users_devices_go_first(own_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own_file.parent.mkdir()
     own_file.write_text(MINE + MINE.replace("[mine]", "[h100]"))
-    assert look_up("mine").vector_flops == {"float32": 15.1e12}
-    assert look_up("mine").cublas_workspace_bytes == 8_519_680
-    assert look_up("h100").description == "a card"
+    assert find_device("mine").vector_flops == {"float32": 15.1e12}
+    assert find_device("mine").cublas_workspace_bytes == 8_519_680
+    assert find_device("h100").description == "a card"
     assert set(WANTED) < known_devices().keys()
     own_file.write_text(MINE + 'products = ["NVIDIA GeForce RTX 3090"]\n')
-    assert look_up("rtx-3090").name == "rtx-3090"  # a name goes before the product of an own entry
+    assert find_device("rtx-3090").name == "rtx-3090"  # a name goes before the product of an own entry
     monkeypatch.delenv("MEMFIT_DEVICES")
     assert user_file().parts[-2:] == ("memfit", "devices.toml")
 
@@ -173,7 +173,7 @@ def test_errors_name_file_entry_and_attribute(own_file: Path, before: str, after
     own_file.parent.mkdir()
     own_file.write_text(MINE.replace(before, after, 1))
     with pytest.raises(UsageError) as caught:
-        look_up("h100")
+        find_device("h100")
     for word in (str(own_file), *words):
         assert word in str(caught.value)
 
@@ -228,10 +228,10 @@ FLOAT8 = {"rtx-4090", "rtx-5090", "l4", "l40s", "h100", "h100-pcie", "h200", "b2
 
 @pytest.mark.parametrize("device", KNOWN.values(), ids=KNOWN)
 def test_capability_and_listed_rates_agree(device: Device) -> None:
-    assert supports_bfloat16(device) == ("bfloat16" in device.matrix_flops) == (device.name not in OLD)
-    assert supports_tf32(device) == ("tf32" in device.matrix_flops) == (device.name not in OLD | {"mi250x"})
-    assert supports_24_sparsity(device) == (device.name not in OLD | {"mi250x"})
-    assert supports_float8(device) == ("float8" in device.matrix_flops) == (device.name in FLOAT8)
+    assert supports(device, "bfloat16") == ("bfloat16" in device.matrix_flops) == (device.name not in OLD)
+    assert supports(device, "tf32") == ("tf32" in device.matrix_flops) == (device.name not in OLD | {"mi250x"})
+    assert supports(device, "2:4 sparsity") == (device.name not in OLD | {"mi250x"})
+    assert supports(device, "float8") == ("float8" in device.matrix_flops) == (device.name in FLOAT8)
 
 
 @pytest.mark.parametrize("device", KNOWN.values(), ids=KNOWN)
@@ -268,7 +268,7 @@ def test_a_cpu_is_judged_by_what_was_measured() -> None:
     assert "saves memory and time" in advice(fast)[0] and "4.0 times" in advice(fast)[0]
     assert "no time" in advice(slow)[0] and "0.2" in advice(slow)[0]
     assert precisions(slow) == ("32-true", "bf16-mixed")
-    assert not supports_tf32(fast) and not supports_24_sparsity(fast) and not supports_float8(fast)
+    assert not any(supports(fast, unit) for unit in ("tf32", "2:4 sparsity", "float8"))
 
 
 GOOD = '[prices]\na100-80gb = {per_hour = 1.5, currency = "USD", date = 2026-11-01}\n'

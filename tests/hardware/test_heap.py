@@ -12,7 +12,6 @@ import sys
 import pytest
 
 from memfit import hardware
-from memfit.hardware.heap import is_set_by_user, settle
 from tests.covering import some
 
 MIB = 2**20
@@ -118,7 +117,7 @@ def test_a_call_finds_memory_that_was_touched_but_for_blocks_that_are_mapped_ane
 
 
 def test_where_nothing_is_to_be_touched_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware.heap, "_allocation", None)
+    monkeypatch.setattr(ctypes, "CDLL", None)
     with hardware.heap.touched([]), hardware.heap.touched([2**30]):
         pass
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
@@ -138,9 +137,9 @@ def test_the_users_own_setting_stays() -> None:
 def test_the_environment_may_have_settled_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for other in [x for x in os.environ if x.startswith("MALLOC_") or x in ("GLIBC_TUNABLES", "LD_PRELOAD")]:
         monkeypatch.delenv(other)
-    assert not is_set_by_user()
+    assert not hardware.heap.is_set_by_user()
     monkeypatch.setenv(name, "1")
-    assert is_set_by_user()
+    assert hardware.heap.is_set_by_user()
 
 
 @pytest.mark.parametrize("library", ["", "musl"])
@@ -148,5 +147,5 @@ def test_other_c_libraries_are_left_alone(library: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(platform, "libc_ver", lambda: (library, ""))
     monkeypatch.setattr(ctypes, "CDLL", None)  # not even asked
     assert not hardware.heap.return_freed_memory()
-    assert settle(peak_bytes=100, room_bytes=1) is None
+    assert hardware.heap.settle(peak_bytes=100, room_bytes=1) is None
     assert not hardware.heap.keep(peak_bytes=1, room_bytes=100)

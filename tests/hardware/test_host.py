@@ -12,21 +12,13 @@ import torch
 
 from memfit import hardware
 from memfit.errors import UsageError
-from memfit.hardware import host, keep_devices
-from memfit.hardware.measurement import _entry
+from memfit.hardware import cgroup_limit_bytes, devices, find_device, host_name, keep_devices, known_devices
+from tests.hardware.conftest import cgroups
 
 
 @pytest.fixture
 def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder that stands for /sys/fs/cgroup; its file `own` says what group this process is in."""
-
-    class Moved(type(tmp_path)):  # type: ignore[misc]
-        def __new__(cls, *parts: str) -> Path:
-            named = (str(part).replace("/proc/self/cgroup", str(tmp_path / "own")) for part in parts)
-            return Path(*(part.replace("/sys/fs/cgroup", str(tmp_path)) for part in named))
-
-    monkeypatch.setattr(host, "Path", Moved)
-    return tmp_path
+    return cgroups(tmp_path, monkeypatch)
 
 
 def write(folder: Path, **files: str) -> None:
@@ -36,26 +28,26 @@ def write(folder: Path, **files: str) -> None:
 
 
 def test_the_cpu_is_here_and_usable() -> None:
-    device = host.find_device("cpu")
+    device = find_device("cpu")
     assert device.kind == "cpu" and device.description
     assert 0 < device.usable_bytes <= device.memory_bytes == psutil.virtual_memory().total
     assert device.cores == torch.get_num_threads()
-    assert host.devices()[0].name == "cpu"
-    assert re.fullmatch(r"[a-z0-9-]+-\d+cores", host.host_name())
+    assert devices()[0].name == "cpu"
+    assert re.fullmatch(r"[a-z0-9-]+-\d+cores", host_name())
 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:99", "CUDA:1"])
 def test_gpus_that_are_not_here_are_refused_with_what_there_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(UsageError, match="which has cpu.*catalogue") as caught:
-        host.find_device(name)
+        find_device(name)
     assert repr(name) in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["", "nonsense", "cuda:x", "cpu:0"])
 def test_what_is_no_device_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match="not in the catalogue"):
-        host.find_device(name)
+        find_device(name)
 
 
 GIB = 2**30
@@ -66,7 +58,7 @@ RTX_3090 = SimpleNamespace(
 
 def present(monkeypatch: pytest.MonkeyPatch, properties: SimpleNamespace) -> None:
     """Let PyTorch see one GPU with 23.7 GiB, of which 20 are free and one is the allocator's."""
-    monkeypatch.setattr(hardware.accelerators, "current_kind", lambda: "cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (20 * GIB, int(23.7 * GIB)))
@@ -75,9 +67,9 @@ def present(monkeypatch: pytest.MonkeyPatch, properties: SimpleNamespace) -> Non
 
 def test_a_gpu_that_is_here_has_the_catalogues_rates_and_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     present(monkeypatch, RTX_3090)
-    known = host.find_device("rtx-3090")
+    known = find_device("rtx-3090")
     for name in ("cuda", "cuda:0"):
-        gpu = host.find_device(name)
+        gpu = find_device(name)
         assert (gpu.name, gpu.kind, gpu.vendor, gpu.cores) == ("cuda:0", "cuda", "nvidia", 82)
         assert (gpu.memory_bytes, gpu.usable_bytes) == (int(23.7 * GIB), 21 * GIB)
         assert (gpu.matrix_flops, gpu.bandwidth_bytes_per_second) == (known.matrix_flops, 936.2e9)
@@ -87,24 +79,24 @@ def test_a_gpu_that_is_here_has_the_catalogues_rates_and_its_own_memory(monkeypa
 
 def test_a_gpu_of_an_unknown_product_needs_no_rates(monkeypatch: pytest.MonkeyPatch, own_file: Path) -> None:
     present(monkeypatch, SimpleNamespace(**{**vars(RTX_3090), "name": "NVIDIA Mystery"}))
-    gpu = host.devices()[1]
+    gpu = devices()[1]
     assert (gpu.description, gpu.capability, gpu.cache_bytes) == ("NVIDIA Mystery", (8, 6), 6 * 2**20)
     assert (gpu.cublas_workspace_bytes, gpu.bandwidth_bytes_per_second) == (8_519_680, 0)
-    assert host.find_device("cuda") == gpu and gpu.is_here
+    assert find_device("cuda") == gpu and gpu.is_here
 
 
 def test_a_gpu_that_was_probed_is_known(monkeypatch: pytest.MonkeyPatch, own_file: Path) -> None:
     present(monkeypatch, SimpleNamespace(**{**vars(RTX_3090), "name": "NVIDIA Mystery"}))
     rates = {"vector_flops": {"float32": 1e13}, "bandwidth_bytes_per_second": 5e11, "launch_seconds": 4e-6}
-    keep_devices([_entry(host.devices()[1], rates)])
-    gpu = host.find_device("cuda")
+    keep_devices([hardware.entry_of(devices()[1], rates)])
+    gpu = find_device("cuda")
     assert (gpu.name, gpu.bandwidth_bytes_per_second, gpu.usable_bytes) == ("cuda:0", 5e11, 21 * GIB)
 
 
 def test_amds_have_no_compute_capability() -> None:
     properties = SimpleNamespace(name="AMD Instinct MI250X", multi_processor_count=110, major=9, minor=0)
-    gpu = host.present_accelerator(
-        "cuda:3", properties, "amd", 60 * GIB, int(63.98 * GIB), host.known_devices().values()
+    gpu = hardware.present_accelerator(
+        "cuda:3", properties, "amd", 60 * GIB, int(63.98 * GIB), known_devices().values()
     )
     assert (gpu.name, gpu.capability, gpu.matrix_flops["bfloat16"]) == ("cuda:3", None, 191.5e12)
 
@@ -131,7 +123,7 @@ def test_a_control_group_leaves_the_difference(
     cgroup: Path, folder: str, files: dict[str, str], left: int | None
 ) -> None:
     write(cgroup / folder, **files)
-    assert host.cgroup_limit_bytes() == left
+    assert cgroup_limit_bytes() == left
 
 
 @pytest.mark.parametrize(
@@ -149,9 +141,9 @@ def test_the_groups_around_a_job_count_too(root: str, names: tuple[str, str], gr
     for folder, left in (("slurm/job_1", 700), ("", 600), ("slurm", 500)):
         for name, value in zip(names, (1000, 1000 - left), strict=True):
             (cgroup / root / folder / name).write_text(str(value))
-        assert host.cgroup_limit_bytes() == left
+        assert cgroup_limit_bytes() == left
 
 
 def test_the_group_bounds_what_is_usable(cgroup: Path) -> None:
     write(cgroup, memory__max="123456", memory__current="0")
-    assert host.find_device("cpu").usable_bytes == 123456
+    assert find_device("cpu").usable_bytes == 123456

@@ -9,8 +9,18 @@ import msgspec
 import pytest
 import torch
 
+from memfit import hardware
 from memfit.errors import OutputError, UsageError
-from memfit.hardware import host, known_devices, measurement, missing_figures, read
+from memfit.hardware import (
+    entry_of,
+    find_device,
+    host_name,
+    keep_devices,
+    known_devices,
+    measurement,
+    missing_figures,
+    read,
+)
 from memfit.ir import AllocatorSettings, Device
 from tests.hardware.test_catalogue import MINE, SHIPPED
 
@@ -35,15 +45,15 @@ def test_the_figures_are_such_as_a_cpu_has(found: Device) -> None:
     assert 1e-7 < found.launch_seconds < 1e-3
     assert found.cores == torch.get_num_threads()
     assert found.sources["matrix_flops"].startswith("measured by memfit tools probe-devices")
-    assert found.name.startswith(host.host_name())
+    assert found.name.startswith(host_name())
 
 
 def test_what_was_measured_is_what_the_cpu_has_from_then_on(found: Device, own_file: Path) -> None:
-    measurement.keep_devices([msgspec.structs.replace(found, cores=found.cores + 1)])  # with other threads
-    assert host.find_device("cpu").matrix_flops == {} and host.find_device("cpu").bandwidth_bytes_per_second == 0
-    assert measurement.keep_devices([found]) == own_file
+    keep_devices([msgspec.structs.replace(found, cores=found.cores + 1)])  # with other threads
+    assert find_device("cpu").matrix_flops == {} and find_device("cpu").bandwidth_bytes_per_second == 0
+    assert keep_devices([found]) == own_file
     assert known_devices()[found.name] == found
-    cpu = host.find_device("cpu")
+    cpu = find_device("cpu")
     assert cpu.name == "cpu"
     assert (cpu.matrix_flops, cpu.launch_seconds) == (found.matrix_flops, found.launch_seconds)
 
@@ -51,12 +61,12 @@ def test_what_was_measured_is_what_the_cpu_has_from_then_on(found: Device, own_f
 def test_nothing_else_in_the_file_changes(found: Device, own_file: Path) -> None:
     own_file.parent.mkdir()
     own_file.write_text(f"# my devices\n{MINE}# a remark\n")
-    measurement.keep_devices([found])
+    keep_devices([found])
     once = own_file.read_text()
     assert once.startswith(f"# my devices\n{MINE}# a remark\n")
-    measurement.keep_devices([msgspec.structs.replace(found, launch_seconds=1e-6)])
+    keep_devices([msgspec.structs.replace(found, launch_seconds=1e-6)])
     own_file.write_text(own_file.read_text() + "\n# at the end\n" + MINE.replace("[mine]", "[second]"))
-    measurement.keep_devices([found])
+    keep_devices([found])
     text = own_file.read_text()
     assert set(read(own_file)) == {"mine", found.name, "second"}
     assert read(own_file)[found.name] == found
@@ -72,15 +82,15 @@ def test_an_entry_that_no_probe_wrote_and_a_damaged_file_are_left_alone(
     text = text.replace("[mine]", f"[{found.name}]")
     own_file.write_text(text)
     with pytest.raises(UsageError, match=message):
-        measurement.keep_devices([found])
+        keep_devices([found])
     assert own_file.read_text() == text
 
 
 def test_other_files_can_be_written_and_not_every_one(found: Device, own_file: Path, tmp_path: Path) -> None:
-    assert measurement.keep_devices([found], tmp_path / "other.toml") == tmp_path / "other.toml"
+    assert keep_devices([found], tmp_path / "other.toml") == tmp_path / "other.toml"
     assert not own_file.exists()
     with pytest.raises((OutputError, UsageError), match="/dev/null"):
-        measurement.keep_devices([found], Path("/dev/null/devices.toml"))
+        keep_devices([found], Path("/dev/null/devices.toml"))
 
 
 def test_every_device_of_the_catalogue_survives_the_file(tmp_path: Path) -> None:
@@ -90,9 +100,9 @@ def test_every_device_of_the_catalogue_survives_the_file(tmp_path: Path) -> None
         description='quotes " and \\ and ü\n',
         allocator=AllocatorSettings(expandable_segments=True, roundup_power2_divisions=4),
     )
-    measurement.keep_devices([*SHIPPED, odd], tmp_path / "all.toml")
+    keep_devices([*SHIPPED, odd], tmp_path / "all.toml")
     assert list(read(tmp_path / "all.toml").values()) == [*SHIPPED, odd]
-    measurement.keep_devices([odd], tmp_path / "all.toml")
+    keep_devices([odd], tmp_path / "all.toml")
     assert len(read(tmp_path / "all.toml")) == len(SHIPPED) + 1
 
 
@@ -135,13 +145,13 @@ def test_an_accelerator_of_another_kind_is_kept_for_where_it_is(own_file: Path) 
     assert missing_figures(bare) == ["bandwidth_bytes_per_second", "vector_flops.float32"]
     rates = {"float32": 1e13}
     figures = {"matrix_flops": rates, "vector_flops": rates, "bandwidth_bytes_per_second": 4e11}
-    entry = measurement._entry(ARC, {**figures, "launch_seconds": 1e-5})
-    measurement.keep_devices([entry])
+    entry = entry_of(ARC, {**figures, "launch_seconds": 1e-5})
+    keep_devices([entry])
     properties = SimpleNamespace(name="Intel Arc B580", multi_processor_count=20)
-    found = host.present_accelerator("xpu:0", properties, "intel", 10_000, 12_000, known_devices().values())
+    found = hardware.present_accelerator("xpu:0", properties, "intel", 10_000, 12_000, known_devices().values())
     assert (found.name, found.usable_bytes, found.matrix_flops) == ("xpu:0", 10_000, rates)
     with pytest.raises(UsageError, match="'intel-arc-b580' is of kind 'xpu'.*device='xpu'"):
-        host.find_device("intel-arc-b580")
+        find_device("intel-arc-b580")
 
 
 def test_a_gpu_is_an_entry_of_its_product() -> None:
@@ -149,7 +159,7 @@ def test_a_gpu_is_an_entry_of_its_product() -> None:
     gpu = msgspec.structs.replace(ARC, **identity, capability=(8, 9))
     rates = {"float32": 2e13, "tf32": 4e13}
     figures = {"matrix_flops": rates, "vector_flops": {"float32": 2e13}, "bandwidth_bytes_per_second": 4e11}
-    entry = measurement._entry(gpu, {**figures, "launch_seconds": 4e-6})
+    entry = entry_of(gpu, {**figures, "launch_seconds": 4e-6})
     assert (entry.name, entry.products) == ("nvidia-geforce-rtx-4070", ("NVIDIA GeForce RTX 4070",))
     assert (entry.context_bytes, entry.matrix_flops) == (1000, rates)
     assert {"context_bytes", "matrix_flops", "usable_bytes"} <= entry.sources.keys()

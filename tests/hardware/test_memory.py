@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from memfit.errors import CaptureError, MemoryLimitError, NonFiniteError
-from memfit.hardware import allocated, allocated_by_name, out_of_memory
-from memfit.hardware.host import cgroup_oom_kills
-from memfit.hardware.memory import allocated_between
+from memfit.hardware import allocated, allocated_between, allocated_by_name, cgroup_oom_kills, out_of_memory
+from tests.hardware.conftest import cgroups
 
 KIB = 1024
 
@@ -98,7 +97,7 @@ def test_a_free_by_another_thread_is_seen_when_its_address_is_allocated_again(mo
     ]
     results = SimpleNamespace(experimental_event_tree=lambda: nodes, events=list)
     profile = SimpleNamespace(kineto_results=results)
-    monkeypatch.setattr("memfit.hardware.memory._profile", lambda: contextlib.nullcontext(profile))
+    monkeypatch.setattr(torch.autograd.profiler, "profile", lambda **_: contextlib.nullcontext(profile))
     with allocated() as meter:
         pass
     assert (meter.peak_bytes, meter.net_bytes) == (130, 0)
@@ -247,12 +246,12 @@ def test_an_error_raised_from_one_counts_as_it() -> None:
 
 
 def test_a_worker_that_the_control_group_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules[out_of_memory.__module__]
     killed = RuntimeError("DataLoader worker (pid 71) is killed by signal: Killed. ")
     for kills, kind in ((0, None), (2, "control group")):
         (tmp_path / "memory.events").write_text(f"low 0\nhigh 0\nmax 31\noom {kills}\noom_kill {kills}\n")
-        assert cgroup_oom_kills(tmp_path) == kills
-        monkeypatch.setattr(module, "cgroup_oom_kills", lambda: cgroup_oom_kills(tmp_path))
+        cgroups(tmp_path, monkeypatch)
+        assert cgroup_oom_kills() == kills
         found = out_of_memory(killed)
         assert (found and found.kind) == kind
-    assert cgroup_oom_kills(tmp_path / "none") == 0
+    (tmp_path / "memory.events").unlink()
+    assert cgroup_oom_kills() == 0

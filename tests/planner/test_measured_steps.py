@@ -20,7 +20,6 @@ from torch import nn
 
 from memfit.errors import WorkloadError
 from memfit.hardware import find_device
-from memfit.hardware.catalogue import look_up
 from memfit.ir import Levers, Proof
 from memfit.levers import registry
 from memfit.planner import Measure, measured_steps
@@ -307,7 +306,7 @@ def test_plans_are_compared_by_what_all_of_them_ran() -> None:
     assert found.step_seconds == {0: 2.0, 1: 4.0} and found.steps == {0: 3, 1: 1} and not found.are_first_steps
     slow = dataclasses.replace(found, turns=[[Turn(9.0, [1.0])], [Turn(8.0)]])
     assert slow.step_seconds == {0: 9.0, 1: 8.0}
-    assert any("first step" in note for note in notes_of(slow, look_up("rtx-3090")))
+    assert any("first step" in note for note in notes_of(slow, find_device("rtx-3090")))
     assert dataclasses.replace(slow, errors={1: "failed"}).step_seconds == {0: 1.0}
     assert dataclasses.replace(found, turns=[[Turn(9.0, [1.0])], []]).step_seconds == {0: 1.0}
 
@@ -435,7 +434,7 @@ def test_a_busy_machine_is_noticed(share: float, is_busy: bool) -> None:
 def test_where_steps_can_not_be_run_it_is_said_why() -> None:
     cpu = find_device("cpu")
     assert why_not_here(small(), cpu, 1) == ""
-    assert "rtx-3090" in why_not_here(small(), look_up("rtx-3090"), 1)
+    assert "rtx-3090" in why_not_here(small(), find_device("rtx-3090"), 1)
     assert "2 ranks" in why_not_here(small(), cpu, 2)
     with torch.device("meta"):
         model = nn.Linear(4, 4)

@@ -10,8 +10,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-from memfit.cost import roofline
-from memfit.cost.operator_call import KERNELS_BYTES
+from memfit.cost import KERNELS_BYTES, roofline
 from memfit.hardware import find_device
 from memfit.ir import Levers, OptimizerLever, Precision, Region
 from memfit.planner import Captures, capture_levers, predict

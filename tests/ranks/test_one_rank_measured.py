@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from memfit.cost.cpu_costs import measure as measure_operators
+from memfit.cost import measure as measure_operators
 from memfit.hardware import allocated
 from memfit.ir import Precision, Trace, simulate
 from memfit.levers.precision import autocast

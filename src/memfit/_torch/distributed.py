@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from memfit._torch.dispatch import disable_current_modes
-from memfit._torch.replacement import replaced
+from memfit._torch.dispatch import disable_current_modes, replaced
 from memfit._torch.tensors import tree_leaves
 from memfit._torch.versions import SHARDED_LEAVES_ACCUMULATE
 
@@ -121,10 +119,3 @@ def drop_unsharded_gradients(root: Any) -> None:
                     parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
-
-
-def leave() -> None:
-    """End this process at once: threads of gloo that outlive its group abort a process that ends by itself."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)

@@ -37,69 +37,27 @@ _PLAIN = frozenset(
     {int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
 _UNKNOWN: Any = object()
-_aten = torch.ops.aten
-_VIEWS = frozenset(
-    {
-        _aten._unsafe_view.default,
-        _aten.alias.default,
-        _aten.as_strided.default,
-        _aten.detach.default,
-        _aten.expand.default,
-        _aten.permute.default,
-        _aten.select.int,
-        _aten.slice.Tensor,
-        _aten.squeeze.dim,
-        _aten.t.default,
-        _aten.transpose.int,
-        _aten.unsqueeze.default,
-        _aten.view.default,
-    }
+
+
+def _named(names: str) -> frozenset[Any]:
+    """Return operators of ATen by name, with the overload where it is not the default one."""
+    split = (name.partition(".") for name in names.split())
+    return frozenset(getattr(getattr(torch.ops.aten, name), overload or "default") for name, _, overload in split)
+
+
+_VIEWS = _named(
+    "_unsafe_view alias as_strided detach expand permute select.int slice.Tensor squeeze.dim t transpose.int "
+    "unsqueeze view"
 )
 """Views of their first argument, whose own kernels run on tensors without data."""
-_BY_ELEMENT = frozenset(
-    {
-        _aten.add.Tensor,
-        _aten.addcdiv.default,
-        _aten.addcmul.default,
-        _aten.clone.default,
-        _aten.div.Tensor,
-        _aten.exp.default,
-        _aten.gelu.default,
-        _aten.gelu_backward.default,
-        _aten.lerp.Scalar,
-        _aten.mul.Tensor,
-        _aten.neg.default,
-        _aten.ones_like.default,
-        _aten.pow.Tensor_Scalar,
-        _aten.relu.default,
-        _aten.rsqrt.default,
-        _aten.sigmoid.default,
-        _aten.sigmoid_backward.default,
-        _aten.silu.default,
-        _aten.silu_backward.default,
-        _aten.sqrt.default,
-        _aten.sub.Tensor,
-        _aten.tanh.default,
-        _aten.tanh_backward.default,
-        _aten.threshold_backward.default,
-        _aten.zeros_like.default,
-    }
+_BY_ELEMENT = _named(
+    "add.Tensor addcdiv addcmul clone div.Tensor exp gelu gelu_backward lerp.Scalar mul.Tensor neg ones_like "
+    "pow.Tensor_Scalar relu rsqrt sigmoid sigmoid_backward silu silu_backward sqrt sub.Tensor tanh tanh_backward "
+    "threshold_backward zeros_like"
 )
 """Operators that return a tensor like their arguments, where these are alike."""
-_IN_PLACE = frozenset(
-    {
-        _aten.add_.Tensor,
-        _aten.addcdiv_.default,
-        _aten.addcmul_.default,
-        _aten.copy_.default,
-        _aten.div_.Tensor,
-        _aten.fill_.Scalar,
-        _aten.lerp_.Scalar,
-        _aten.mul_.Tensor,
-        _aten.sqrt_.default,
-        _aten.sub_.Tensor,
-        _aten.zero_.default,
-    }
+_IN_PLACE = _named(
+    "add_.Tensor addcdiv_ addcmul_ copy_ div_.Tensor fill_.Scalar lerp_.Scalar mul_.Tensor sqrt_ sub_.Tensor zero_"
 )
 """Operators that write to their first argument, and return it."""
 _REAL_SCALARS = frozenset({int, float, str})

@@ -11,7 +11,7 @@ from torch.nn.modules import batchnorm, dropout, instancenorm
 from torch.nn.modules import module as _module
 from torch.optim import optimizer as _optimizer
 
-from memfit._torch.replacement import replaced_here
+from memfit._torch.dispatch import replaced_here
 
 BatchNormBase = batchnorm._BatchNorm
 DropoutBase = dropout._DropoutNd

@@ -1,4 +1,7 @@
-"""Storages, versions and parts of tensors, and trees of lists, tuples, mappings and registered containers."""
+"""Tensors: their storages, versions, parts and hooks, the state of autograd's engine, and that of accelerators.
+
+Trees are of lists, tuples, mappings and registered containers.
+"""
 
 import functools
 import operator
@@ -7,6 +10,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_is_leaf as tree_is_leaf
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -73,3 +77,69 @@ def rewrapped(tensor: Any, inner: dict[str, torch.Tensor]) -> torch.Tensor:
     whole = {name: inner[name] if name in inner else getattr(tensor, name) for name in names}
     made: torch.Tensor = type(tensor).__tensor_unflatten__(whole, context, tensor.size(), tensor.stride())
     return made
+
+
+# Autograd's engine
+
+# PyTorch's own functions, not wrapped: a wrapper's frame would hold its arguments, and memfit counts references.
+current_autograd_node = torch._C._current_autograd_node
+current_graph_task_id = torch._C._current_graph_task_id
+get_sequence_nr = torch._C._autograd._get_sequence_nr
+profiler_enabled = torch._C._autograd._profiler_enabled
+storage_use_count = torch._C._storage_Use_Count
+
+pop_saved_tensors_default_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+push_saved_tensors_default_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+top_saved_tensors_default_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def forward_ad_level() -> int:
+    """Return the nesting depth of forward-mode derivatives; -1 outside of any."""
+    level: int = forward_ad._current_level
+    return level
+
+
+def sequence_nr_of(node: Any) -> int:
+    """Return the sequence number of an autograd node: the value of `get_sequence_nr` before it was made."""
+    return int(node._sequence_nr())
+
+
+Hooks = tuple[list[Any], list[Any]]
+
+
+def tensor_hooks(tensor: torch.Tensor) -> Hooks:
+    """Return the hooks of a tensor's gradient: those that see it, and those that are called when it is there."""
+    accumulated = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return list((tensor._backward_hooks or {}).values()), list((accumulated or {}).values())
+
+
+def add_tensor_hooks(tensor: torch.Tensor, hooks: Hooks) -> None:
+    """Give a tensor hooks as `tensor_hooks` returns them, unless it has some."""
+    if any(tensor_hooks(tensor)):
+        return
+    for hook in hooks[0]:
+        tensor.register_hook(hook)
+    for hook in hooks[1]:
+        tensor.register_post_accumulate_grad_hook(hook)
+
+
+# Accelerators
+
+
+def take_snapshot(device: torch.device) -> Any:
+    """Return the blocks of PyTorch's allocator on a GPU, and its recorded history."""
+    return torch.cuda.memory._snapshot(device)
+
+
+def is_initialized(kind: str) -> bool:
+    """Tell whether this process has initialized a kind of accelerator, and so has random generators there."""
+    module = torch.get_device_module(kind)
+    if hasattr(module, "is_initialized"):
+        return bool(module.is_initialized())
+    return bool(getattr(module, "_initialized", False))
+
+
+def answer_for_one_device() -> None:
+    """Make PyTorch's own code and Triton's drivers see one GPU, until the process ends."""
+    torch._C._cuda_getDeviceCount = lambda: 1
+    torch._C._cuda_getCurrentRawStream = lambda device: 0  # looked up by Triton's drivers at import

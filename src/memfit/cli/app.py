@@ -40,12 +40,11 @@ from memfit.cli.options import (
 )
 from memfit.cli.output import err, note, out, print_json, show, stage, stages, tell, tell_written
 from memfit.errors import MemfitError, UsageError, VerificationError
-from memfit.foundations import has_module, parse_budget, read_budget, users_frames
+from memfit.foundations import __version__, has_module, parse_budget, read_budget, users_frames
 from memfit.hardware import check_device, find_device, free_bytes
 from memfit.planner import MICROBATCH_HELP, EstimateOptions, FleetOptions, PlanOptions
 from memfit.ranks import launched_rank
 from memfit.training import RunOptions
-from memfit.version import __version__
 
 if TYPE_CHECKING:
     from memfit.ir import Device, Plan

@@ -18,7 +18,7 @@ from memfit._torch import (
     inductor_config,
 )
 from memfit.compiled.joint_rewriter import KERNEL
-from memfit.version import __version__
+from memfit.foundations import __version__
 
 _SETTINGS: dict[str, Any] = {
     # Inductor keeps buffers for later ones of the same size, each by an estimate of the peak that does not count the

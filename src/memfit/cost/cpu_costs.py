@@ -25,11 +25,10 @@ import psutil
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from memfit import hardware, ir
+from memfit import hardware
 from memfit._torch import EagerMode, profiler_enabled, storage_key, tree_leaves
 from memfit.cost.error_bars import calibration
-from memfit.cost.links import fixed_source
-from memfit.errors import OutputError, PlanError
+from memfit.cost.links import fixed_source, keep, kept
 from memfit.foundations import Progress, StageProgress, safe_point, silent
 from memfit.hardware import allocated_by_name, cache_folder, host_name
 from memfit.ir import CostTable, OpCost, Trace, is_unmeasurable, share_on_paper, simulate
@@ -82,7 +81,7 @@ def calibrate(traces: Iterable[Trace], progress: StageProgress | None = None) ->
     The error bar is wider where an operator could not be run, so that its workspace is unknown.
     """
     path = cache_path()
-    table = _read(path) or _with_overheads(
+    table = kept(path, CostTable) or _with_overheads(
         CostTable(
             device=host_name(),
             torch_version=str(torch.__version__),
@@ -113,8 +112,7 @@ def calibrate(traces: Iterable[Trace], progress: StageProgress | None = None) ->
         table = msgspec.structs.replace(table, ops={**table.ops, **measure(missing, progress, uses, others)})
         if is_new and checks:  # a program that took a processor during the one measurement may have stopped by now
             table = _with_overheads(table, again=True)
-        with contextlib.suppress(OutputError):  # without a cache, the next run measures again
-            ir.codec.write_atomic(path, ir.codec.encode(table))
+        keep(path, table)
     return msgspec.structs.replace(table, peak_error=_peak_error(table, traces))
 
 
@@ -155,7 +153,7 @@ def _largest(table: CostTable, uses: Mapping[str, int]) -> dict[str, float]:
 
 def known_workspace_bytes() -> dict[str, int]:
     """Return the cached workspaces of calls on this machine's CPU, by signature."""
-    table = _read(cache_path())
+    table = kept(cache_path(), CostTable)
     ops = table.ops if table is not None else {}
     return {text: cost.workspace_bytes for text, cost in ops.items() if cost.workspace_bytes}
 
@@ -167,13 +165,6 @@ def cache_path() -> Path:
         machine += "-kept"
     source = fixed_source()  # in a file of its own: processes with a clock write to the other one
     return cache_folder() / f"costs{_MEASURING if source is None else f'-{source.name}'}-{machine}.json"
-
-
-def _read(path: Path) -> CostTable | None:
-    """Return the costs in the cache; None without any, and where they are damaged or of another version."""
-    with contextlib.suppress(PlanError):
-        return ir.codec.read(path, CostTable) if path.exists() else None
-    return None
 
 
 _seen: dict[Path, set[str]] = {}  # the calls that this process has measured or checked, by the cache's path
@@ -219,7 +210,7 @@ def _timed_again(calls: Sequence[str], table: CostTable, evicting: torch.Tensor,
 
 def reference_call() -> tuple[str, float] | None:
     """Return a large call that this process timed or checked, and its seconds; None where there is none."""
-    table = _read(cache_path())
+    table = kept(cache_path(), CostTable)
     if table is None:
         return None
     known = {s: table.ops[s] for s in _seen.get(cache_path(), ()) if s in table.ops}
@@ -272,7 +263,7 @@ def measure(
     known = known or {}
     times = {text: 1 if uses is None else uses.get(text, 1) for text in [*signatures, *known]}
     with torch.random.fork_rng(devices=[]):
-        first = _first_runs(signatures, progress)
+        first = first_runs(signatures, progress)
         if (source := fixed_source()) is not None:
             if progress is not None:
                 progress(2 * len(signatures), 2 * len(signatures))
@@ -391,11 +382,11 @@ def with_workspaces(table: CostTable, traces: Iterable[Trace]) -> CostTable:
     """Return costs with the workspaces of the operators of some traces; new calls run once, and get no time."""
     missing = [s for s in dict.fromkeys(s for trace in traces for s in trace.signatures) if s not in table.ops]
     with torch.random.fork_rng(devices=[]):
-        workspaces = {text: OpCost(0.0, run.workspace_bytes, False) for text, run in _first_runs(missing).items()}
+        workspaces = {text: OpCost(0.0, run.workspace_bytes, False) for text, run in first_runs(missing).items()}
     return msgspec.structs.replace(table, ops={**table.ops, **workspaces})
 
 
-def _first_runs(signatures: list[str], progress: StageProgress | None = None) -> dict[str, _FirstRun]:
+def first_runs(signatures: list[str], progress: StageProgress | None = None) -> dict[str, _FirstRun]:
     """Run calls once; return the time and workspace of each. Calls that can't be run are left out."""
     if profiler_enabled():  # the user's: PyTorch has one at a time. That process has PyTorch's operators only
         there = functools.partial(_first_runs_there, torch.get_num_threads(), signatures)
@@ -424,7 +415,7 @@ def _first_runs(signatures: list[str], progress: StageProgress | None = None) ->
 
 def _first_runs_there(threads: int, signatures: list[str], progress: Progress) -> dict[str, _FirstRun]:
     torch.set_num_threads(threads)
-    return _first_runs(signatures)
+    return first_runs(signatures)
 
 
 def storages_of(values: Any) -> list[torch.UntypedStorage]:

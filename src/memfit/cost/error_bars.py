@@ -17,13 +17,15 @@ found, and not the vendor, holds for its own product only. Where nothing was mea
 from __future__ import annotations
 
 import functools
-import importlib.resources
 import re
+from pathlib import Path
 
 import msgspec
 
 from memfit import ir
 from memfit.ir import Device
+
+_FOLDER = Path(__file__).parent
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,8 +66,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 @functools.cache
 def calibration() -> Calibration:
     """Return the calibration of this version, made by `python -m benchmarks.calibration`."""
-    file = importlib.resources.files("memfit.cost") / "calibration.json"
-    return ir.codec.decode(file.read_bytes(), Calibration, source=str(file))
+    return ir.codec.read(_FOLDER / "calibration.json", Calibration)
 
 
 class CardMeasurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,27 +111,24 @@ class CardMeasurements(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 @functools.cache
 def card_measurements() -> CardMeasurements:
     """Return the measurements of this version, made by `python -m benchmarks.gpu`."""
-    file = importlib.resources.files("memfit.cost") / "card_measurements.json"
-    return ir.codec.decode(file.read_bytes(), CardMeasurements, source=str(file))
+    return ir.codec.read(_FOLDER / "card_measurements.json", CardMeasurements)
 
 
 def measured_like(device: Device) -> CardMeasurement | None:
     """Return what was measured on a device of the same product, or else family; None where nothing was."""
     cards = card_measurements().cards
-    names = [*(_product(device.vendor, product) for product in (device.description, *device.products)), family(device)]
+    names = [*(_product(device, product) for product in (device.description, *device.products)), _family(device)]
     return next((cards[name] for name in names if name in cards), None)
 
 
 def key_of(device: Device, *, probed: bool) -> str:
     """Return the name of a device's measurements: its product, where its figures are those of a probe."""
-    of_family = family(device)
-    return of_family if of_family and not probed else _product(device.vendor, device.description)
+    return (not probed and _family(device)) or _product(device, device.description)
 
 
-def family(device: Device) -> str:
-    """Return a device's vendor and compute capability; "" where it has none."""
+def _family(device: Device) -> str:
     return "" if device.capability is None else f"{device.vendor}-{device.capability[0]}.{device.capability[1]}"
 
 
-def _product(vendor: str, product: str) -> str:
-    return f"{vendor} {re.sub(r'[^a-z0-9]+', '-', product.lower()).strip('-')}"
+def _product(device: Device, product: str) -> str:
+    return f"{device.vendor} {re.sub(r'[^a-z0-9]+', '-', product.lower()).strip('-')}"

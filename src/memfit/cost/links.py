@@ -1,4 +1,4 @@
-"""Where costs come from that a clock tells, or a link: measured here, from the catalogue, or fixed.
+"""Where costs come from that a clock tells, or a link: measured here, kept in a file, from the catalogue, or fixed.
 
 Links between ranks are measured among processes of this machine, or from the catalogue. A `CostSource` fixes them, and
 what operators take, so that no clock is in the costs.
@@ -14,14 +14,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
 
 from memfit import ir
-from memfit._torch import leave
-from memfit.cost.modelled_costs import figures
-from memfit.errors import CaptureError, OutputError
+from memfit.cost.operator_call import figures
+from memfit.errors import CaptureError, OutputError, PlanError
 from memfit.hardware import cache_folder
 from memfit.ir import (
     COPIES,
@@ -43,6 +44,20 @@ _LARGE_BYTES, _SMALL_BYTES = 8 * 2**20, 2**10
 _REPEATS = 7
 _MOST_SECONDS = 120
 _MOST_PROBED = 4  # ranks of one machine that are probed; more share its processors alike
+T = TypeVar("T")
+
+
+def kept(path: Path, kind: type[T]) -> T | None:
+    """Return the record in a file of the cache; None where it is missing, damaged, or of another version."""
+    with contextlib.suppress(PlanError):
+        return ir.codec.read(path, kind) if path.exists() else None
+    return None
+
+
+def keep(path: Path, record: msgspec.Struct) -> None:
+    """Write a record to the cache, if that can be written: without one, the next run measures again."""
+    with contextlib.suppress(OutputError):
+        ir.codec.write_atomic(path, ir.codec.encode(record))
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -230,7 +245,7 @@ def _as_rank() -> None:
     if os.environ["RANK"] == "0":
         sys.stdout.write(msgspec.json.encode(found).decode())
         sys.stdout.flush()
-    leave()
+    os._exit(0)  # or threads of gloo that outlive the group abort a process that ends by itself
 
 
 def _median_seconds(call: Callable[[], object]) -> float:

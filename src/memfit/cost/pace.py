@@ -7,7 +7,7 @@ which can't see it: only an operator's time tells.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from memfit.cost import cpu_costs
@@ -25,17 +25,24 @@ _UNDISTURBED = 0.9
 
 
 class Pace:
-    """Times a large operator between steps, one that this process timed or checked before; none where there is none."""
+    """Times a large operator between steps, one that this process timed or checked before; none where there is none.
 
-    def __init__(self) -> None:
-        self._call = cpu_costs.reference_call()
+    Args:
+        call: An operator's call and its earlier seconds, in the place of that one.
+        clock: Tells what a call takes, by its text and about how long that was.
+    """
+
+    def __init__(
+        self, call: tuple[str, float] | None = None, clock: Callable[[str, float], float] = cpu_costs.seconds_now
+    ) -> None:
+        self._call, self._clock = call or cpu_costs.reference_call(), clock
         self._seconds: list[float] = []
 
     def read(self) -> float:
         """Time the operator; return the time as a multiple of its earlier one, 1 without an operator."""
         if self._call is None:
             return 1.0
-        self._seconds.append(cpu_costs.seconds_now(*self._call))
+        self._seconds.append(self._clock(*self._call))
         return self._seconds[-1] / self._call[1]
 
     @property

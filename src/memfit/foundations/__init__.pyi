@@ -29,6 +29,7 @@ from .units import parse_budget as parse_budget
 from .units import parse_hours as parse_hours
 from .units import read_budget as read_budget
 from .units import silent as silent
+from .version import __version__ as __version__
 from .words import FIELDS as FIELDS
 from .words import HOW as HOW
 from .words import LOOP as LOOP

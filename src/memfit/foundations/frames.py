@@ -23,23 +23,11 @@ from memfit.errors import MemfitError
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _T = TypeVar("_T")
-VARIABLE = "MEMFIT_TRACEBACK"
-"""The environment variable by which "full" leaves tracebacks whole."""
 _MOST = 8
 _HOME = f"{Path(__file__).parents[1]}{os.sep}"
-_BETWEEN = tuple(
-    os.path.join(*parts)
-    for parts in [
-        ("_torch",),
-        ("capture",),
-        ("hardware", "attention.py"),
-        ("hardware", "fake_cuda.py"),
-        ("ir",),
-        ("workload", "signatures.py"),
-    ]
-)
+_BETWEEN = ("_torch", "capture", "hardware/fake_cuda.py", "ir", "workload/signatures.py")
 """Rooms and modules of memfit whose code runs between a step and PyTorch."""
-_STANDING_IN = (os.path.join("capture", "value_reads.py"),)
+_STANDING_IN = ("capture/value_reads.py",)
 """Those that stand in for functions of PyTorch, and raise what these do."""
 
 
@@ -75,7 +63,8 @@ def memfits_place(error: BaseException) -> str:
         if path.startswith("<") or (path.startswith(python) and not path.startswith((*packages, _HOME))):
             continue
         within = path.removeprefix(_HOME)
-        is_ours = within != path and within.startswith(_BETWEEN) and within not in _STANDING_IN
+        posix = within.replace(os.sep, "/")
+        is_ours = within != path and posix.startswith(_BETWEEN) and posix not in _STANDING_IN
         return f"memfit/{within}:{frame.lineno}" if is_ours else ""
     return ""
 
@@ -89,7 +78,11 @@ def frames_text(error: BaseException) -> str:
     if carried is not None:
         return str(carried)
     frames = users_frames(error)
-    lines = [f"  {_short(f.filename)}:{f.lineno} in {f.name}\n    {f.line}" for f in frames]
+    lines = []
+    for frame in frames:
+        path = Path(frame.filename)
+        place = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else frame.filename
+        lines.append(f"  {place}:{frame.lineno} in {frame.name}\n    {frame.line}")
     if len(lines) > _MOST:
         left_out = len(lines) - _MOST
         lines[_MOST // 2 : -_MOST // 2] = [f"  ... {left_out} more"]
@@ -147,14 +140,8 @@ def is_users(filename: str) -> bool:
     if filename.startswith("<"):  # Python's import machinery, and code that has no file
         return False
     ours, packages, python = _known_folders()
-    if filename.startswith(ours):
-        return False
-    return filename.startswith(packages) or not filename.startswith(python)  # packages lie within Python's own folder
-
-
-def _short(filename: str) -> str:
-    path, here = Path(filename), Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else filename
+    is_python = filename.startswith(python) and not filename.startswith(packages)  # which lie within Python's folder
+    return not filename.startswith(ours) and not is_python
 
 
 def public(
@@ -172,7 +159,7 @@ def public(
                 check(args, kwargs)
             return function(*args, **kwargs)
         except Exception as e:
-            if not is_called_by_memfit() and os.environ.get(VARIABLE) != "full":
+            if not is_called_by_memfit() and os.environ.get("MEMFIT_TRACEBACK") != "full":
                 trim(e)
             raise  # by itself, which adds no frame
 
@@ -208,8 +195,12 @@ def trim(error: BaseException) -> None:
         seen.add(id(cause))
         if any(is_memfits(entry.tb_frame.f_code.co_filename) for entry in _entries(cause.__traceback__)):
             rest = _users(cause.__traceback__, isinstance(cause, MemfitError))
-            if rest is None:
-                _link(link, _next(cause))
+            if rest is None:  # Python shows the one before it above `link`, or none
+                before = _next(cause)
+                if before is None or link.__cause__ is not None:
+                    link.__cause__ = before
+                else:
+                    link.__context__ = before
                 continue
             cause.__traceback__ = rest
         link = cause
@@ -218,14 +209,6 @@ def trim(error: BaseException) -> None:
 def _next(error: BaseException) -> BaseException | None:
     """Return the error that Python shows above another one."""
     return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-
-
-def _link(error: BaseException, cause: BaseException | None) -> None:
-    """Have Python show another error above an error, or none."""
-    if cause is None or error.__cause__ is not None:
-        error.__cause__ = cause
-    else:
-        error.__context__ = cause
 
 
 def _entries(entry: TracebackType | None) -> list[TracebackType]:

@@ -101,14 +101,7 @@ class HeldSignals:
 
 
 _held: HeldSignals | None = None  # of the main thread, the only one in which Python runs handlers
-
-
-def _forget() -> None:
-    global _held
-    _held = None
-
-
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=lambda: globals().update(_held=None))
 
 
 @contextlib.contextmanager

@@ -46,11 +46,7 @@ class Budget:
     argument: str
 
     def nbytes(self, *, device_bytes: int | None = None, plain_bytes: int | None = None) -> int:
-        """Return the budget in bytes: a share is one of the device's usable memory, or of the plain step's peak.
-
-        Raises:
-            BudgetError: The base of a share is not given, or the share is less than a byte.
-        """
+        """Return the budget in bytes: a share is one of the device's usable memory, or of the plain step's peak."""
         whole = {"": 1, "device": device_bytes, "plain": plain_bytes}[self.of]
         if whole is None:
             raise BudgetError(f"{self.argument}={self.said!r} is a share of an amount that is unknown here: give bytes")
@@ -73,8 +69,7 @@ def read_budget(
     Args:
         budget: Bytes, or a string with a unit ("24GiB", "22 GB", "512M"), or a share of the device ("90%") or of the
             plain step's peak ("0.5x"). "G" is "GiB" (2^30 bytes), as in Docker and Slurm; "GB" is 10^9 bytes.
-        of_device: Whether shares of the device are allowed.
-        of_plain: Whether shares of the plain step's peak are allowed.
+        of_device, of_plain: Whether shares of the device, and of the plain step's peak, are allowed.
 
     Raises:
         BudgetError: It can't be parsed, is not above 0, is below 1000 without a unit, or is a share not allowed.
@@ -116,11 +111,7 @@ def read_budget(
 
 
 def parse_budget(budget: int | float | str, device_bytes: int | None, argument: str = "budget") -> int:
-    """Return the bytes of a budget that is no share of a plain step, nor of a device without `device_bytes`.
-
-    Raises:
-        BudgetError: The budget can't be parsed, or is not above 0.
-    """
+    """Return the bytes of a budget that is no share of a plain step, nor of a device without `device_bytes`."""
     parsed = read_budget(budget, argument, of_device=device_bytes is not None, of_plain=False)
     return parsed.nbytes(device_bytes=device_bytes)
 
@@ -142,11 +133,7 @@ _DURATION = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|min|h|d)\s*")
 
 
 def parse_hours(duration: float | str, argument: str) -> float:
-    """Return a duration in hours, from hours or from a string with a unit ("24h", "3d", "90min").
-
-    Raises:
-        UsageError: It is no duration above 0.
-    """
+    """Return a duration in hours (> 0), from hours or from a string with a unit ("24h", "3d", "90min")."""
     match = _DURATION.fullmatch(duration) if isinstance(duration, str) else None
     hours = float(match[1]) * _HOURS[match[2]] if match else duration
     if isinstance(hours, str | bool) or not isinstance(hours, int | float) or not 0 < hours < math.inf:

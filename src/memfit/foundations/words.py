@@ -124,9 +124,6 @@ def parts_of(name: str, noun: str = "workload", how: str = HOW) -> tuple[str, st
     """Return the file or module that a name has, and the function; nothing is imported.
 
     Errors say what the function is for (`noun`), and how it is named.
-
-    Raises:
-        WorkloadError: The name has another form, or there is no such file or module.
     """
     place, separator, function = name.rpartition(":")
     if not separator or not place or not function:

@@ -61,24 +61,22 @@ def reset_peaks(device: torch.device) -> None:
 
 def allocated_bytes(device: torch.device) -> int:
     """Return the bytes that tensors hold on a device; 0 where its allocator does not count."""
-    module = _module(device)
-    if device.type == "mps":
-        return int(module.current_allocated_memory())
-    return int(module.memory_allocated(device)) if hasattr(module, "memory_allocated") else 0
+    return _counted(device, "current_allocated_memory" if device.type == "mps" else "memory_allocated")
 
 
 def reserved_bytes(device: torch.device) -> int:
     """Return the bytes that a device's allocator has reserved; 0 where it does not count."""
-    module = _module(device)
-    if device.type == "mps":
-        return int(module.driver_allocated_memory())
-    return int(module.memory_reserved(device)) if hasattr(module, "memory_reserved") else 0
+    return _counted(device, "driver_allocated_memory" if device.type == "mps" else "memory_reserved")
+
+
+def _counted(device: torch.device, name: str) -> int:
+    count = getattr(_module(device), name, None)
+    return 0 if count is None else int(count(*_index(device)))
 
 
 def held_bytes() -> int:
     """Return the bytes that tensors hold on all accelerators that this process has used."""
-    kind = used_kind()
-    return 0 if kind is None else sum(allocated_bytes(device) for device in _devices(kind))
+    return sum(allocated_bytes(device) for device in _devices(used_kind()))
 
 
 def cached_bytes(device: torch.device) -> int:
@@ -117,11 +115,7 @@ def pins_memory(kind: str) -> bool:
 
 
 def memory_info(device: torch.device) -> tuple[int, int]:
-    """Return a device's free and total bytes.
-
-    Raises:
-        UsageError: PyTorch can't tell for this kind.
-    """
+    """Return a device's free and total bytes; raise UsageError where PyTorch can't tell."""
     module = _module(device)
     if device.type == "mps":  # memory is the host's: what Metal recommends to take of it
         total = int(module.recommended_max_memory())
@@ -135,11 +129,7 @@ def memory_info(device: torch.device) -> tuple[int, int]:
 
 
 class MemoryFraction:
-    """The share of a device's memory that PyTorch's allocator may take.
-
-    Raises:
-        UsageError: PyTorch can't limit a device of this kind.
-    """
+    """The share of a device's memory that PyTorch's allocator may take; UsageError where it can't be limited."""
 
     def __init__(self, device: torch.device) -> None:
         self._module, self.device = _module(device), device
@@ -204,9 +194,9 @@ def _module(device: torch.device) -> Any:
     return None if device.type in ("cpu", "meta") else torch.get_device_module(device)
 
 
-def _devices(kind: str) -> list[torch.device]:
-    count: Callable[[], int] = torch.get_device_module(kind).device_count
-    return [torch.device(kind, index) for index in range(count())]
+def _devices(kind: str | None) -> list[torch.device]:
+    count: int = 0 if kind is None else torch.get_device_module(kind).device_count()
+    return [torch.device(str(kind), index) for index in range(count)]
 
 
 def _index(device: torch.device) -> tuple[torch.device, ...]:

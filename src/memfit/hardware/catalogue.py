@@ -9,9 +9,8 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import platformdirs
@@ -37,36 +36,24 @@ def user_file() -> Path:
 
 
 def known_devices() -> dict[str, Device]:
-    """Return all devices by name, the user's before memfit's own.
-
-    Raises:
-        UsageError: The user's file can't be read, or has an invalid entry.
-    """
+    """Return all devices by name, the user's before memfit's own. Raise UsageError where the user's are invalid."""
     own = read(user_file())
     return own | {name: device for name, device in _shipped().items() if name not in own}
 
 
 @functools.cache
 def _shipped() -> dict[str, Device]:
-    text = resources.files("memfit.hardware").joinpath("catalogue.toml").read_text(encoding="utf-8")
-    return parse(text, "catalogue.toml")
+    path = Path(__file__).with_name("catalogue.toml")
+    return parse(path.read_text(encoding="utf-8"), path.name)
 
 
 def read(path: Path) -> dict[str, Device]:
-    """Return the devices in a file; none if it is missing.
-
-    Raises:
-        UsageError: The file can't be read, or has an invalid entry.
-    """
+    """Return the devices in a file; none if it is missing. Raise UsageError where it has an invalid entry."""
     return parse(read_text(path), str(path))
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file of devices; empty if it is missing.
-
-    Raises:
-        UsageError: The file can't be read.
-    """
+    """Return the text of a file of devices; empty if it is missing."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -76,11 +63,7 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, source: str) -> dict[str, Device]:
-    """Return the devices in TOML, by name: one table for each, with the attributes of `Device`.
-
-    Raises:
-        UsageError: The text is not TOML, or an entry is not a device; the message names the entry and the attribute.
-    """
+    """Return the devices in TOML, by name: one table for each, with the attributes of `Device`."""
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
@@ -99,9 +82,8 @@ def _device(name: str, table: Any, source: str) -> Device:
         raise UsageError(f"{source}, entry [{name}]: {problem}") from e
     if "cublas_workspace_bytes" in table or device.kind == "cpu":
         return device
-    return msgspec.structs.replace(
-        device, cublas_workspace_bytes=cublas_workspace_bytes(device.vendor, device.capability)
-    )
+    nbytes = cublas_workspace_bytes(device.vendor, device.capability)
+    return msgspec.structs.replace(device, cublas_workspace_bytes=nbytes)
 
 
 def _check(device: Device) -> None:
@@ -152,11 +134,7 @@ def cublas_workspace_bytes(vendor: Vendor, capability: tuple[int, int] | None) -
 
 
 def look_up(name: str) -> Device:
-    """Return a device of the catalogue by its name, in any case, or by its product's ("RTX 3090", "3090").
-
-    Raises:
-        UsageError: No device, or more than one, has that name.
-    """
+    """Return a device of the catalogue by its name, in any case, or by its product's ("RTX 3090", "3090")."""
     devices = known_devices()
     wanted = _squash(name)
     for is_product in (False, True):  # a name goes before another entry's product
@@ -173,20 +151,16 @@ def look_up(name: str) -> Device:
     by_squashed = {_squash(entry): entry for entry in devices}
     closest = difflib.get_close_matches(wanted, by_squashed, n=_SUGGESTIONS, cutoff=0.5)
     near = f"; the closest there are {', '.join(by_squashed[each] for each in closest)}" if closest else ""
-    raise UsageError(f"device={name!r} is not in the catalogue{near}. {how_to_add()}")
+    raise UsageError(
+        f"device={name!r} is not in the catalogue{near}. `memfit devices` lists the catalogue. To add a device, write a"
+        f" table of its figures to {user_file()} (see docs/reference/devices.md), or run `memfit tools probe-devices`"
+        " on a machine that has it"
+    )
 
 
 def _squash(name: str) -> str:
     """Return a name without vendor, case and punctuation."""
     return _VENDOR_WORDS.sub("", re.sub(r"[^a-z0-9]", "", name.lower()))
-
-
-def how_to_add() -> str:
-    """Return instructions to add a missing device."""
-    return (
-        "`memfit devices` lists the catalogue. To add a device, write a table of its figures to"
-        f" {user_file()} (see docs/reference/devices.md), or run `memfit tools probe-devices` on a machine that has it"
-    )
 
 
 def match(product: str, memory_bytes: int, known: Iterable[Device], kind: str = "cuda") -> Device | None:
@@ -233,36 +207,24 @@ def read_prices(path: str | Path) -> dict[str, CardPrice]:
 _ARCHITECTURES = {(7, 0): "Volta", (7, 2): "Volta", (7, 5): "Turing"}
 
 
-def supports_bfloat16(device: Device) -> bool:
-    """Return whether a device multiplies bfloat16 in hardware (NVIDIA from Ampere on, CDNA), or as a CPU at all."""
-    return device.kind == "cpu" or _has(device, (8, 0), "bfloat16")
+_SINCE = {"bfloat16": (8, 0), "tf32": (8, 0), "2:4 sparsity": (8, 0), "float8": (8, 9)}
+"""The compute capability that brought a unit to NVIDIA's: Ampere's, or Ada's."""
 
 
-def supports_tf32(device: Device) -> bool:
-    """Return whether a device multiplies float32 in TF32: NVIDIA from Ampere on, and CDNA 3."""
-    return _has(device, (8, 0), "tf32")
+def supports(device: Device, unit: Literal["bfloat16", "tf32", "2:4 sparsity", "float8"]) -> bool:
+    """Tell whether a device multiplies in a unit: by compute capability on NVIDIA, by its listed rate on AMD.
 
-
-def supports_24_sparsity(device: Device) -> bool:
-    """Return whether a device skips the zeros of 2:4 sparsity: NVIDIA from Ampere on, and CDNA 3."""
-    return _has(device, (8, 0), "float8")  # CDNA 3 brought both
-
-
-def supports_float8(device: Device) -> bool:
-    """Return whether a device multiplies float8: NVIDIA from Ada and Hopper on, and CDNA 3."""
-    return _has(device, (8, 9), "float8")
-
-
-def _has(device: Device, since: tuple[int, int], dtype: str) -> bool:
-    """Return whether a device has a unit: by compute capability on NVIDIA, by its listed rate on others."""
+    CDNA 3 brought 2:4 sparsity together with float8. A CPU multiplies bfloat16, at whatever rate.
+    """
     if device.vendor == "nvidia":
-        return device.capability is not None and device.capability >= since
-    return device.vendor == "amd" and dtype in device.matrix_flops
+        return device.capability is not None and device.capability >= _SINCE[unit]
+    rate = "float8" if unit == "2:4 sparsity" else unit
+    return (device.vendor == "amd" and rate in device.matrix_flops) or (device.kind, unit) == ("cpu", "bfloat16")
 
 
 def precisions(device: Device) -> tuple[Precision, ...]:
     """Return the useful precisions of a device: 16-mixed only without bfloat16."""
-    return ("32-true", "bf16-mixed") if supports_bfloat16(device) else ("32-true", "16-mixed")
+    return ("32-true", "bf16-mixed") if supports(device, "bfloat16") else ("32-true", "16-mixed")
 
 
 def advice(device: Device) -> list[str]:
@@ -279,7 +241,7 @@ def advice(device: Device) -> list[str]:
         return [f"bf16-mixed saves memory but no time: bfloat16 products ran at {ratio:.2g} of float32's rate."]
     if device.kind != "cuda":  # of whose units nothing is known here
         return []
-    if supports_bfloat16(device):
+    if supports(device, "bfloat16"):
         found = [f"Use bf16-mixed{_speed(device, 'bfloat16')}; it needs no loss scaling, as 16-mixed does."]
     else:
         architecture = _ARCHITECTURES.get(device.capability or (0, 0), "It")
@@ -287,7 +249,7 @@ def advice(device: Device) -> list[str]:
             f"Use 16-mixed, which scales the loss{_speed(device, 'float16')}. {architecture} has no bfloat16 units:"
             " torch.cuda.is_bf16_supported() says yes because PyTorch emulates them, slowly."
         ]
-    if supports_tf32(device):
+    if supports(device, "tf32"):
         needs = ", if HIPBLASLT_ALLOW_TF32=1 is set" if device.vendor == "amd" else ""
         found.append(
             f"torch.set_float32_matmul_precision('high') runs float32 products as TF32{_speed(device, 'tf32')},"
@@ -297,12 +259,12 @@ def advice(device: Device) -> list[str]:
         found.append(f"It has no TF32; float32 products run on matrix units as they are{_speed(device, 'float32')}.")
     else:
         found.append("It has no TF32: float32 products run without matrix units.")
-    if supports_24_sparsity(device):
+    if supports(device, "2:4 sparsity"):
         found.append(
             "2:4 sparsity (torch.sparse.to_sparse_semi_structured) can double the rate of products; it prunes the"
             " model."
         )
-    if supports_float8(device):
+    if supports(device, "float8"):
         rate = _speed(device, "float8")
         found.append(f"It has float8 products (torchao.float8){rate}; they change the numbers the most.")
     return found

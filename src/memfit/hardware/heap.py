@@ -23,12 +23,10 @@ if TYPE_CHECKING:
     import torch
 
 _is_kept = False
-THRESHOLD_BYTES = 2**20
-VARIABLE = "MALLOC_MMAP_THRESHOLD_"
-"""The environment variable that sets the threshold before a process starts."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _MOST_BYTES = 2**25 - 2**18  # of a block of the heap: glibc raises its threshold to 32 MiB at most
 _BESIDE_BYTES = 2**17  # for each block: its alignment, and small blocks that come to lie in between
+_VOID = ctypes.c_void_p
 _NEVER = -1  # no free end of the heap is large enough to be returned
 _MOST_KEPT = 4.0  # ratio of the heap to tensors: chosen, well above the 2.5 that `benchmarks.resident` measured
 
@@ -37,31 +35,26 @@ def settle(peak_bytes: int, room_bytes: int) -> str | None:
     """Make the C library keep freed memory for the next step, or return it at once where it could outgrow the room.
 
     It changes the whole process, but returns no memory that the heap already has: call it where memfit owns the
-    process, before any large allocation.
-
-    Returns:
-        A message for the user where memory is returned; None where it is kept, where the C library is not glibc, or
-        where the user has set options of malloc.
+    process, before any large allocation. A message for the user is returned where memory is: not where it is kept,
+    where the C library is not glibc, or where the user has set options of malloc.
     """
-    if has_room(peak_bytes, room_bytes):
-        keep(peak_bytes, room_bytes)
+    if keep(peak_bytes, room_bytes) or _has_room(peak_bytes, room_bytes):
         return None
     if is_set_by_user() or not return_freed_memory():
         return None
     return (
         f"The C library returns freed memory to the system at once, because the plan needs {format_bytes(peak_bytes)}"
-        f" of {format_bytes(room_bytes)}. Steps take longer, 60 % in a measured one. To change it, set {VARIABLE} in"
-        " the environment."
+        f" of {format_bytes(room_bytes)}. Steps take longer, 60 % in a measured one. To change it, set"
+        " MALLOC_MMAP_THRESHOLD_ in the environment."
     )
 
 
 def keep(peak_bytes: int, room_bytes: int) -> bool:
     """Make the C library keep freed memory for the next step, where there is ample room; tell whether it does now."""
-    return has_room(peak_bytes, room_bytes) and not is_set_by_user() and keep_freed_memory()
+    return _has_room(peak_bytes, room_bytes) and not is_set_by_user() and keep_freed_memory()
 
 
-def has_room(peak_bytes: int, room_bytes: int) -> bool:
-    """Tell whether a process whose tensors have some peak could keep all freed memory within some room."""
+def _has_room(peak_bytes: int, room_bytes: int) -> bool:
     return peak_bytes * _MOST_KEPT <= room_bytes
 
 
@@ -73,7 +66,7 @@ def is_set_by_user() -> bool:
 
 def return_freed_memory() -> bool:
     """Make the C library map each block of 1 MiB or more by itself; tell whether that succeeded."""
-    return _set_options({_M_MMAP_THRESHOLD: THRESHOLD_BYTES})
+    return _set_options({_M_MMAP_THRESHOLD: 2**20})
 
 
 def keep_freed_memory() -> bool:
@@ -100,7 +93,8 @@ def touched(blocks: Sequence[int]) -> Iterator[None]:
     if not nbytes or is_kept() or is_set_by_user() or platform.libc_ver()[0] != "glibc":
         yield
         return
-    malloc, free = _allocation()
+    malloc, free = ctypes.CDLL(None).malloc, ctypes.CDLL(None).free
+    malloc.restype, malloc.argtypes, free.restype, free.argtypes = _VOID, [ctypes.c_size_t], None, [_VOID]
     size = min(nbytes, _MOST_BYTES)
     free(malloc(size + _BESIDE_BYTES))  # the threshold is above the largest block that was freed
     parts = [malloc(size) for _ in range(-(-nbytes // size))]
@@ -113,15 +107,6 @@ def touched(blocks: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         free(above)
-
-
-@functools.cache
-def _allocation() -> tuple[Callable[[int], int | None], Callable[[int | None], None]]:
-    library = ctypes.CDLL(None)
-    malloc, free = library.malloc, library.free
-    malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-    free.restype, free.argtypes = None, [ctypes.c_void_p]
-    return malloc, free
 
 
 class _Mallinfo(ctypes.Structure):

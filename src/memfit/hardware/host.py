@@ -22,7 +22,6 @@ from memfit.ir import Device, Devices, Vendor
 _ACCELERATOR = re.compile(r"([a-z]+)(?::(\d+))?")
 KINDS = ("cuda", "xpu", "mps")
 """Kinds of accelerator that PyTorch itself knows."""
-_VENDORS: dict[str, Vendor] = {"xpu": "intel", "mps": "apple"}
 _HERE = "this machine, as PyTorch shows it"
 _BUSY_PERCENT, _BUSY_SECONDS = 50.0, 0.3
 
@@ -37,9 +36,6 @@ def devices() -> Devices:
 
     Their figures are those of the catalogue, which includes the last probe's. Predictions for an accelerator that is
     here need none of them: its operators are measured.
-
-    Raises:
-        UsageError: The user's file of devices is invalid.
     """
     import torch
 
@@ -54,27 +50,21 @@ def devices() -> Devices:
             found = [replace(device, **now)]  # of a probe with as many threads
             break
     kind = accelerators.current_kind()  # PyTorch has one at a time
-    if kind is None:
-        return Devices(found)
-    module = torch.get_device_module(kind)
-    for index in range(module.device_count()):
-        place = torch.device(kind, index)
+    module: Any = None if kind is None else torch.get_device_module(kind)
+    for index in range(0 if module is None else module.device_count()):
+        place = torch.device(str(kind), index)
         free, total = accelerators.memory_info(place)
         free += accelerators.reserved_bytes(place)  # held by this process's allocator
         properties = module.get_device_properties(index) if hasattr(module, "get_device_properties") else None
-        vendor: Vendor = _VENDORS.get(kind, "other")
-        if kind == "cuda":
-            vendor = "amd" if torch.version.hip else "nvidia"
+        vendors: dict[str | None, Vendor] = {"xpu": "intel", "mps": "apple"}
+        vendors["cuda"] = "amd" if torch.version.hip else "nvidia"
+        vendor = vendors.get(kind, "other")
         found.append(present_accelerator(f"{kind}:{index}", properties, vendor, free, total, known))
     return Devices(found)
 
 
 def check_device(name: str) -> None:
-    """Refuse the name of a device that does not exist, as far as that is known without importing PyTorch.
-
-    Raises:
-        UsageError: It is no kind of device of PyTorch's, and not in the catalogue.
-    """
+    """Refuse the name of a device that does not exist, as far as that is known without importing PyTorch."""
     if not _ACCELERATOR.fullmatch(name.strip().lower()):
         find_device(name)
 
@@ -161,9 +151,16 @@ def cgroup_limit_bytes() -> int | None:
     root, left = "/sys/fs/cgroup", []
     files = ("memory.max", "memory.current", "inactive_file")
     old_files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    for folder, path, (limit, used, cached) in zip(
-        (root, f"{root}/memory"), _own_groups(), (files, old_files), strict=True
+    try:
+        groups = Path("/proc/self/cgroup").read_text()
+    except OSError:
+        groups = ""
+    for folder, pattern, (limit, used, cached) in (
+        (root, r"^0::/(.*)$", files),
+        (f"{root}/memory", r"^\d+:[^:]*\bmemory\b[^:]*:/(.*)$", old_files),
     ):
+        own = re.search(pattern, groups, re.MULTILINE)  # its path below the mount, of version 2 and of version 1
+        path = [part for part in own[1].split("/") if part] if own else []
         for around in (Path(folder, *path[:count]) for count in range(len(path) + 1)):
             with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
                 free = int((around / limit).read_text()) - int((around / used).read_text())
@@ -171,21 +168,9 @@ def cgroup_limit_bytes() -> int | None:
     return min(left, default=None)
 
 
-def _own_groups() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the paths of this process's control groups below the mount, of version 2 and of version 1."""
-    try:
-        text = Path("/proc/self/cgroup").read_text()
-    except OSError:
-        return (), ()
-    matches = (
-        re.search(pattern, text, re.MULTILINE) for pattern in (r"^0::/(.*)$", r"^\d+:[^:]*\bmemory\b[^:]*:/(.*)$")
-    )
-    group, old_group = (tuple(part for part in match[1].split("/") if part) if match else () for match in matches)
-    return group, old_group
-
-
-def cgroup_oom_kills(root: Path = Path("/sys/fs/cgroup")) -> int:
+def cgroup_oom_kills() -> int:
     """Return the number of processes of the control group killed for memory so far; 0 if unknown."""
+    root = Path("/sys/fs/cgroup")
     return _statistic(root / "memory.events", "oom_kill") or _statistic(root / "memory/memory.oom_control", "oom_kill")
 
 

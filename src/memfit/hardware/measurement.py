@@ -58,7 +58,7 @@ def probe(device: Device, progress: Progress = silent) -> Device:
     """Return a device of this machine with measured figures, under a name for the catalogue."""
     at = torch.device(device.name)
     add = functools.partial(torch.zeros(4, device=at).add_, 1)
-    figures: dict[str, Any] = {"launch_seconds": _rounded(_least_seconds(at, add, _DISPATCHES))}
+    figures: dict[str, Any] = {"launch_seconds": float(f"{_least_seconds(at, add, _DISPATCHES):.4g}")}
     if at.type == "cpu":
         figures["cache_bytes"] = _cpu_cache_bytes()
     bandwidth = functools.partial(_bandwidth, at, figures.get("cache_bytes", device.cache_bytes), device.usable_bytes)
@@ -74,7 +74,7 @@ def probe(device: Device, progress: Progress = silent) -> Device:
     for done, (attribute, name, measured) in enumerate(steps):
         progress(f"probe {device.name}", done, len(steps))
         with float32_precision("high" if name == "tf32" else "highest"):
-            figure = measured()
+            figure = float(f"{measured():.4g}")
         if not name:
             figures[attribute] = figure
         else:
@@ -82,10 +82,11 @@ def probe(device: Device, progress: Progress = silent) -> Device:
     progress(f"probe {device.name}", len(steps), len(steps))
     if at.type != "cpu":  # eager elementwise kernels never reach the peak of a GPU's vector units; products do
         figures["vector_flops"] = {k: rate for k, rate in figures["matrix_flops"].items() if k == "float32"}
-    return _entry(device, figures)
+    return entry_of(device, figures)
 
 
-def _entry(device: Device, figures: dict[str, Any]) -> Device:
+def entry_of(device: Device, figures: dict[str, Any]) -> Device:
+    """Return a device of this machine as an entry of the catalogue, with figures that were measured now."""
     identity: dict[str, Any]
     if device.kind == "cpu":
         name = host_name() if device.cores == os.cpu_count() else f"{host_name()}-{device.cores}threads"
@@ -97,10 +98,6 @@ def _entry(device: Device, figures: dict[str, Any]) -> Device:
     measured = f"measured by memfit tools probe-devices, {datetime.date.today()}, torch {torch.__version__}"
     attributes = [*figures, *(identity.keys() - {"name", "products"}), "memory_bytes", "usable_bytes", "cores"]
     return replace(device, **identity, **figures, sources={**device.sources, **dict.fromkeys(attributes, measured)})
-
-
-def _rounded(figure: float) -> float:
-    return float(f"{figure:.4g}")
 
 
 def _least_seconds(at: torch.device, call: Callable[[], Any], count: int = 1) -> float:
@@ -122,7 +119,7 @@ def _bandwidth(at: torch.device, cache_bytes: int, usable_bytes: int) -> float:
     a, b, c = (torch.ones(each // 4, device=at) for _ in range(3))
     copied = 2 * a.nbytes / _least_seconds(at, lambda: c.copy_(a))
     added = 3 * a.nbytes / _least_seconds(at, lambda: torch.add(a, b, alpha=2.0, out=c))
-    return _rounded(max(copied, added))
+    return max(copied, added)
 
 
 def _matrix_flops(at: torch.device, dtype: torch.dtype) -> float:
@@ -138,7 +135,7 @@ def _matrix_flops(at: torch.device, dtype: torch.dtype) -> float:
         except RuntimeError:  # no kernel, or no memory
             break
         best = max(best, 2 * size**3 / seconds)
-    return _rounded(best)
+    return best
 
 
 @contextlib.contextmanager
@@ -158,7 +155,7 @@ def _vector_flops(at: torch.device, dtype: torch.dtype) -> float:
     for kib in _VECTOR_KIB:
         x, a, b = (torch.full((kib * 1024 // dtype.itemsize,), 0.5, dtype=dtype, device=at) for _ in range(3))
         best = max(best, 3 * x.numel() / _least_seconds(at, functools.partial(torch.addcmul, x, a, b, out=x), _CHAIN))
-    return _rounded(best)
+    return best
 
 
 def link_rate(at: torch.device) -> float:
@@ -170,7 +167,7 @@ def link_rate(at: torch.device) -> float:
                 host = host.pin_memory() if pinned else host
                 there = torch.empty(host.shape, dtype=host.dtype, device=at)
                 copy = functools.partial(there.copy_, host, non_blocking=True)
-                return _rounded(nbytes / _least_seconds(at, copy))
+                return float(f"{nbytes / _least_seconds(at, copy):.4g}")
     return 0.0
 
 

@@ -133,20 +133,18 @@ def _changes(profile: Any) -> list[tuple[int, int]]:
 
 Kind = Literal["allocator", "driver", "library", "host", "control group", "limit", "another rank"]
 
-_TEXTS: tuple[tuple[Kind, str], ...] = (
-    ("allocator", r"DefaultCPUAllocator: (can't allocate|not enough) memory"),
-    ("allocator", r"\b(CUDA|HIP|XPU|MTIA|NPU|MPS backend) out of memory\b"),
-    ("library", r"\bCU(BLAS|DNN|SOLVER|SPARSE|FFT|RAND)\w*_ALLOC(ATION)?_FAILED\b"),
-    ("library", r"\bCU(DNN|SPARSE)_STATUS_\w*(DEVICE_ALLOCATION_FAILED|INSUFFICIENT_RESOURCES)\b"),
-    ("library", r"\b(HIPBLAS|ROCBLAS|MIOPEN)_?\w*(ALLOC_FAILED|memory_error|StatusAllocFailed)\b"),
-    ("driver", r"\b(CUDA|HIP)( driver| runtime)? error:? *(\(?2\)?:? *)?out of memory\b"),
-    ("driver", r"\b(CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory)\b"),
-    ("driver", r"\bCuda failure (2 )?'?out of memory"),
-    ("driver", r"\bTriton Error \[\w+\]: out of memory\b"),
-    ("host", r"\bstd::bad_alloc\b"),
-    ("host", r"\bCannot allocate memory\b"),
-    ("host", r"\bunable to allocate shared memory\b"),
-)
+_TEXTS: dict[Kind, str] = {
+    "allocator": r"""DefaultCPUAllocator:\ (can't\ allocate|not\ enough)\ memory
+        | \b(CUDA|HIP|XPU|MTIA|NPU|MPS\ backend)\ out\ of\ memory\b""",
+    "library": r"""\bCU(BLAS|DNN|SOLVER|SPARSE|FFT|RAND)\w*_ALLOC(ATION)?_FAILED\b
+        | \bCU(DNN|SPARSE)_STATUS_\w*(DEVICE_ALLOCATION_FAILED|INSUFFICIENT_RESOURCES)\b
+        | \b(HIPBLAS|ROCBLAS|MIOPEN)_?\w*(ALLOC_FAILED|memory_error|StatusAllocFailed)\b""",
+    "driver": r"""\b(CUDA|HIP)(\ driver|\ runtime)?\ error:?\ *(\(?2\)?:?\ *)?out\ of\ memory\b
+        | \b(CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory)\b
+        | \bCuda\ failure\ (2\ )?'?out\ of\ memory
+        | \bTriton\ Error\ \[\w+\]:\ out\ of\ memory\b""",
+    "host": r"\bstd::bad_alloc\b | \bCannot\ allocate\ memory\b | \bunable\ to\ allocate\ shared\ memory\b",
+}
 _ONEDNN = re.compile(r"\bcould not (create|execute) a (primitive|memory)")
 _KILLED = re.compile(r"is killed by signal: Killed|exited? (unexpectedly )?with (exit ?code|status) -?(9|137)\b")
 _REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB)")
@@ -195,8 +193,8 @@ def _kind(error: BaseException) -> Kind | None:
     if not isinstance(error, RuntimeError):
         return None
     text = str(error)
-    for kind, pattern in _TEXTS:
-        if re.search(pattern, text):
+    for kind, pattern in _TEXTS.items():
+        if re.search(pattern, text, re.VERBOSE):
             return kind
     if _ONEDNN.search(text) and _is_address_space_limited():
         return "library"  # oneDNN also raises it for unsupported cases: only under a limit is memory the likely cause

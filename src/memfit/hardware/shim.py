@@ -62,15 +62,11 @@ def why_not() -> str | None:
     return None
 
 
-def library() -> Path:
-    """Return the shim for the installed torch, building it where the cache has none.
-
-    Raises:
-        OSError: There is no compiler (`MEMFIT_CXX` names one; g++ by default), or it failed.
-    """
+def library(source: Path = _SOURCE) -> Path:
+    """Return the shim for the installed torch, building it where the cache has none; OSError without a compiler."""
     torch_folder = _torch_folder()
     version = (torch_folder / "version.py").read_bytes()
-    key = hashlib.sha256(_SOURCE.read_bytes() + version + str(torch_folder).encode()).hexdigest()[:16]
+    key = hashlib.sha256(source.read_bytes() + version + str(torch_folder).encode()).hexdigest()[:16]
     built = Path(os.environ.get("MEMFIT_CACHE_DIR") or platformdirs.user_cache_dir("memfit"), f"fake_cuda-{key}.so")
     if built.exists():
         return built
@@ -82,10 +78,10 @@ def library() -> Path:
     with tempfile.TemporaryDirectory(dir=built.parent) as folder:  # then it is renamed: two processes may build at once
         output = Path(folder, built.name)
         include = torch_folder / "include"
-        line = [program, "-std=c++20", "-O0", "-fPIC", "-shared", f"-I{include}", str(_SOURCE), "-o", str(output)]
+        line = [program, "-std=c++20", "-O0", "-fPIC", "-shared", f"-I{include}", str(source), "-o", str(output)]
         done = subprocess.run(line, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise OSError(f"{program} could not build {_SOURCE.name}: {done.stderr.strip()[-2000:]}")
+            raise OSError(f"{program} could not build {source.name}: {done.stderr.strip()[-2000:]}")
         output.rename(built)
     return built
 
@@ -98,12 +94,7 @@ def _torch_folder() -> Path:
 
 
 def load() -> None:
-    """Load the shim after torch's own libraries and before torch.
-
-    Raises:
-        OSError: The shim can't be built or loaded.
-        RuntimeError: torch is imported already.
-    """
+    """Load the shim after torch's own libraries and before torch."""
     if "torch" in sys.modules:
         raise RuntimeError("torch is imported already: fake CUDA must be loaded before torch")
     built = library()

@@ -30,7 +30,7 @@ from torch import nn
 
 from memfit._torch import NormBase, foreach_copy_, own_parameters
 from memfit.errors import PlanError, WorkloadError
-from memfit.hardware import float32_precision, precisions, supports_tf32
+from memfit.hardware import float32_precision, precisions, supports
 from memfit.ir import Device, Levers, enclosing
 from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, Rung, Running, Setting
 from memfit.levers.parameter_updates import restricted
@@ -80,7 +80,7 @@ class Precision(Lever):
 
     def circumstances(self, workload: Workload, device: Device | None) -> set[str]:
         no_updates = {NO_UPDATES} if workload.bf16_updates is None else set()
-        return no_updates | ({NO_TF32} if device is not None and not supports_tf32(device) else set())
+        return no_updates | ({NO_TF32} if device is not None and not supports(device, "tf32") else set())
 
     def changes_state(self, levers: Levers) -> bool:
         return levers.precision == "bf16-true"

@@ -13,7 +13,7 @@ from memfit import planner
 from memfit.capture import without_collector
 from memfit.cost import STEP_ERROR
 from memfit.errors import InfeasibleError, UsageError
-from memfit.foundations import Progress, format_seconds, parse_hours, read_budget, silent
+from memfit.foundations import Progress, __version__, format_seconds, parse_hours, read_budget, silent
 from memfit.hardware import find_device, known_devices, read_prices
 from memfit.ir import NUMERICS, CardPrice, Device, Fleet, FleetRow, Mode, Numerics, Precision, allows
 from memfit.levers import check_as_given, check_workload, microbatch_sizes
@@ -21,7 +21,6 @@ from memfit.pipeline.verbs import checked, verb
 from memfit.planner import FleetRequest, FleetSearch, joined, search
 from memfit.ranks import SEARCHED
 from memfit.report import of_text, stages, with_bars
-from memfit.version import __version__
 from memfit.workload import Workload, fingerprint, samples_of
 
 

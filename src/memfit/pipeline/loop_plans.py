@@ -32,7 +32,7 @@ from memfit._torch import own_buffers, own_modules, own_parameters, tree_leaves
 from memfit.capture import Seen, Watcher, parameters_of
 from memfit.cost import hurried
 from memfit.errors import InfeasibleError, MemfitError, OutputError, PlanMismatchError, UsageError
-from memfit.foundations import Progress, format_bytes, format_seconds, read_budget
+from memfit.foundations import Progress, __version__, format_bytes, format_seconds, read_budget
 from memfit.hardware import cache_folder, find_device, host_name
 from memfit.ir import Levers, Plan, Prediction, simulate
 from memfit.levers import check_plan
@@ -41,7 +41,6 @@ from memfit.pipeline._plan import planned as make_plan
 from memfit.pipeline.placement import device_kind
 from memfit.planner import Findings, PlanOptions, costs_of, predicted_under
 from memfit.training import CombinedOptimizers
-from memfit.version import __version__
 from memfit.workload import (
     CallNumber,
     Entry,

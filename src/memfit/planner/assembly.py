@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from memfit._torch import replaced
 from memfit.cost import code_seconds, kernels_of
 from memfit.errors import PlanError, RecomputationError
-from memfit.foundations import format_seconds
+from memfit.foundations import __version__, format_seconds
 from memfit.ir import (
     OTHER_DRAWS,
     Candidate,
@@ -62,7 +62,6 @@ from memfit.planner.captured_steps import CapturedSteps, DeferredCandidates, Req
 from memfit.planner.confirmation import Confirmation, Excluded, refusal_notes
 from memfit.planner.measured_steps import CODE_SECONDS, ChosenPlan, measured_choice, unmeasured, why_not_here
 from memfit.solver import SIMPLER_WITHIN, Combination, frontier, refusals
-from memfit.version import __version__
 from memfit.workload import LoopWorkload, fingerprint
 
 _CHEAP = 0.05  # a plan that is slower than the fastest step by no more needs no fallback

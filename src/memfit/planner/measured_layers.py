@@ -10,11 +10,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from memfit.errors import InfeasibleError
-from memfit.foundations import Progress, read_budget, silent
+from memfit.foundations import Progress, __version__, read_budget, silent
 from memfit.ir import Candidate, Levers, LeverUse, Numerics, Plan, Prediction, Solution
 from memfit.levers import LeversOn, lever_uses
 from memfit.report import infeasible_verdict
-from memfit.version import __version__
 
 
 @dataclass

@@ -12,7 +12,7 @@ from memfit.compiled import FUSED_ERROR
 from memfit.cost import calibrate, kernels_bytes, links_of, measured_costs, roofline, with_collectives
 from memfit.errors import UsageError
 from memfit.foundations import StageProgress
-from memfit.hardware import find_device, supports_bfloat16
+from memfit.hardware import find_device, supports
 from memfit.ir import (
     CostTable,
     Device,
@@ -137,7 +137,7 @@ def after_step_bytes(trace: Trace, costs: CostTable) -> int:
 
 def _advice(trace: Trace, device: Device) -> list[str]:
     notes = []
-    if trace.precision in ("bf16-mixed", "bf16-true") and not supports_bfloat16(device):
+    if trace.precision in ("bf16-mixed", "bf16-true") and not supports(device, "bfloat16"):
         notes.append(f"{device.name} has no bfloat16 units: PyTorch emulates them, slowly; use precision='16-mixed'")
     if trace.precision != "bf16-true" and any(p.itemsize == 2 and p.group >= 0 for p in trace.parameters):
         notes.append(

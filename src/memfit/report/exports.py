@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
+from memfit.foundations import __version__
 from memfit.ir import AllocationEvent, AllocatorSettings, MemoryBlock, Timeline, replay, write_atomic
-from memfit.version import __version__
 
 _PROCESS = 1
 _PICKLE_PROTOCOL = 4

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from memfit.foundations import format_bytes
+from memfit.foundations import __version__, format_bytes
 from memfit.ir import ModuleRow, Plan, RunRecord, Views, write_atomic
 from memfit.report.charts import (
     MAX_POINTS,
@@ -50,7 +50,6 @@ from memfit.report.summary import (
     waiting_text,
 )
 from memfit.report.verdict import offers, plan_verdict
-from memfit.version import __version__
 
 _MAX_ROWS, _MAX_MODULES = 400, 1000
 _Row = TypeVar("_Row")

@@ -27,7 +27,7 @@ from memfit.errors import (
     UsageError,
     WorkloadError,
 )
-from memfit.foundations import Budget, Progress, read_budget, silent
+from memfit.foundations import Budget, Progress, __version__, read_budget, silent
 from memfit.hardware import find_device, precisions
 from memfit.ir import (
     NUMERICS,
@@ -52,7 +52,6 @@ from memfit.planner import capture_levers, costs_of, coupling, predict
 from memfit.report import stages, with_bars
 from memfit.solver import Combination, build, options
 from memfit.training import Step
-from memfit.version import __version__
 from memfit.workload import Workload, fingerprint, map_tensors, samples_of
 
 PAYS = 0.02

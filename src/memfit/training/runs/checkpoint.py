@@ -44,6 +44,7 @@ import torch
 from memfit import ir
 from memfit._torch import is_shared
 from memfit.errors import CheckpointError, DamagedCheckpointError, OutputError, UsageError
+from memfit.foundations import __version__
 from memfit.ir import Plan, Precision
 from memfit.ranks import SingleProcess, each, once
 from memfit.training.runs.state import (
@@ -59,7 +60,6 @@ from memfit.training.runs.state import (
     write_tensors,
 )
 from memfit.training.step import Step
-from memfit.version import __version__
 from memfit.workload import check_rng_state, fingerprint
 
 MANIFEST = "checkpoint.json"

@@ -20,9 +20,9 @@ from torch import nn
 
 from memfit import hardware, ir
 from memfit.errors import OutputError, UsageError, brought_by
+from memfit.foundations import __version__
 from memfit.hardware import host_name
 from memfit.ir import Evaluation, Event, RunRecord
-from memfit.version import __version__
 from memfit.workload import Workload, fingerprint
 
 LogFunction = Callable[[dict[str, Any]], object]
