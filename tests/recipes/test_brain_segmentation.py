@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memfit.errors import MissingExtraError, WorkloadError
-from memfit.recipes import brain_segmentation
-from memfit.recipes.brain_segmentation import CLASSES, dice_coefficients, load_slabs
+from memfit.recipes import CLASSES, brain_segmentation, dice_coefficients, load_slabs
 from memfit.workload import Workload
 
 pytest.importorskip("monai")

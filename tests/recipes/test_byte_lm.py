@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from memfit.errors import UsageError, WorkloadError
-from memfit.recipes import byte_lm
-from memfit.recipes.byte_lm import ByteLM, even_windows, loss_sum_and_count, python_source, source_files
+from memfit.recipes import ByteLM, byte_lm, even_windows, python_source, source_files
 from memfit.workload import Workload
 
 SMALL: dict[str, Any] = {
@@ -145,7 +144,7 @@ def test_later_bytes_do_not_reach_earlier_logits() -> None:
 
 def test_loss_is_a_sum_over_tokens() -> None:
     workload = small(dropout=0.0)
-    whole, count = loss_sum_and_count(workload.model, workload.batch)
+    whole, count = workload.loss_fn(workload.model, workload.batch)
     assert count == 4 * 32
     whole.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in workload.model.parameters())
@@ -231,10 +230,3 @@ def test_importing_the_recipes_imports_no_optional_package() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
-
-
-def test_factory_keeps_its_name_once_the_module_is_imported() -> None:
-    import memfit.recipes
-
-    assert memfit.recipes.byte_lm is byte_lm
-    assert callable(memfit.recipes.brain_segmentation)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -7,9 +8,7 @@ import torch
 
 import memfit
 from memfit.errors import WorkloadError
-from memfit.recipes import video
-from memfit.recipes.brain_segmentation import load_slabs
-from memfit.recipes.video import MOTIONS, ClipClassifier, _clip, random_clips
+from memfit.recipes import MOTIONS, load_slabs, random_clips, video
 from memfit.workload import Workload
 
 pytest.importorskip("nilearn")
@@ -54,19 +53,22 @@ def test_every_class_is_there_every_frame_shows_the_brain_and_noise_has_its_size
 
 def test_backwards_and_forwards_have_the_same_frames() -> None:
     """So that no single frame tells the way."""
-    slab = load_slabs(4)[0]
-    middle = [25, 18, 20]
+    slab, label = load_slabs(4)[0], torch.zeros_like(load_slabs(4)[0].label)
+    label[25, 18, 20] = 1  # the middle of every clip
+    drawn = random_clips(
+        dataclasses.replace(slab, label=label), 60, torch.Generator().manual_seed(0), frames=4, size=8, speed=1, noise=0
+    )
+    by_motion = dict(zip(drawn["motions"].tolist(), drawn["clips"][:, 0], strict=True))
     for axis in range(3):
-        back, forth = (_clip(slab.image, middle, 2 * axis + way, 4, 8, 1) for way in (0, 1))
-        assert torch.equal(back, forth.flip(0))
+        assert torch.equal(by_motion[2 * axis], by_motion[2 * axis + 1].flip(0))
 
 
 # The model
 
 
 def test_the_encoder_is_called_once_a_frame_and_clips_do_not_know_each_other() -> None:
-    model, calls, clips = ClipClassifier((4, 8)).double(), [], torch.randn(3, 1, 5, 8, 8, dtype=torch.float64)
-    model.frame.register_forward_hook(lambda *_: calls.append(1))
+    model, calls, clips = small().model.double(), [], torch.randn(3, 1, 5, 8, 8, dtype=torch.float64)
+    model.get_submodule("frame").register_forward_hook(lambda *_: calls.append(1))
     whole = model(clips)
     assert whole.shape == (3, len(MOTIONS)) and len(calls) == 5
     torch.testing.assert_close(whole[1:], model(clips[1:]))

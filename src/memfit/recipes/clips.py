@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memfit.errors import WorkloadError
-from memfit.recipes.brain_segmentation import Slab, load_slabs
-from memfit.recipes.byte_lm import SeededBatches, check_positive, seeded, step_on
+from memfit.recipes.brain import Slab, load_slabs
+from memfit.recipes.language import SeededBatches, check_positive, seeded, step_on
 from memfit.workload import Workload
 
 MOTIONS = ("left", "right", "back", "forth", "down", "up")
@@ -163,7 +163,7 @@ def accuracy(model: nn.Module, *, clips: Mapping[str, Tensor]) -> dict[str, floa
 def random_clips(
     slab: Slab, batch_size: int, generator: torch.Generator, *, frames: int, size: int, speed: int, noise: float
 ) -> dict[str, Tensor]:
-    """Return clips whose middles are at random places in the brain.
+    """Return clips with their middles at random places in the brain.
 
     Returns:
         "clips", float32 [batch, 1, frames, size, size], and "motions", int64 [batch], the index in `MOTIONS`.
