@@ -19,9 +19,8 @@ from torch.utils._pytree import register_pytree_node
 
 from memfit.errors import WorkloadError
 from memfit.workload import (
+    Extent,
     batch_size_of,
-    covers,
-    extent_of,
     map_tensors,
     packed_in,
     slice_batch,
@@ -217,7 +216,7 @@ LONG, SHORT = torch.zeros(4, 9), torch.zeros(4, 5)
     ids=["pair", "alike", "nested", "in a dict", "of dicts"],
 )
 def test_a_loaders_list_of_a_tuples_parts_is_no_larger(one: Any, other: Any) -> None:
-    assert covers(extent_of(one), extent_of(other)) and covers(extent_of(other), extent_of(one))
+    assert Extent.of(one).covers(Extent.of(other)) and Extent.of(other).covers(Extent.of(one))
 
 
 @pytest.mark.parametrize(
@@ -235,8 +234,8 @@ def test_a_loaders_list_of_a_tuples_parts_is_no_larger(one: Any, other: Any) -> 
     ],
 )
 def test_a_part_that_grew_is_larger_though_another_one_is_as_large(planned: Any, given: Any) -> None:
-    assert not covers(extent_of(planned), extent_of(given))
+    assert not Extent.of(planned).covers(Extent.of(given))
 
 
 def test_images_of_a_list_are_within_it_in_any_order() -> None:
-    assert covers(extent_of({"images": [LONG, SHORT, SHORT]}), extent_of({"images": [SHORT, LONG]}))
+    assert Extent.of({"images": [LONG, SHORT, SHORT]}).covers(Extent.of({"images": [SHORT, LONG]}))

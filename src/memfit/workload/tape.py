@@ -18,7 +18,7 @@ import torch
 from memfit.ir import Phase
 from memfit.workload.batch import map_tensors
 from memfit.workload.description import Workload
-from memfit.workload.extent import Extent, resized
+from memfit.workload.extent import Extent, Pairs, resized
 
 
 @dataclass(frozen=True)
@@ -253,19 +253,34 @@ class RecordedStep:
         given = [geometry if (geometry := Geometry.of(t)) and geometry.nbytes > _SMALL_BYTES else t for t in self.given]
         return replace(self, given=given)
 
-    def resized(self, changed: Callable[[tuple[int, ...]], tuple[int, ...]]) -> RecordedStep:
+    def resized(self, pairs: Pairs) -> RecordedStep:
         """Return the step on tensors from outside of other shapes, with their values repeated or cut.
 
-        What the step itself says in numbers, as sizes of views, stays.
+        Equal sizes become equal ones: a size that became several is told apart by its dimension, else it becomes the
+        largest. What the step itself says in numbers, as sizes of views, stays.
+
+        Args:
+            pairs: Shapes, and what each became.
         """
+        anywhere: dict[int, int] = {}
+        placed: dict[tuple[int, int, int], int] = {}
+        for old, new in pairs:
+            if len(old) == len(new):
+                for dim, (a, b) in enumerate(zip(old, new, strict=True)):
+                    anywhere[a] = max(anywhere.get(a, 0), b)
+                    placed[len(old), dim, a] = max(placed.get((len(old), dim, a), 0), b)
+
+        def changed(shape: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(placed.get((len(shape), dim, a), anywhere.get(a, a)) for dim, a in enumerate(shape))
+
         given: list[torch.Tensor | Geometry] = []
         for t in self.given:
             if isinstance(t, Geometry):
                 given.append(t.resized(changed(t.size)))
             else:
                 given.append(resized(t, changed(tuple(t.shape))) if Geometry.of(t) is not None else t)
-        calls: dict[CallNumber, Extent] = {
-            key: {path: column._replace(shape=changed(column.shape)) for path, column in extent.items()}
+        calls = {
+            key: Extent({path: column._replace(shape=changed(column.shape)) for path, column in extent.items()})
             for key, extent in self.calls.items()
         }
         return replace(self, given=given, calls=calls)
