@@ -53,7 +53,6 @@ from .signatures import assembled as assembled
 from .signatures import is_dense as is_dense
 from .signatures import parts as parts
 from .signatures import rebuild as rebuild
-from .signatures import selected_by as selected_by
 from .signatures import signature as signature
 from .signatures import sparse_dims_of as sparse_dims_of
 from .signatures import spread_indices as spread_indices

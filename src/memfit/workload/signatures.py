@@ -138,11 +138,6 @@ def signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return json.dumps(body, separators=(",", ":"))
 
 
-def with_selected(text: str, count: int) -> str:
-    """Return the text of a call that selects a number of elements by their values: its memory and time depend on it."""
-    return f'{text[:-1]},"selected":{count}}}'
-
-
 def rebuild(text: str, device: str) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
     """Return the operator of a signature, with new arguments of the same dtypes, shapes and strides.
 
@@ -204,17 +199,23 @@ def _rebuilt(value: Any, device: str) -> Any:
 # Elements that are selected by values
 
 
-def selected_by(func: Any, args: Any, out: Any) -> int | None:
-    """Return how many elements a call selected by their values; None for one that selects none."""
+def with_selected(text: str, func: Any, args: Any, out: Any) -> str:
+    """Return the text of a call with the number of elements that it selected by their values, if it selects any.
+
+    Its memory and time depend on it.
+    """
     if func in TO_SPARSE and args[0].layout is torch.strided and out.layout is torch.sparse_coo:
         with disable_current_modes():
-            return nnz(out)
-    if func is _aten.nonzero.default:
-        return int(out.shape[0])
-    if func is _aten.masked_select.default:
-        return int(out.numel())
-    masks = _masks(args[1]) if func is _aten.index.Tensor else []
-    return int(out.shape[masks[0][0]]) if len(masks) == 1 else None
+            count = nnz(out)
+    elif func is _aten.nonzero.default:
+        count = int(out.shape[0])
+    elif func is _aten.masked_select.default:
+        count = int(out.numel())
+    elif func is _aten.index.Tensor and (masks := _masks(args[1])):
+        count = int(out.shape[masks[0][0]])
+    else:
+        return text
+    return f'{text[:-1]},"selected":{count}}}'
 
 
 def sparse_dims_of(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
