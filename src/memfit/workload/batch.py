@@ -264,6 +264,7 @@ class _Rebuilding:
         if id(value) in self.made:
             return self.made[id(value)]
         items, attributes = _items(value), _attributes(value)
+        new: Any
         if isinstance(value, tuple):
             new_items = [self(item) for item in items]
             new = self.made[id(value)] = tuple.__new__(type(value), new_items)

@@ -98,11 +98,11 @@ class Extent(dict[str, Column]):
 
         return map_tensors(enlarge, value)
 
-    def text(self, most: int = 3) -> str:
-        """Return the extent for people: "8x3x256x256 and 8"."""
+    def text(self) -> str:
+        """Return the extent for people: "8x3x256x256, 8"."""
         texts = [f"{column.tensors} of " * (column.tensors > 1) + shape_text(column.shape) for column in self.values()]
-        more = f" and {len(texts) - most} more" if len(texts) > most else ""
-        return ", ".join(texts[:most]) + more
+        more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+        return ", ".join(texts[:3]) + more
 
     def difference_text(self, before: Extent) -> str:
         """Return where the extent exceeds another, for people: "8x3x320x320 instead of the planned 8x3x256x256"."""

@@ -353,8 +353,9 @@ def _renumbered(step: RecordedStep, given: list[torch.Tensor], made: int) -> lis
 
     for entry in step.entries:
         of_entry = tuple(map(moved, entry.arguments.references))
-        numbers = {"made": [n + made for n in entry.made], "drops": [n + made for n in entry.drops]}
-        entries.append(replace(entry, arguments=replace(entry.arguments, references=of_entry), **numbers))
+        arguments = replace(entry.arguments, references=of_entry)
+        results, drops = ([number + made for number in numbers] for numbers in (entry.made, entry.drops))
+        entries.append(replace(entry, arguments=arguments, made=results, drops=drops))
     return entries
 
 
