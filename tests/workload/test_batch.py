@@ -28,7 +28,6 @@ from memfit.workload import (
     tensors_of,
     tokens_per_sample,
 )
-from memfit.workload.batch import samples_in
 from tests.batch_cases import CONTAINERS, Data, Frozen, N, Slotted, graphs, images, normalised, targets, xy
 
 
@@ -110,7 +109,7 @@ DETECTION = {
 @pytest.mark.parametrize("kind", DETECTION)
 def test_detection_targets_are_cut_by_sample(kind: str) -> None:
     batch = DETECTION[kind]
-    assert samples_in(batch) == 3
+    assert batch_size_of(batch) == 3
     part = slice_batch(batch, 1, 3)
     found, wanted = (part["images"], part["targets"]) if isinstance(part, dict) else part
     assert len(found) == 2 and [len(t["boxes"]) for t in wanted] == [2, 3]
@@ -119,7 +118,7 @@ def test_detection_targets_are_cut_by_sample(kind: str) -> None:
 
 def test_a_list_of_records_has_a_record_a_sample() -> None:
     batch = [{"image": i, "instances": SimpleNamespace(**t)} for i, t in zip(images(), targets(), strict=True)]
-    assert samples_in(batch) == 3 and slice_batch(batch, 2, 3) == [batch[2]] and take(batch, [0, 2])[1] is batch[2]
+    assert batch_size_of(batch) == 3 and slice_batch(batch, 2, 3) == [batch[2]] and take(batch, [0, 2])[1] is batch[2]
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.booleans(), st.data())
@@ -149,7 +148,7 @@ def test_parts_of_packed_sequences_are_the_sequences(lengths: list[int], is_sort
     ids=["object", "dict", "tuple", "sparse", "a record as long as the batch"],
 )
 def test_a_batch_of_different_first_dimensions_is_one_sample(batch: Any) -> None:
-    assert samples_in(batch) is None and batch_size_of(batch) == 1 and tokens_per_sample(batch) is None
+    assert batch_size_of(batch) == 1 and tokens_per_sample(batch) is None
     with pytest.raises(WorkloadError, match=r"can't be cut .* Workload\.split"):
         slice_batch(batch, 0, 1)
 
