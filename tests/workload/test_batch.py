@@ -53,8 +53,14 @@ def fields() -> Fields:
     return made
 
 
+ONE, TWO = torch.arange(N), torch.arange(3 * N).view(N, 3)
 KINDS = {
     **{name: build().batch for name, build in CONTAINERS.items()},
+    "a tensor": ONE,
+    "a tuple": (ONE, TWO),
+    "a list": [ONE, TWO],
+    "lists in dicts": {"a": [ONE, (TWO, {"b": ONE})], "name": "text", "weight": 0.5, "none": None},
+    "an ordered dict": OrderedDict(x=ONE),
     "a dict's subclass": fields(),
     "an ordered dict's subclass": Ordered(xy()),
     "a registered class": [Registered(torch.ones(N, 2))],
@@ -67,6 +73,8 @@ def test_a_part_has_the_samples_in_containers_of_the_same_type(kind: str) -> Non
     assert batch_size_of(batch) == N
     part = slice_batch(batch, 2, 5)
     assert type(part) is type(batch) and batch_size_of(part) == 3
+    if kind == "lists in dicts":
+        assert [part[name] for name in ("name", "weight", "none")] == ["text", 0.5, None]
     for whole, some in zip(tensors_of(batch), tensors_of(part), strict=True):
         rows = whole[2:5] if whole.dim() and len(whole) else whole
         assert torch.equal(some, rows) and some.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr()
@@ -81,6 +89,18 @@ def test_a_batch_whose_tensors_stay_is_the_same_object(kind: str) -> None:
     assert not any(t.dtype is torch.float32 for t in tensors_of(moved))
     if kind != "object":  # whose parts refer to it
         assert map_tensors(lambda t: t, batch) is batch
+
+
+@given(st.integers(1, 20), st.integers(0, 20), st.integers(0, 20))
+@settings(max_examples=50, deadline=None)
+def test_a_part_has_as_many_samples_as_fit(n: int, start: int, stop: int) -> None:
+    assert slice_batch({"x": torch.arange(n)}, start, stop)["x"].tolist() == list(range(n))[start:stop]
+
+
+@pytest.mark.parametrize("batch", [{}, "text", None, torch.tensor(3.0), {"x": torch.zeros(0, 4)}])
+def test_batches_without_samples_are_refused(batch: Any) -> None:
+    with pytest.raises(WorkloadError, match="has no samples"):
+        batch_size_of(batch)
 
 
 def test_lists_with_an_entry_a_sample_are_cut_and_others_are_not() -> None:
@@ -212,7 +232,6 @@ LONG, SHORT = torch.zeros(4, 9), torch.zeros(4, 5)
         ({"x": (LONG, LONG)}, {"x": [LONG, LONG]}),
         ([{"x": LONG}, {"x": SHORT}], ({"x": LONG}, {"x": SHORT})),
     ],
-    ids=["pair", "alike", "nested", "in a dict", "of dicts"],
 )
 def test_a_loaders_list_of_a_tuples_parts_is_no_larger(one: Any, other: Any) -> None:
     assert Extent.of(one).covers(Extent.of(other)) and Extent.of(other).covers(Extent.of(one))
