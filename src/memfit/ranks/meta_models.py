@@ -199,14 +199,16 @@ def _tensors_of(module: nn.Module) -> list[tuple[Place, torch.Tensor]]:
     return [found for each in module.modules() for found in _own(each)]
 
 
-def _at(place: Place) -> torch.Tensor:
+def _home_of(place: Place) -> dict[str, Any]:
     module, name = place
-    held: torch.Tensor | None = {**own_parameters(module), **own_buffers(module)}[name]
-    assert held is not None
+    return own_parameters(module) if name in own_parameters(module) else own_buffers(module)
+
+
+def _at(place: Place) -> torch.Tensor:
+    held: torch.Tensor = _home_of(place)[place[1]]
     return held
 
 
-def _put(places: list[Place], tensor: Any) -> None:
-    for module, name in places:
-        held: dict[str, Any] = own_parameters(module) if name in own_parameters(module) else own_buffers(module)
-        held[name] = tensor
+def _put(places: list[Place], tensor: torch.Tensor) -> None:
+    for place in places:
+        _home_of(place)[place[1]] = tensor

@@ -171,22 +171,16 @@ def random_clips(
     brain = slab.label.nonzero()
     middles = brain[torch.randint(len(brain), (batch_size,), generator=generator)]
     motions = torch.randint(len(MOTIONS), (batch_size,), generator=generator)
-    pairs = zip(middles.tolist(), motions.tolist(), strict=True)
-    clips = torch.stack([_clip(slab.image, middle, motion, frames, size, speed) for middle, motion in pairs])[:, None]
-    return {"clips": clips + noise * torch.randn(clips.shape, generator=generator), "motions": motions}
-
-
-def _clip(image: Tensor, middle: list[int], motion: int, frames: int, size: int, speed: int) -> Tensor:
-    """Return frames [frames, size, size] on planes of x and z."""
-    axis, is_forwards = motion // 2, motion % 2
-    window, path = [size, 1, size], speed * (frames - 1)
-    starts = []
-    for index, (place, whole) in enumerate(zip(middle, image.shape, strict=True)):
-        length = window[index] + path * (index == axis)
-        starts.append(min(max(place - length // 2, 0), whole - length))
-    clip = []
-    for frame in range(frames):
-        moved = speed * (frame if is_forwards else frames - 1 - frame)
-        x, y, z = (start + moved * (index == axis) for index, start in enumerate(starts))
-        clip.append(image[x : x + size, y, z : z + size])
-    return torch.stack(clip)
+    window, path, clips = (size, 1, size), speed * (frames - 1), list[Tensor]()
+    for middle, motion in zip(middles.tolist(), motions.tolist(), strict=True):
+        axis, is_forwards = motion // 2, motion % 2
+        starts = []
+        for index, (place, whole) in enumerate(zip(middle, slab.image.shape, strict=True)):
+            length = window[index] + path * (index == axis)
+            starts.append(min(max(place - length // 2, 0), whole - length))
+        for frame in range(frames):
+            moved = speed * (frame if is_forwards else frames - 1 - frame)
+            x, y, z = (start + moved * (index == axis) for index, start in enumerate(starts))
+            clips.append(slab.image[x : x + size, y, z : z + size])  # on a plane of x and z
+    stacked = torch.stack(clips).view(batch_size, 1, frames, size, size)
+    return {"clips": stacked + noise * torch.randn(stacked.shape, generator=generator), "motions": motions}

@@ -157,8 +157,14 @@ def rebuild(text: str, device: str) -> tuple[Callable[..., Any], list[Any], dict
     args = [_rebuilt(a, device) for a in body["args"]]
     kwargs = {k: _rebuilt(v, device) for k, v in body.get("kwargs", {}).items()}
     _set_values(func, args, kwargs)
-    if "selected" in body:
-        _select_elements(func, args, kwargs, body["selected"])
+    if (count := body.get("selected")) is not None:
+        if func is _aten.masked_select.default:
+            places = math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape))
+            _select(args[1], -(-count * args[1].numel() // max(1, places)))
+        elif func is _aten.index.Tensor:
+            _select(_masks(args[1])[0][1], count)
+        else:
+            _select(args[0], count, sparse_dims_of(func, args, kwargs) if func in TO_SPARSE else None)
     if str(func) in _ASKING:
         recorded, operator = body.get("grad", True), func
 
@@ -225,17 +231,6 @@ def sparse_dims_of(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     return int(args[0].dim() - (kwargs.get("dense_dim") or 0))
 
 
-def _select_elements(func: Any, args: list[Any], kwargs: dict[str, Any], count: int) -> None:
-    """Set the values of a call's arguments so that it selects a number of elements."""
-    if func is _aten.masked_select.default:
-        places = math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape))
-        _select(args[1], -(-count * args[1].numel() // max(1, places)))
-    elif func is _aten.index.Tensor:
-        _select(_masks(args[1])[0][1], count)
-    else:
-        _select(args[0], count, sparse_dims_of(func, args, kwargs) if func in TO_SPARSE else None)
-
-
 def _select(tensor: torch.Tensor, count: int, dims: int | None = None) -> None:
     """Fill a tensor with ones at its first places, and with zeros elsewhere; by its first dimensions, or all."""
     if 0 in tensor.stride():  # places share memory
@@ -300,7 +295,12 @@ def _set_values(func: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
             if given["values"].dim() == given["self"].dim() - mask.dim() + 1:
                 _select(mask, given["values"].shape[at])
     if any(part in name for part in _SOLVING) and "check_errors" not in name:  # codes of errors, of which 0 is none
-        _make_regular([*args, *kwargs.values()])
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+        for tensor in (t for t in tensors if 0 not in t.shape and 0 not in t.stride()):
+            if tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2] and tensor.is_floating_point():
+                tensor.diagonal(dim1=-2, dim2=-1).add_(tensor.shape[-1])  # positive definite
+            elif tensor.dim() and tensor.dtype is torch.int32:  # pivots: the identity
+                tensor.copy_(torch.arange(1, tensor.shape[-1] + 1, device=tensor.device).expand(tensor.shape))
     if "segment_reduce" in name:  # segments are equally long, by their lengths or their offsets
         axis = given.get("axis", 0)
         for marked, first in (("lengths", 1), ("offsets", 0)):
@@ -311,8 +311,11 @@ def _set_values(func: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
                 ends = ends * given["data"].shape[axis] // max(1, segments)
                 marks.copy_((ends.diff() if first else ends).to(marks.dtype))
     for indices, count in _indices_of(name, given):
-        if indices.device.type != "meta":
-            _spread(indices, count)
+        if indices.device.type != "meta" and indices.numel():
+            elements = 1 + sum((n - 1) * s for n, s in zip(indices.shape, indices.stride(), strict=True))
+            shares = drawn([elements], torch.float32, indices.device)
+            places = shares.sub_(_LEAST).mul_(count / (_MOST - _LEAST)).to(indices.dtype).clamp_(0, count - 1)
+            indices.as_strided((elements,), (1,)).copy_(places)  # where it is expanded too
 
 
 def _indices_of(name: str, arguments: dict[str, Any]) -> list[tuple[torch.Tensor, int]]:
@@ -336,22 +339,3 @@ def _indices_of(name: str, arguments: dict[str, Any]) -> list[tuple[torch.Tensor
         found = [(indices, weight.shape[0])]
     integers = (torch.int64, torch.int32)
     return [(i, count) for i, count in found if isinstance(i, torch.Tensor) and i.dtype in integers and count > 1]
-
-
-def _spread(indices: torch.Tensor, count: int) -> None:
-    """Give indices values that are spread over a number of places."""
-    if not indices.numel():
-        return
-    elements = 1 + sum((n - 1) * s for n, s in zip(indices.shape, indices.stride(), strict=True))
-    shares = drawn([elements], torch.float32, indices.device)
-    places = shares.sub_(_LEAST).mul_(count / (_MOST - _LEAST)).to(indices.dtype).clamp_(0, count - 1)
-    indices.as_strided((elements,), (1,)).copy_(places)  # where it is expanded too
-
-
-def _make_regular(arguments: list[Any]) -> None:
-    """Make square matrices positive definite, and pivots the identity, so that systems can be solved."""
-    for tensor in (a for a in arguments if isinstance(a, torch.Tensor) and 0 not in a.shape and 0 not in a.stride()):
-        if tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2] and tensor.is_floating_point():
-            tensor.diagonal(dim1=-2, dim2=-1).add_(tensor.shape[-1])
-        elif tensor.dim() and tensor.dtype is torch.int32:
-            tensor.copy_(torch.arange(1, tensor.shape[-1] + 1, device=tensor.device).expand(tensor.shape))
