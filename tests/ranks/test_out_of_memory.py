@@ -25,8 +25,8 @@ from tests.bombs import Bomb
 from tests.pipeline.frontiers import with_frontier
 from tests.processes import on_ranks
 from tests.ranks import test_engines as engines
-from tests.ranks.test_engines import UNITS, workload
-from tests.ranks.trainings import whole
+from tests.ranks.test_engines import workload
+from tests.ranks.trainings import UNITS, whole
 
 STEPS = 4
 FIRST, SECOND, ANSWERED = 0, 1, 3
