@@ -28,7 +28,7 @@ from benchmarks.common import Case, main
 from memfit.capture import real_copy
 from memfit.levers import applied, candidates_of
 from memfit.pipeline.adaptive import Adaptive
-from memfit.recipes.byte_lm import ByteLM, source_files
+from memfit.recipes import ByteLM, source_files
 
 PAD, BATCH, ROUND = 0, 8, 32
 OPTIONS: dict[str, dict[str, Any]] = {

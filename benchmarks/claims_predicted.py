@@ -20,10 +20,21 @@ from benchmarks import claims_workloads as workloads
 from examples.large_gpt import gpt
 from memfit.capture import KnownValues
 from memfit.hardware import find_device
-from memfit.ir import CostTable, Device, Levers, Precision, Prediction, Region, Regions, Timeline, Trace, simulate
+from memfit.ir import (
+    MODES,
+    CostTable,
+    Device,
+    Levers,
+    Precision,
+    Prediction,
+    Region,
+    Regions,
+    Timeline,
+    Trace,
+    simulate,
+)
 from memfit.planner import capture_levers, costs_of, predict
 from memfit.ranks import Sharding, shard
-from memfit.ranks.one_rank import MODES
 from memfit.solver import Solver, build, options
 from memfit.workload import Workload, batch_size_of, rng_preserved
 

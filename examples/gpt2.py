@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from memfit.recipes.byte_lm import SeededBatches, even_windows, python_source, random_windows
+from memfit.recipes import SeededBatches, even_windows, python_source, random_windows
 from memfit.workload import Workload
 
 CONTEXT = 256

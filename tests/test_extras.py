@@ -153,10 +153,9 @@ MISSING = {
     "matplotlib": ("examples", "from examples.brain_segmentation.__main__ import figure_class\nfigure_class()"),
     "monai": (
         "brain",
-        "from memfit.recipes.brain_segmentation import unet\n"
-        "unet((4, 8), n_residual_units=1, norm='instance', dropout=0.0)",
+        "from memfit.recipes import brain_segmentation\nbrain_segmentation(channels=(4, 8))",
     ),
-    "nibabel": ("brain", "from memfit.recipes.brain_segmentation import load_slabs\nload_slabs(4)"),
+    "nibabel": ("brain", "from memfit.recipes import load_slabs\nload_slabs(4)"),
     "sklearn": ("examples", "import memfit\nmemfit.load_workload('examples/digits_resnet.py:workload')"),
     "tensorboard": ("tensorboard", "from memfit.training.runs.log import require_tensorboard\nrequire_tensorboard()"),
     "tensorflow": ("keras", "import sys, types\nsys.modules['keras'] = types.ModuleType('keras')\nimport memfit.keras"),

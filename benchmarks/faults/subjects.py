@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import memfit
 from memfit.ir import Plan, Precision
-from memfit.recipes import brain_segmentation, byte_lm
-from memfit.recipes.byte_lm import even_windows, python_source
+from memfit.recipes import brain_segmentation, byte_lm, even_windows, python_source
 from memfit.workload import Workload
 
 CONTEXT, SAMPLES, BATCH = 32, 22, 6

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from memfit import Workload
 from memfit.errors import WorkloadError
-from memfit.recipes.byte_lm import SeededBatches, source_files
+from memfit.recipes import SeededBatches, source_files
 
 PACKAGES = ("asyncio", "email", "idlelib", "importlib", "multiprocessing", "tkinter", "unittest", "xml")
 """The classes. Of each, every fourth file is held out."""

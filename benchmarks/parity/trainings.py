@@ -18,8 +18,7 @@ import memfit
 from benchmarks.parity.text import text_classifier
 from examples import digits_resnet
 from memfit import Workload
-from memfit.recipes import brain_segmentation, byte_lm, video
-from memfit.recipes.byte_lm import SeededBatches, even_windows, random_windows
+from memfit.recipes import SeededBatches, brain_segmentation, byte_lm, even_windows, random_windows, video
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from benchmarks.parity.trainings import TRAININGS, endless
 from examples.language_model import __main__ as language_model
 from memfit import Plan, Workload
 from memfit.capture import measure_peak_bytes
-from memfit.recipes.byte_lm import even_windows, python_source
+from memfit.recipes import even_windows, python_source
 from memfit.structure.proposal import evaluated
 
 SECONDS = 5.0

@@ -17,8 +17,7 @@ from benchmarks.common import Case, main
 from examples.training import moments, plain_levers, plain_peak_bytes, train, used_levers
 from memfit import Workload, ir, structure
 from memfit.errors import brought_by
-from memfit.recipes import brain_segmentation
-from memfit.recipes.brain_segmentation import load_slabs, segment
+from memfit.recipes import brain_segmentation, load_slabs, segment
 from memfit.training import evaluation_mode
 
 Patch = tuple[int, int, int]

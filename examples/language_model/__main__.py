@@ -16,8 +16,7 @@ import memfit
 from benchmarks.common import Case, main
 from examples.training import moments, plain_levers, plain_peak_bytes, train, used_levers
 from memfit import Workload
-from memfit.recipes import byte_lm
-from memfit.recipes.byte_lm import even_windows, python_source
+from memfit.recipes import byte_lm, even_windows, python_source
 
 
 @dataclasses.dataclass(frozen=True)

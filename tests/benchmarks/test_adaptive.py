@@ -7,7 +7,7 @@ import itertools
 import torch
 
 from benchmarks.adaptive import BATCH, ROUND, grouped_batches, loss_sum_and_count, padded
-from memfit.recipes.byte_lm import ByteLM
+from memfit.recipes import ByteLM
 
 FUNCTIONS = [b"x" * n + b"\n" for n in range(5, 129)]  # cut to a byte more than the context
 

@@ -96,12 +96,10 @@ def test_short_contexts_are_held_against_the_same_bytes_as_long_ones() -> None:
     windows = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     whole = evaluate(Bigrams(), windows=windows, context=64)
     assert evaluate(Bigrams(), windows=windows, context=16) == pytest.approx(whole)
-    parts = [
-        evaluate(Bigrams(), windows={k: v[:, 48:] for k, v in windows.items()}, context=16)["bits_per_byte"],
-        evaluate(Bigrams(), windows={k: v[:, :16] for k, v in windows.items()}, context=16)["bits_per_byte"],
-    ]
-    assert parts == pytest.approx([whole["bits_per_byte_last_quarter"], whole["bits_per_byte_first_quarter"]])
-    assert parts[0] != pytest.approx(parts[1])
+    for part, own in ((slice(48, None), "last"), (slice(16), "first")):
+        found = evaluate(Bigrams(), windows={k: v[:, part] for k, v in windows.items()}, context=16)
+        assert found["bits_per_byte"] == pytest.approx(whole[f"bits_per_byte_{own}_quarter"])
+    assert whole["bits_per_byte_last_quarter"] != pytest.approx(whole["bits_per_byte_first_quarter"])
 
 
 @pytest.mark.parametrize(
@@ -114,12 +112,9 @@ def test_committed_result_is_a_full_run_and_its_page_shows_it(name: str, check: 
     table = getattr(case_studies, f"{name}_table")(results(name))
     page = (EXAMPLES / name / "README.md").read_text()
     assert f"-->\n{table}\n<!-- /{name} -->" in page
-
-
-def test_committed_picture_is_that_of_the_result() -> None:
-    picture = (EXAMPLES / "brain_segmentation" / "segmentation.png").read_bytes()
-    assert results("brain_segmentation")["summary"]["picture_sha256"] == hashlib.sha256(picture).hexdigest()
-    assert len(picture) < 200_000
+    if name == "brain_segmentation":
+        picture = (EXAMPLES / name / "segmentation.png").read_bytes()
+        assert result["summary"]["picture_sha256"] == hashlib.sha256(picture).hexdigest() and len(picture) < 200_000
 
 
 def test_page_says_who_wins() -> None:
@@ -132,3 +127,24 @@ def test_page_says_who_wins() -> None:
         figures = {f"bits_per_byte_equal_{what}": long + lead for what in ("bytes", "seconds")}
         page = case_studies.language_model_table({**result, "summary": result["summary"] | figures})
         assert says in page
+
+
+# The compressed digits ResNet
+
+
+def test_half_the_multiply_adds_are_as_accurate() -> None:
+    result = results("compress")
+    plain, *smaller = result["cases"]
+    assert plain["model"] == "original" and len(smaller) == 4
+    for case in smaller:
+        assert case["multiply_adds"] <= plain["multiply_adds"] / 2
+        assert case["start_accuracy"] > case["random_accuracy"] + 0.2
+        assert case["accuracy"] >= plain["accuracy"] - 0.01
+
+
+def test_predicted_savings_are_the_measured_ones() -> None:
+    plain, *smaller = results("compress")["cases"]
+    for case in smaller:
+        predicted, real = (plain[key] - case[key] for key in ("predicted_peak_bytes", "measured_peak_bytes"))
+        assert abs(predicted / real - 1) < 0.05
+        assert case["measured_peak_bytes"] <= case["peak_upper_bytes"]

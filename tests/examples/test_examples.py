@@ -3,12 +3,11 @@ from __future__ import annotations
 import importlib.util
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from memfit.workload import Workload
+from memfit.workload import Workload, tensors_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDS = {"gpt2": ["transformers"], "digits_resnet": ["sklearn"], "brain": ["monai", "nilearn"], "byte_lm": []}
@@ -26,10 +25,6 @@ def workload_of(name: str) -> Workload:
     spec.loader.exec_module(module)
     workload: Workload = module.workload()
     return workload
-
-
-def tensors_of(batch: Any) -> list[torch.Tensor]:
-    return list(batch.values()) if isinstance(batch, dict) else list(batch)
 
 
 def test_every_example_is_tested() -> None:
@@ -67,10 +62,9 @@ def test_large_gpts_have_their_sizes_and_a_step_that_runs() -> None:
 
 
 @each_example
-def test_step_is_finite_and_reaches_every_parameter(name: str) -> None:
+def test_a_step_is_finite_and_reaches_every_parameter_by_gradients_and_the_optimizer(name: str) -> None:
     workload = workload_of(name)
-    assert isinstance(workload, Workload)
-    assert workload.model.training
+    assert isinstance(workload, Workload) and workload.model.training
     torch.manual_seed(0)
     loss = workload.loss_fn(workload.model, workload.batch)
     mean = loss[0] / loss[1] if isinstance(loss, tuple) else loss
@@ -78,35 +72,19 @@ def test_step_is_finite_and_reaches_every_parameter(name: str) -> None:
     assert mean.isfinite() and mean.dim() == 0
     assert all(p.grad is not None and p.grad.isfinite().all() for p in workload.model.parameters())
     workload.optimizer.zero_grad()
-
-
-@each_example
-def test_optimizer_has_every_parameter(name: str) -> None:
-    workload = workload_of(name)
     optimized = {id(p) for group in workload.optimizer.param_groups for p in group["params"]}
     assert optimized == {id(p) for p in workload.model.parameters()}
+    assert any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in workload.model.modules())
 
 
 @each_example
-def test_batches_are_shaped_like_the_batch(name: str) -> None:
+def test_batches_are_shaped_like_the_batch_and_evaluation_gives_finite_figures(name: str) -> None:
     workload = workload_of(name)
-    assert workload.batches is not None
+    assert workload.batches is not None and workload.evaluate is not None
     batch = next(iter(workload.batches))
     assert type(batch) is type(workload.batch)
-    for ours, given in zip(tensors_of(batch), tensors_of(workload.batch), strict=True):
-        assert (ours.shape, ours.dtype) == (given.shape, given.dtype)
-
-
-@each_example
-def test_dropout_is_on(name: str) -> None:
-    modules = workload_of(name).model.modules()
-    assert any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in modules)
-
-
-@each_example
-def test_evaluate_returns_finite_figures(name: str) -> None:
-    workload = workload_of(name)
-    assert workload.evaluate is not None
+    ours, given = ([(t.shape, t.dtype) for t in tensors_of(each)] for each in (batch, workload.batch))
+    assert ours == given
     workload.model.eval()
     with torch.no_grad():
         figures = workload.evaluate(workload.model)

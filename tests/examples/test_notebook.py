@@ -27,18 +27,8 @@ def test_the_notebook_is_kept_without_outputs() -> None:
 
 def test_each_cell_imports_what_it_uses() -> None:
     code = [cell.source for cell in read().cells if cell.cell_type == "code"]
-    command = [
-        sys.executable,
-        "-m",
-        "ruff",
-        "check",
-        "--isolated",
-        "--select",
-        "F821",
-        "--output-format",
-        "concise",
-        "-",
-    ]
+    options = "--isolated --select F821 --output-format concise -".split()
+    command = [sys.executable, "-m", "ruff", "check", *options]
     for source in code:
         found = subprocess.run(
             command, input=source.removeprefix("%%writefile first_steps.py"), capture_output=True, text=True

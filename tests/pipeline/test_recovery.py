@@ -30,7 +30,7 @@ from memfit.ir import Levers, Plan, Region, RunRecord
 from memfit.levers import applied
 from memfit.levers.stack import lower_candidates
 from memfit.pipeline import _apply
-from memfit.recipes.byte_lm import SeededBatches
+from memfit.recipes import SeededBatches
 from memfit.training import Recovery, RunOptions, StepRecord, Trainer, latest
 from memfit.training.guards import recovery as rollback
 from memfit.training.runs.state import collect

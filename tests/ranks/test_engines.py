@@ -24,8 +24,8 @@ from memfit.ranks.engines import Gather, ReduceScatter
 from memfit.workload import Workload, fingerprint
 from tests.models import squared_error
 from tests.processes import on_ranks
+from tests.ranks.trainings import UNITS, Model, whole
 
-UNITS = ("blocks.0", "blocks.1")
 STEPS = 3
 SHARDINGS = {
     "ddp": Sharding(world_size=2, mode="ddp"),
@@ -39,39 +39,23 @@ SHARDINGS = {
 }
 
 
-class Model(nn.Module):
-    """Tied weights, a frozen prefix, and parts that the loss function calls by themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(13, 8)
-        self.prefix = nn.Linear(8, 8).requires_grad_(False)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 10), nn.GELU(), nn.Linear(10, 8)) for _ in range(2))
-        self.head = nn.Linear(8, 13, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def features(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.prefix(self.embedding(tokens))
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
 def mean_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Call parts of a model by themselves."""
     logits = model.head(model.features(batch["tokens"]))
-    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+    return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
 
 
 def sum_and_count(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     logits, targets = model.head(model.features(batch["tokens"])), batch["targets"]
     kept = targets != 0
-    losses = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return (losses * kept.flatten()).sum(), kept.sum()
 
 
 def workload(samples: int = 4, *, counted: bool = False, momentum: float = 0.0) -> Workload:
     torch.manual_seed(0)
-    model = Model()
+    model = Model(dropout=0.0)
+    del model.count  # DDP sends buffers with some microbatches only
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.5, momentum=0.9) if momentum else torch.optim.AdamW(trained, lr=0.1)
     batch = {"tokens": torch.randint(13, (samples, 5)), "targets": torch.randint(13, (samples, 5))}
@@ -80,32 +64,33 @@ def workload(samples: int = 4, *, counted: bool = False, momentum: float = 0.0) 
     return Workload(model, batch, loss_fn, optimizer, max_grad_norm=1.0)
 
 
-def whole(tensor: Any) -> torch.Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+def trained(given: Workload, levers: Levers, *, is_passed_first: bool = False) -> dict[str, Any]:
+    """Return the losses, gradient norms and first gradients of some steps, and the weights after them.
 
-
-def trained(given: Workload, levers: Levers, steps: int = STEPS) -> dict[str, Any]:
-    """Return the losses, gradient norms and first gradients of some steps, and the weights after them."""
+    With `is_passed_first` the model's own forward pass runs before the first step, as in a run that goes on with an
+    evaluation.
+    """
+    before, passed = fingerprint(given), None
     with applied(levers, given) as step:
-        first = step.gradients(given.batch)
-        results = [step(given.batch) for _ in range(steps)]
-        weights = {name: whole(p) for name, p in given.model.named_parameters()}
-    return {
-        "loss": first[0],
-        "gradients": first[1],
-        "losses": [r.loss for r in results],
-        "norms": [r.grad_norm for r in results],
-        "weights": weights,
-    }
+        if is_passed_first:
+            with torch.no_grad():
+                passed = step.options.ranks.outside(lambda: mean_loss(given.model, given.batch).item())
+        loss, gradients = step.gradients(given.batch)
+        results = [step(given.batch) for _ in range(STEPS)]
+        weights = whole(dict(given.model.named_parameters()))
+        assert fingerprint(given) == fingerprint(step.workload) == before  # where an engine changes classes too
+    losses, norms = [r.loss for r in results], [r.grad_norm for r in results]
+    found = {"loss": loss, "gradients": gradients, "losses": losses, "norms": norms, "weights": weights}
+    return {**found, "passed": passed}
 
 
-def as_rank(rank: int, sharding: Sharding, size: int, samples: int, counted: bool) -> Iterator[Any]:
+def as_rank(rank: int, sharding: Sharding, samples: int, counted: bool, **options: bool) -> dict[str, Any]:
     given = workload(samples, counted=counted)
     if rank:  # weights become the first rank's
         with torch.no_grad():
             for parameter in given.model.parameters():
                 parameter.add_(rank)
-    yield trained(given, Levers(microbatch_size=size, sharding=sharding))
+    return trained(given, Levers(microbatch_size=2, sharding=sharding), **options)
 
 
 def alone(samples: int, world_size: int, counted: bool = False, size: int | None = None) -> dict[str, Any]:
@@ -113,9 +98,13 @@ def alone(samples: int, world_size: int, counted: bool = False, size: int | None
     return trained(workload(samples, counted=counted), Levers(microbatch_size=size or samples // world_size))
 
 
+PASSED = ("ddp", "kept", "resharded")
+"""Those whose first forward pass is outside of steps."""
+
+
 def halved(rank: int) -> Iterator[Any]:
-    for sharding in SHARDINGS.values():
-        yield from as_rank(rank, sharding, 2, 4, False)
+    for name, sharding in SHARDINGS.items():
+        yield as_rank(rank, sharding, 4, False, is_passed_first=name in PASSED)
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +115,10 @@ def halves() -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("name", SHARDINGS)
 def test_two_ranks_are_bitwise_one_process_that_adds_up_two_halves(name: str, halves: dict[str, list[Any]]) -> None:
-    expected = alone(4, 2)
+    expected, given = alone(4, 2), workload()
     for found in halves[name]:
+        if name in PASSED:
+            assert found["passed"] == pytest.approx(mean_loss(given.model, given.batch).item(), rel=1e-6)
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
         assert found["gradients"].keys() == expected["gradients"].keys()
         assert all(torch.equal(found["gradients"][n], g) for n, g in expected["gradients"].items())
@@ -143,7 +134,7 @@ DIVIDED = list(itertools.product(("ddp", "zero3"), (8, 9, 3, 1), (False, True)))
 def divided(rank: int) -> Iterator[Any]:
     for mode, samples, counted in DIVIDED:
         sharding = Sharding(world_size=4, mode=mode, units=None if mode == "ddp" else UNITS, reduces="last")
-        yield from as_rank(rank, sharding, 2, samples, counted)
+        yield as_rank(rank, sharding, samples, counted)
 
 
 @pytest.fixture(scope="module")
@@ -167,20 +158,17 @@ def test_however_a_batch_divides_the_step_is_that_of_one_process(
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
 
 
-def hybrid(rank: int) -> Iterator[Any]:
-    found = {}
-    for name, changes in {"resharded": {}, "kept": {"mode": "zero2"}, "hybrid": {"replicas": 2}}.items():
-        sharding = Sharding(world_size=4, mode="zero3", units=UNITS)
-        levers = Levers(microbatch_size=2, sharding=replace(sharding, **changes))
-        found[name] = trained(workload(8), levers)
-    yield found
+def four(rank: int) -> Iterator[Any]:
+    zero3 = Sharding(world_size=4, mode="zero3", units=UNITS)
+    for sharding in (zero3, replace(zero3, mode="zero2"), replace(zero3, replicas=2)):
+        yield trained(workload(8), Levers(microbatch_size=2, sharding=sharding))["gradients"]
 
 
 def test_four_ranks_kept_or_gathered_again_are_bitwise_equal_and_hybrid_within_rounding() -> None:
     expected = alone(8, 4)
-    for (found,) in on_ranks(4, hybrid):
+    for found in on_ranks(4, four):
         for name, gradient in expected["gradients"].items():
-            again, kept, mixed = (found[k]["gradients"][name] for k in ("resharded", "kept", "hybrid"))
+            again, kept, mixed = (gradients[name] for gradients in found)
             assert torch.equal(again, kept)
             torch.testing.assert_close(mixed, gradient, rtol=1e-5, atol=1e-7)
             torch.testing.assert_close(again, gradient, rtol=1e-5, atol=1e-7)
@@ -189,46 +177,42 @@ def test_four_ranks_kept_or_gathered_again_are_bitwise_equal_and_hybrid_within_r
 def dropping(rank: int, sharding: Sharding) -> Iterator[Any]:
     """Return the masks that the ranks draw, and what PyTorch's generator gives after a step."""
     torch.manual_seed(5)
-    seen: list[torch.Tensor] = []
+    seen: list[list[float]] = []
     model = nn.Linear(4, 4)
 
     def loss_fn(model: Any, batch: torch.Tensor) -> torch.Tensor:
-        seen.append(torch.nn.functional.dropout(torch.ones(64)))
+        seen.append(F.dropout(torch.ones(64)).tolist())
         return model(batch).sum() * 0.1
 
     given = Workload(model, torch.ones(4, 4), loss_fn, torch.optim.SGD(model.parameters(), lr=0.1))
     with applied(Levers(microbatch_size=2, sharding=sharding), given) as step:
         step(given.batch)
         step(given.batch)
-    yield [mask.tolist() for mask in seen], torch.rand(3).tolist()
+    yield seen, torch.rand(3).tolist()
 
 
 def test_each_rank_draws_its_own_numbers_in_a_step_and_all_the_same_outside() -> None:
-    found = [rank[0] for rank in on_ranks(2, dropping, Sharding(world_size=2, mode="ddp"))]
-    again = [rank[0] for rank in on_ranks(2, dropping, Sharding(world_size=2, mode="ddp"))]
+    found, again = (on_ranks(2, dropping, SHARDINGS["ddp"]) for _ in range(2))
     assert found == again
-    (first, after), (second, after_too) = found
+    ((first, after),), ((second, after_too),) = found
     masks = [*first, *second]
     assert len({tuple(mask) for mask in masks}) == len(masks) == 4
     assert after == after_too
 
 
-def with_state(rank: int, sharding: Sharding) -> Iterator[Any]:
+def with_state(rank: int, sharding: Sharding | None) -> Iterator[dict[str, torch.Tensor]]:
     """An optimizer that has made a step before the ranks share it."""
     given = workload(momentum=0.9)
     with applied(Levers(microbatch_size=4), given) as step:
         step(given.batch)
-    yield trained(given, Levers(microbatch_size=2, sharding=sharding))
+    yield trained(given, Levers(microbatch_size=2, sharding=sharding))["weights"]
 
 
 def test_the_optimizers_state_is_cut_as_its_parameters_are() -> None:
-    given = workload(momentum=0.9)
-    with applied(Levers(microbatch_size=4), given) as step:
-        step(given.batch)
-    expected = trained(given, Levers(microbatch_size=2))
-    for (found,) in on_ranks(2, with_state, Sharding(world_size=2, mode="zero3", units=UNITS)):
-        for name, weight in expected["weights"].items():
-            torch.testing.assert_close(found["weights"][name], weight, rtol=1e-5, atol=1e-6)
+    (expected,) = with_state(0, None)
+    for (found,) in on_ranks(2, with_state, SHARDINGS["resharded"]):
+        for name, weight in expected.items():
+            torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)
 
 
 def refused(rank: int) -> Iterator[Any]:
@@ -237,82 +221,40 @@ def refused(rank: int) -> Iterator[Any]:
         "'blocks.7'": Sharding(world_size=2, mode="zero3", units=("blocks.7",)),
         "can be predicted only": Sharding(world_size=2, mode="zero1"),
     }
-    texts = []
-    for sharding in wrong.values():
-        with pytest.raises(MemfitError) as e, applied(Levers(microbatch_size=2, sharding=sharding), workload()):
+    for text, sharding in wrong.items():
+        levers = Levers(microbatch_size=2, sharding=sharding)
+        with pytest.raises(MemfitError, match=text), applied(levers, workload()):
             pass
-        texts.append(str(e.value))
-    yield [key in text for key, text in zip(wrong, texts, strict=True)]
+    yield True
 
 
 def test_what_does_not_go_is_refused_by_name() -> None:
-    assert on_ranks(2, refused) == [[[True, True, True]]] * 2
-    with (
-        pytest.raises(PlanError, match="torchrun --nproc-per-node 2"),
-        applied(Levers(microbatch_size=2, sharding=Sharding(world_size=2, mode="ddp")), workload()),
-    ):
+    assert on_ranks(2, refused) == [[True]] * 2
+    levers = Levers(microbatch_size=2, sharding=SHARDINGS["ddp"])
+    with pytest.raises(PlanError, match="torchrun --nproc-per-node 2"), applied(levers, workload()):
         pass
 
 
-def passed_first(rank: int, sharding: Sharding) -> Iterator[Any]:
-    """Run the model's own forward pass before the first step, as a run that goes on with an evaluation does."""
-    given = workload()
-    levers = Levers(microbatch_size=2, sharding=sharding)
-    with applied(levers, given) as step, torch.no_grad():
-        loss = step.options.ranks.outside(lambda: mean_loss(given.model, given.batch).item())
-        with torch.enable_grad():
-            results = [step(given.batch).loss for _ in range(STEPS)]
-        yield loss, results, whole(given.model.head.weight)
-
-
-@pytest.mark.parametrize("name", ["ddp", "kept", "resharded"])
-def test_a_forward_pass_outside_of_steps_changes_nothing(name: str) -> None:
-    given = workload()
-    expected = mean_loss(given.model, given.batch).item()
-    steps = alone(4, 2)
-    for ((loss, results, weight),) in on_ranks(2, passed_first, SHARDINGS[name]):
-        assert loss == pytest.approx(expected, rel=1e-6)
-        assert results == pytest.approx(steps["losses"], rel=1e-5)
-        torch.testing.assert_close(weight, steps["weights"]["embedding.weight"], rtol=1e-4, atol=1e-5)
-
-
-def fingerprints(rank: int) -> Iterator[Any]:
-    for name in ("ddp", "kept", "resharded"):
-        given = workload()
-        before = fingerprint(given)
-        with applied(Levers(microbatch_size=2, sharding=SHARDINGS[name]), given) as step:
-            step(given.batch)
-            yield fingerprint(given) == fingerprint(step.workload) == before
-
-
-def test_a_workload_keeps_its_fingerprint_where_an_engine_changes_its_classes() -> None:
-    assert on_ranks(2, fingerprints) == [[True] * 3] * 2
-
-
-def _wrapped(rank: int, levers: Levers) -> Iterator[tuple[int, int, list[float]]]:
+def wrapped(rank: int, levers: Levers) -> Iterator[tuple[int, int, list[float]]]:
     """Yield the peak of what putting an engine on a model allocates, the model's bytes, and its first weights."""
     torch.manual_seed(rank)  # weights and buffers of its own
     model = nn.Sequential(nn.Linear(256, 512), nn.BatchNorm1d(512), nn.Linear(512, 8))
     model[0].weight.requires_grad_(False)  # the engine then has small buckets
     model[1].running_mean.fill_(rank)
     batch = {"x": torch.randn(4, 256), "y": torch.randint(8, (4,))}
-    workload = Workload(model, batch, _classified, torch.optim.SGD(model.parameters(), 0.1))
+    workload = Workload(
+        model, batch, lambda model, b: F.cross_entropy(model(b["x"]), b["y"]), torch.optim.SGD(model.parameters(), 0.1)
+    )
     nbytes = sum(p.nbytes for p in model.parameters())
     with allocated() as meter, applied(levers, workload):
         pass
     yield meter.peak_bytes, nbytes, [float(model[0].weight[0, 0]), float(model[1].running_mean[0])]
 
 
-def _classified(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
-
-
 def test_weights_of_data_parallel_ranks_are_made_equal_without_copies_of_them() -> None:
-    levers = Levers(microbatch_size=4, sharding=Sharding(world_size=2, mode="ddp"))
-    first, second = on_ranks(2, _wrapped, levers)
-    for peak_bytes, model_bytes, _ in (*first, *second):
-        assert peak_bytes < model_bytes / 10
-    assert first[0][2] == second[0][2] and first[0][2][1] == 0.0
+    (one,), (other,) = on_ranks(2, wrapped, Levers(microbatch_size=4, sharding=SHARDINGS["ddp"]))
+    assert all(peak_bytes < model_bytes / 10 for peak_bytes, model_bytes, _ in (one, other))
+    assert one[2] == other[2] and one[2][1] == 0.0
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of the views that the blocks return

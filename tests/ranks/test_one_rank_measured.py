@@ -19,13 +19,13 @@ from memfit.hardware import allocated
 from memfit.ir import Precision, Trace, simulate
 from memfit.levers.precision import autocast
 from memfit.ranks import Mode, Sharding, mesh_of, repeated_blocks, shard, shared
-from memfit.ranks.one_rank import buckets
 from memfit.recomputation import checkpointed
 from memfit.training import Step, StepOptions
 from memfit.workload import Workload, tensors_of
 from tests.covering import some
 from tests.models import COSTS, captured, regions_of, transformer
 from tests.processes import WORLD_SIZE, on_two_ranks
+from tests.ranks.test_one_rank import buckets
 
 TOLERANCE_BYTES = 512
 """Scalars of autograd, which the profiler sees besides, and when exactly the generator's states are let go."""
@@ -172,9 +172,7 @@ def test_the_predicted_peak_of_a_rank_is_the_measured_one(
 
 @pytest.mark.slow
 def test_buckets_are_those_of_the_reducer(measured: dict[str, list[tuple[int, list[int]]]]) -> None:
-    trace = trace_of(CASES["ddp"])
-    ready = sorted((s.birth, s.nbytes) for s in trace.storages if s.category == "gradients")
-    sizes = buckets([nbytes for _, nbytes in ready], Sharding(world_size=WORLD_SIZE, mode="ddp"))
+    sizes = buckets(trace_of(CASES["ddp"]))
     assert len(sizes) > 1
     for name in measured.keys() & {name for name, case in CASES.items() if case.mode in ("ddp", "zero1")}:
         for _, found in measured[name]:

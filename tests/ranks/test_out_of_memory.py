@@ -25,7 +25,8 @@ from tests.bombs import Bomb
 from tests.pipeline.frontiers import with_frontier
 from tests.processes import on_ranks
 from tests.ranks import test_engines as engines
-from tests.ranks.test_engines import UNITS, whole, workload
+from tests.ranks.test_engines import workload
+from tests.ranks.trainings import UNITS, whole
 
 STEPS = 4
 FIRST, SECOND, ANSWERED = 0, 1, 3
@@ -54,6 +55,10 @@ def plan_of(sharding: Sharding) -> Plan:
     return replace(plan, levers=frontier[0].levers, frontier=frontier, allowed="reordered")
 
 
+def decoded(data: bytes) -> Plan:
+    return ir.codec.decode(data, Plan, source="the test")
+
+
 def made(levers: Levers, *, counted: bool = False) -> Workload:
     assert levers.sharding is not None
     return workload(2 * levers.sharding.world_size, counted=counted)
@@ -65,9 +70,11 @@ def weights(work: Workload) -> list[str]:
     return [hashlib.sha256(whole(t).numpy().tobytes()).hexdigest()[:12] for t in tensors]
 
 
-def recovery_of(step: Step) -> Recovery:
-    assert isinstance(step.recovery, Recovery)
-    return step.recovery
+def outcome(work: Workload, step: Step) -> dict[str, Any]:
+    recovery = step.recovery
+    assert isinstance(recovery, Recovery)
+    events = [(event.step, event.error.kind) for event in recovery.events]
+    return {"weights": weights(work), "events": events, "regions": len(recovery.plan.levers.regions)}
 
 
 def trained(plan: Plan, bombs: dict[tuple[int, int], int] | None = None, *, counted: bool = False) -> dict[str, Any]:
@@ -82,18 +89,12 @@ def trained(plan: Plan, bombs: dict[tuple[int, int], int] | None = None, *, coun
             with Bomb(*(() if at is None else (at,))) as bomb:
                 step(work.batch)
             places.append(seen[-1] if index == FIRST else seen[-2])
-        recovery = recovery_of(step)
-        return {
-            "weights": weights(work),
-            "events": [(e.step, e.error.kind) for e in recovery.events],
-            "regions": len(recovery.plan.levers.regions),
-            "places": places,
-        }
+        return {**outcome(work, step), "places": places}
 
 
 def each_place(rank: int, data: bytes, count: int, counted: bool) -> Iterator[Any]:
     """Rank 1 runs out at places over the whole of three steps; return what each gave."""
-    plan = ir.codec.decode(data, Plan, source="the test")
+    plan = decoded(data)
     undisturbed = trained(plan, counted=counted)
     lower = trained(replace(plan, levers=plan.frontier[1].levers), counted=counted)
     assert undisturbed["weights"] == lower["weights"] and undisturbed["events"] == []
@@ -149,8 +150,7 @@ def by_hand(plan: Plan, rank: int, at_pass: int) -> dict[str, Any]:
         for index in range(STEPS):
             is_third, passes = index == 2, 0
             step(work.batch)
-        events = [(e.step, e.error.kind) for e in recovery_of(step).events]
-        return {"weights": weights(work), "events": events, "regions": len(recovery_of(step).plan.levers.regions)}
+        return outcome(work, step)
 
 
 def without_a_lower_plan(plan: Plan, rank: int) -> dict[str, Any]:
@@ -158,10 +158,10 @@ def without_a_lower_plan(plan: Plan, rank: int) -> dict[str, Any]:
     work = made(plan.levers)
     with memfit.apply(plan, work, recover=True) as step:
         step(work.batch)
-        before, is_out = weights(work), rank == 1
+        before = weights(work)
 
         def run_out(*_: Any) -> None:
-            if is_out:
+            if rank == 1:
                 raise MemoryError
 
         work.model.get_submodule(UNITS[0]).register_forward_hook(run_out)
@@ -171,42 +171,28 @@ def without_a_lower_plan(plan: Plan, rank: int) -> dict[str, Any]:
         return {"unchanged": weights(work) == before}
 
 
-def failing_otherwise(plan: Plan, rank: int) -> dict[str, Any]:
-    """Rank 1 has an error of its own, in a step that is voted on and in one that is not; both can go on."""
-    work = made(plan.levers)
-    is_wrong = False
+def stopped(plan: Plan, rank: int, *, is_finite: bool) -> dict[str, Any]:
+    """Rank 1 errs, or has a loss that is not finite, in a step that is voted on and in one that is not; all go on."""
+    work, is_wrong = made(plan.levers), False
+    kind, text = (ValueError, "of its own") if rank == 1 else (MemfitError, "another rank failed")
+    if not is_finite:  # and so is the loss of all
+        kind, text = NonFiniteError, "the loss is nan"
 
-    def err(*_: Any) -> None:
-        if is_wrong:
+    def disturb(module: nn.Module, given: Any, out: torch.Tensor) -> torch.Tensor:
+        if is_wrong and rank == 1 and is_finite:
             raise ValueError("of its own")
+        return out * math.inf if is_wrong and rank == 1 else out
 
-    work.model.get_submodule(UNITS[1]).register_forward_hook(err)
-    with memfit.apply(plan, work, recover=True) as step:
-        for index in range(STEPS):
-            if index in (SECOND, ANSWERED):
-                is_wrong = rank == 1
-                kind, text = (ValueError, "of its own") if rank == 1 else (MemfitError, "another rank failed")
-                with pytest.raises(kind, match=text):
-                    step(work.batch)
-                is_wrong = False
-            step(work.batch)
-        return {"weights": weights(work)}
-
-
-def not_finite(plan: Plan, rank: int) -> dict[str, Any]:
-    """The loss of rank 1's part is not finite, and so is that of all."""
-    work = made(plan.levers)
-    head, is_wrong = work.model.get_submodule("prefix"), False
-    head.register_forward_hook(lambda module, given, out: out * math.inf if is_wrong and rank == 1 else None)
+    work.model.get_submodule(UNITS[1] if is_finite else "prefix").register_forward_hook(disturb)
     with memfit.apply(plan, work, recover=True) as step:
         for index in range(STEPS):
             if index in (SECOND, ANSWERED):
                 is_wrong = True
-                with pytest.raises(NonFiniteError, match="the loss is nan"):
+                with pytest.raises(kind, match=text):
                     step(work.batch)
                 is_wrong = False
             step(work.batch)
-        return {"weights": weights(work)}
+        return outcome(work, step)
 
 
 def in_the_update(plan: Plan, rank: int) -> dict[str, Any]:
@@ -227,7 +213,7 @@ def in_the_update(plan: Plan, rank: int) -> dict[str, Any]:
             for index in range(STEPS):  # noqa: B007  (read by what runs in the step)
                 with Bomb() as bomb:
                     step(work.batch)
-            return {"weights": weights(work), "events": [(e.step, e.error.kind) for e in recovery_of(step).events]}
+            return outcome(work, step)
     finally:
         rollback.has_room = has_room
 
@@ -248,17 +234,13 @@ def other_shapes(plan: Plan, rank: int) -> dict[str, Any]:
             samples = 2 if index % 2 else 4
             with Bomb(*((60,) if (rank, index) == (1, 7) else ())):
                 step({name: tensor[:samples] for name, tensor in work.batch.items()})
-        return {"weights": weights(work), "events": [(e.step, e.error.kind) for e in recovery_of(step).events]}
+        return outcome(work, step)
 
 
-def other_plans(plan: Plan, rank: int) -> dict[str, Any]:
+def refusing(plan: Plan, rank: int) -> dict[str, Any]:
     mine = replace(plan, frontier=plan.frontier[: 2 + rank])
     with pytest.raises(PlanMismatchError, match="different plans"):
         memfit.apply(mine, made(plan.levers), recover=True)
-    return {}
-
-
-def adapting(plan: Plan, rank: int) -> dict[str, Any]:
     with pytest.raises(PlanError, match="sharding can't be combined with a plan for each batch's shapes"):
         memfit.apply(plan, made(plan.levers), adaptive=True)
     return {}
@@ -274,18 +256,15 @@ CASES: dict[str, Callable[[Plan, int], dict[str, Any]]] = {
     "in the recomputation": lambda plan, rank: by_hand(replace(plan, levers=plan.frontier[1].levers), rank, at_pass=2),
     "in the update": in_the_update,
     "without a lower plan": without_a_lower_plan,
-    "failing otherwise": failing_otherwise,
-    "not finite": not_finite,
+    "failing otherwise": lambda plan, rank: stopped(plan, rank, is_finite=True),
+    "not finite": lambda plan, rank: stopped(plan, rank, is_finite=False),
     "other shapes": other_shapes,
-    "other plans": other_plans,
-    "adapting": adapting,
+    "refusing": refusing,
 }
 
 
 def each_case(rank: int, data: bytes) -> Iterator[dict[str, Any]]:
-    plan = ir.codec.decode(data, Plan, source="the test")
-    for case in CASES.values():
-        yield case(plan, rank)
+    yield from (case(decoded(data), rank) for case in CASES.values())
 
 
 Found = dict[str, list[dict[str, Any]]]
@@ -350,15 +329,15 @@ def counting() -> Workload:
 
 
 def with_buffers(rank: int, data: bytes) -> Iterator[Any]:
-    plan = ir.codec.decode(data, Plan, source="the test")
+    plan = decoded(data)
     for index, at in [(9, 0), *((step, at) for step in (1, 4) for at in range(1, 40, 3))]:
         work = counting()
         with memfit.apply(plan, work, recover=True) as step:
             for number in range(5):
                 with Bomb(*((at,) if (rank, number) == (1, index) else ())):
                     step(work.batch)
-            events = len(recovery_of(step).events)
-            yield weights(work), events
+            found = outcome(work, step)
+            yield found["weights"], len(found["events"])
 
 
 @pytest.mark.ci
@@ -376,7 +355,7 @@ def test_buffers_are_those_before_the_step_on_all_ranks() -> None:
 
 
 def refused(rank: int, data: bytes) -> Iterator[Any]:
-    plan = ir.codec.decode(data, Plan, source="the test")
+    plan = decoded(data)
     assert plan.levers.sharding is not None
     copies = replace(plan.levers, sharding=replace(plan.levers.sharding, replicas=2))
     with pytest.raises(UsageError, match="use levers.sharding.mode='ddp'"):

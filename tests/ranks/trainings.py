@@ -31,8 +31,8 @@ Kind = Literal["adamw", "momentum", "fp16"]
 class Block(nn.Sequential):
     """A block with a parameter that has fewer elements than there are ranks."""
 
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(8, 10), nn.GELU(), nn.Dropout(0.2), nn.Linear(10, 8))
+    def __init__(self, dropout: float) -> None:
+        super().__init__(nn.Linear(8, 10), nn.GELU(), nn.Dropout(dropout), nn.Linear(10, 8))
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -45,20 +45,23 @@ class Model(nn.Module):
 
     count: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(13, 8)
         self.prefix = nn.Linear(8, 8).requires_grad_(False)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
         self.head = nn.Linear(8, 13, bias=False)
         self.head.weight = self.embedding.weight
         self.register_buffer("count", torch.arange(3))
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.prefix(self.embedding(tokens))
+    def features(self, tokens: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.prefix(self.embedding(tokens))
         for block in self.blocks:
             x = block(x)
-        logits: torch.Tensor = self.head(x)
+        return x
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.features(tokens))
         return logits
 
 

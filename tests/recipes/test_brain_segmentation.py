@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -8,18 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memfit.errors import MissingExtraError, WorkloadError
-from memfit.recipes import brain_segmentation
-from memfit.recipes.brain_segmentation import CLASSES, dice_coefficients, load_slabs
-from memfit.workload import Workload
+from memfit.errors import MissingExtraError
+from memfit.recipes import CLASSES, dice_coefficients, load_slabs
+from tests.recipes.test_recipes import small as recipe
 
 pytest.importorskip("monai")
 pytest.importorskip("nilearn")
 
 
-def small(**changes: Any) -> Workload:
-    sizes: dict[str, Any] = {"patch": (16, 16, 16), "channels": (8, 16, 32), "resolution": 4, "batches_per_epoch": 5}
-    return brain_segmentation(**(sizes | changes))
+small = functools.partial(recipe, "brain_segmentation")
 
 
 # Data
@@ -68,11 +66,6 @@ def test_augmentation_keeps_image_and_label_together() -> None:
         assert white - grey > 0.5
     levels = augmented.batch["image"].amin((1, 2, 3, 4))
     assert len(levels.unique()) > 8
-
-
-def test_batches_are_deterministic() -> None:
-    for one, other in zip(small().batches, small().batches, strict=True):
-        assert torch.equal(one["image"], other["image"]) and torch.equal(one["label"], other["label"])
 
 
 # Model and loss
@@ -130,50 +123,6 @@ def test_sliding_windows_put_every_voxel_in_its_place() -> None:
     assert figures == pytest.approx(expected)
     assert figures["dice/white"] > 0.4
     assert figures["dice/grey"] == 0
-
-
-@pytest.mark.ci
-def test_training_improves_the_validation_dice() -> None:
-    torch.manual_seed(0)
-    workload = small(batches_per_epoch=40, batch_size=4, patch=(24, 24, 24), resolution=2, learning_rate=5e-3)
-    with torch.no_grad():
-        before = workload.evaluate(workload.model.eval())
-    workload.model.train()
-    for batch in workload.batches:
-        workload.loss_fn(workload.model, batch).backward()
-        workload.optimizer.step()
-        workload.optimizer.zero_grad()
-    with torch.no_grad():
-        after = workload.evaluate(workload.model.eval())
-    assert after["dice/mean"] > before["dice/mean"] + 0.2
-    assert after["dice/mean"] > 0.6
-
-
-# Arguments
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"patch": (16, 16, 18)}, "each must be a multiple of 4"),
-        ({"patch": (16, 16)}, "patch=.* give 3"),
-        ({"patch": (4, 4, 4)}, "leaves one voxel"),
-        ({"patch": (16, 40, 16)}, r"does not fit .* \(50, 36, 48\)"),
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"channels": (8,)}, "channels="),
-        ({"channels": (8, 0)}, r"channels\[1\]=0"),
-        ({"n_residual_units": 0}, "n_residual_units=0"),
-        ({"norm": "layer"}, "norm='layer' is not one of 'instance', 'batch', 'group'"),
-        ({"dropout": 1.5}, "dropout=1.5"),
-        ({"resolution": 5}, "resolution=5"),
-        ({"learning_rate": -1.0}, "learning_rate=-1.0"),
-        ({"batches_per_epoch": 0}, "batches_per_epoch=0"),
-        ({"seed": -1}, "seed=-1"),
-    ],
-)
-def test_argument_out_of_range_is_named(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(WorkloadError, match=message):
-        small(**changes)
 
 
 @pytest.mark.parametrize("package", ["monai", "nilearn", "nibabel"])

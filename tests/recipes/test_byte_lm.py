@@ -1,33 +1,19 @@
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
-from memfit.errors import UsageError, WorkloadError
-from memfit.recipes import byte_lm
-from memfit.recipes.byte_lm import ByteLM, even_windows, loss_sum_and_count, python_source, source_files
-from memfit.workload import Workload
+from memfit.errors import UsageError
+from memfit.recipes import ByteLM, even_windows, python_source, source_files
+from tests.recipes.test_recipes import SMALL
+from tests.recipes.test_recipes import small as recipe
 
-SMALL: dict[str, Any] = {
-    "n_layer": 2,
-    "d_model": 32,
-    "n_head": 2,
-    "context": 32,
-    "batch_size": 4,
-    "batches_per_epoch": 6,
-    "n_validation_windows": 10,
-    "max_bytes": 50_000,
-}
-
-
-def small(**changes: Any) -> Workload:
-    return byte_lm(**(SMALL | changes))
+small = functools.partial(recipe, "byte_lm")
 
 
 def assert_same_batches(left: list[Any], right: list[Any]) -> None:
@@ -61,7 +47,7 @@ def test_targets_are_the_next_tokens_of_the_training_source() -> None:
     assert batch["tokens"].shape == batch["targets"].shape == (4, 32)
     assert batch["tokens"].dtype == batch["targets"].dtype == torch.int64
     assert torch.equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
-    source = bytes(python_source("training", SMALL["max_bytes"]).tolist())
+    source = bytes(python_source("training", SMALL["byte_lm"]["max_bytes"]).tolist())
     assert all(bytes(window.tolist()) in source for window in batch["tokens"])
 
 
@@ -88,7 +74,7 @@ def test_batches_depend_on_seed_and_epoch_only() -> None:
 
 @pytest.mark.parametrize("n_used", [0, 1, 5, 6, 7, 12])
 def test_resuming_gives_the_remaining_batches(n_used: int) -> None:
-    def endless(workload: Workload) -> Any:
+    def endless(workload: Any) -> Any:
         return itertools.chain.from_iterable(itertools.repeat(workload.batches))
 
     interrupted, resumed, whole = small(), small(), small()
@@ -122,16 +108,6 @@ def test_embedding_is_tied_unless_told_otherwise() -> None:
     assert n_untied - n_tied == 256 * 32
 
 
-def test_same_seed_same_weights_and_global_random_state_untouched() -> None:
-    torch.manual_seed(7)
-    expected = torch.rand(3)
-    torch.manual_seed(7)
-    one = small().model
-    assert torch.equal(torch.rand(3), expected)
-    other = small().model
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-
-
 def test_later_bytes_do_not_reach_earlier_logits() -> None:
     model = small().model.eval()
     tokens = torch.arange(32)[None]
@@ -145,7 +121,7 @@ def test_later_bytes_do_not_reach_earlier_logits() -> None:
 
 def test_loss_is_a_sum_over_tokens() -> None:
     workload = small(dropout=0.0)
-    whole, count = loss_sum_and_count(workload.model, workload.batch)
+    whole, count = workload.loss_fn(workload.model, workload.batch)
     assert count == 4 * 32
     whole.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in workload.model.parameters())
@@ -165,76 +141,13 @@ def test_dropout_acts_in_training_only() -> None:
         assert torch.equal(model(tokens), model(tokens))
 
 
-def test_training_lowers_both_losses() -> None:
-    torch.manual_seed(0)
-    workload = small(learning_rate=3e-3, batches_per_epoch=60, batch_size=16)
-    with torch.no_grad():
-        before = workload.evaluate(workload.model.eval())
-    workload.model.train()
-    losses = []
-    for batch in workload.batches:
-        loss_sum, count = workload.loss_fn(workload.model, batch)
-        (loss_sum / count).backward()
-        workload.optimizer.step()
-        workload.optimizer.zero_grad()
-        losses.append(loss_sum.item() / count)
-    with torch.no_grad():
-        after = workload.evaluate(workload.model.eval())
-    assert losses[0] == pytest.approx(math.log(256), rel=0.05)
-    assert losses[-1] < 3.5
-    assert after["validation_loss"] < 3.5 < before["validation_loss"]
-    assert after["bits_per_byte"] == pytest.approx(after["validation_loss"] / math.log(2))
-
-
 def test_evaluation_does_not_depend_on_the_batch_size() -> None:
     with torch.no_grad():
-        figures = [w.evaluate(w.model.eval()) for w in (small(batch_size=3), small(batch_size=10))]
-    assert figures[0]["validation_loss"] == pytest.approx(figures[1]["validation_loss"])
-
-
-# Arguments
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"d_model": 30, "n_head": 4}, "d_model=30 is not a multiple of n_head=4"),
-        ({"n_layer": 0}, "n_layer=0"),
-        ({"n_head": 0}, "n_head=0"),
-        ({"context": 0}, "context=0"),
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"dropout": 1.0}, "dropout=1.0"),
-        ({"dropout": -0.1}, "dropout=-0.1"),
-        ({"learning_rate": 0.0}, "learning_rate=0.0"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm=0.0"),
-        ({"batches_per_epoch": 0}, "batches_per_epoch=0"),
-        ({"n_validation_windows": 0}, "n_validation_windows=0"),
-        ({"max_bytes": 0}, "max_bytes=0"),
-        ({"max_bytes": 32}, r"context=32 .* \(max_bytes=32\)"),
-        ({"seed": -1}, "seed=-1"),
-    ],
-)
-def test_argument_out_of_range_is_named(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(WorkloadError, match=message):
-        small(**changes)
+        one, other = (w.evaluate(w.model.eval()) for w in (small(batch_size=3), small(batch_size=10)))
+    assert one["validation_loss"] == pytest.approx(other["validation_loss"])
+    assert one["bits_per_byte"] == pytest.approx(one["validation_loss"] / math.log(2))
 
 
 def test_sequence_longer_than_the_context_is_refused() -> None:
     with pytest.raises(UsageError, match="9 bytes is longer than context=8"):
         ByteLM(1, 8, 1, 8)(torch.zeros(1, 9, dtype=torch.int64))
-
-
-def test_importing_the_recipes_imports_no_optional_package() -> None:
-    code = (
-        "import sys, memfit.recipes; "
-        "print(sorted({'monai', 'nilearn', 'nibabel', 'sklearn', 'transformers'} & sys.modules.keys()))"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
-
-
-def test_factory_keeps_its_name_once_the_module_is_imported() -> None:
-    import memfit.recipes
-
-    assert memfit.recipes.byte_lm is byte_lm
-    assert callable(memfit.recipes.brain_segmentation)

@@ -1,23 +1,20 @@
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import pytest
 import torch
 
 import memfit
-from memfit.errors import WorkloadError
-from memfit.recipes import video
-from memfit.recipes.brain_segmentation import load_slabs
-from memfit.recipes.video import MOTIONS, ClipClassifier, _clip, random_clips
-from memfit.workload import Workload
+from memfit.recipes import MOTIONS, load_slabs, random_clips
+from tests.recipes.test_recipes import small as recipe
 
 pytest.importorskip("nilearn")
 
 
-def small(**changes: Any) -> Workload:
-    sizes: dict[str, Any] = {"frames": 4, "size": 8, "batch_size": 3, "channels": (4, 8), "resolution": 4}
-    return video(**(sizes | {"batches_per_epoch": 3, "n_validation_clips": 24} | changes))
+small = functools.partial(recipe, "video")
 
 
 def drawn(n: int = 60, **changes: Any) -> dict[str, torch.Tensor]:
@@ -28,15 +25,9 @@ def drawn(n: int = 60, **changes: Any) -> dict[str, torch.Tensor]:
 # Data
 
 
-def test_batches_are_those_of_their_seed() -> None:
-    first, again, other = small(seed=1), small(seed=1), small(seed=2)
-    assert first.batch["clips"].shape == (3, 1, 4, 8, 8) and first.batch["clips"].dtype == torch.float32
-    assert torch.equal(first.batch["clips"], again.batch["clips"])
-    assert not torch.equal(first.batch["clips"], other.batch["clips"])
-
-
 def test_a_clip_moves_as_its_class_says() -> None:
     clips = drawn()
+    assert clips["clips"].shape == (60, 1, 3, 8, 8) and clips["clips"].dtype == torch.float32
     for clip, motion in zip(clips["clips"][:, 0], clips["motions"].tolist(), strict=True):
         earlier, later = (clip[0], clip[1]) if motion % 2 else (clip[1], clip[0])
         if MOTIONS[motion] in ("left", "right"):
@@ -54,19 +45,22 @@ def test_every_class_is_there_every_frame_shows_the_brain_and_noise_has_its_size
 
 def test_backwards_and_forwards_have_the_same_frames() -> None:
     """So that no single frame tells the way."""
-    slab = load_slabs(4)[0]
-    middle = [25, 18, 20]
+    slab, label = load_slabs(4)[0], torch.zeros_like(load_slabs(4)[0].label)
+    label[25, 18, 20] = 1  # the middle of every clip
+    drawn = random_clips(
+        dataclasses.replace(slab, label=label), 60, torch.Generator().manual_seed(0), frames=4, size=8, speed=1, noise=0
+    )
+    by_motion = dict(zip(drawn["motions"].tolist(), drawn["clips"][:, 0], strict=True))
     for axis in range(3):
-        back, forth = (_clip(slab.image, middle, 2 * axis + way, 4, 8, 1) for way in (0, 1))
-        assert torch.equal(back, forth.flip(0))
+        assert torch.equal(by_motion[2 * axis], by_motion[2 * axis + 1].flip(0))
 
 
 # The model
 
 
 def test_the_encoder_is_called_once_a_frame_and_clips_do_not_know_each_other() -> None:
-    model, calls, clips = ClipClassifier((4, 8)).double(), [], torch.randn(3, 1, 5, 8, 8, dtype=torch.float64)
-    model.frame.register_forward_hook(lambda *_: calls.append(1))
+    model, calls, clips = small().model.double(), [], torch.randn(3, 1, 5, 8, 8, dtype=torch.float64)
+    model.get_submodule("frame").register_forward_hook(lambda *_: calls.append(1))
     whole = model(clips)
     assert whole.shape == (3, len(MOTIONS)) and len(calls) == 5
     torch.testing.assert_close(whole[1:], model(clips[1:]))
@@ -78,35 +72,3 @@ def test_frames_are_recomputed_one_by_one_and_bits_stay() -> None:
     assert "frame" in {module for region in plan.levers.regions for module in region.modules}
     verified = memfit.verify(plan, clips, steps=0)
     assert verified.holds and verified.bitwise
-
-
-@pytest.mark.ci
-def test_it_learns() -> None:
-    torch.manual_seed(0)
-    workload = video(frames=6, size=16, channels=(8, 16, 32), batch_size=16, speed=2, batches_per_epoch=200)
-    step, assert_above = memfit.Step(workload), 2 / len(MOTIONS)
-    assert workload.evaluate is not None and workload.batches is not None
-    for batch in workload.batches:
-        step(batch)
-    with torch.no_grad():
-        assert workload.evaluate(workload.model.eval())["accuracy"] > assert_above
-
-
-# Arguments
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"frames": 1}, "frames=1"),
-        ({"size": 7}, "size=7"),
-        ({"noise": -1.0}, "noise=-1"),
-        ({"channels": (4,)}, "1 stages"),
-        ({"speed": 0}, "speed=0"),
-        ({"seed": -1}, "seed=-1"),
-        ({"frames": 40}, "does not fit"),
-    ],
-)
-def test_wrong_arguments_are_named(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(WorkloadError, match=said):
-        small(**changes)

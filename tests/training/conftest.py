@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from memfit.ir import Levers, Plan, Prediction, Solution
-from memfit.recipes.byte_lm import SeededBatches
+from memfit.recipes import SeededBatches
 from memfit.training import Step
 from memfit.training.runs import checkpoint
 from memfit.workload import Workload, fingerprint

@@ -19,9 +19,8 @@ from torch.utils._pytree import register_pytree_node
 
 from memfit.errors import WorkloadError
 from memfit.workload import (
+    Extent,
     batch_size_of,
-    covers,
-    extent_of,
     map_tensors,
     packed_in,
     slice_batch,
@@ -29,7 +28,6 @@ from memfit.workload import (
     tensors_of,
     tokens_per_sample,
 )
-from memfit.workload.batch import samples_in
 from tests.batch_cases import CONTAINERS, Data, Frozen, N, Slotted, graphs, images, normalised, targets, xy
 
 
@@ -55,8 +53,14 @@ def fields() -> Fields:
     return made
 
 
+ONE, TWO = torch.arange(N), torch.arange(3 * N).view(N, 3)
 KINDS = {
     **{name: build().batch for name, build in CONTAINERS.items()},
+    "a tensor": ONE,
+    "a tuple": (ONE, TWO),
+    "a list": [ONE, TWO],
+    "lists in dicts": {"a": [ONE, (TWO, {"b": ONE})], "name": "text", "weight": 0.5, "none": None},
+    "an ordered dict": OrderedDict(x=ONE),
     "a dict's subclass": fields(),
     "an ordered dict's subclass": Ordered(xy()),
     "a registered class": [Registered(torch.ones(N, 2))],
@@ -69,6 +73,8 @@ def test_a_part_has_the_samples_in_containers_of_the_same_type(kind: str) -> Non
     assert batch_size_of(batch) == N
     part = slice_batch(batch, 2, 5)
     assert type(part) is type(batch) and batch_size_of(part) == 3
+    if kind == "lists in dicts":
+        assert [part[name] for name in ("name", "weight", "none")] == ["text", 0.5, None]
     for whole, some in zip(tensors_of(batch), tensors_of(part), strict=True):
         rows = whole[2:5] if whole.dim() and len(whole) else whole
         assert torch.equal(some, rows) and some.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr()
@@ -83,6 +89,18 @@ def test_a_batch_whose_tensors_stay_is_the_same_object(kind: str) -> None:
     assert not any(t.dtype is torch.float32 for t in tensors_of(moved))
     if kind != "object":  # whose parts refer to it
         assert map_tensors(lambda t: t, batch) is batch
+
+
+@given(st.integers(1, 20), st.integers(0, 20), st.integers(0, 20))
+@settings(max_examples=50, deadline=None)
+def test_a_part_has_as_many_samples_as_fit(n: int, start: int, stop: int) -> None:
+    assert slice_batch({"x": torch.arange(n)}, start, stop)["x"].tolist() == list(range(n))[start:stop]
+
+
+@pytest.mark.parametrize("batch", [{}, "text", None, torch.tensor(3.0), {"x": torch.zeros(0, 4)}])
+def test_batches_without_samples_are_refused(batch: Any) -> None:
+    with pytest.raises(WorkloadError, match="has no samples"):
+        batch_size_of(batch)
 
 
 def test_lists_with_an_entry_a_sample_are_cut_and_others_are_not() -> None:
@@ -111,7 +129,7 @@ DETECTION = {
 @pytest.mark.parametrize("kind", DETECTION)
 def test_detection_targets_are_cut_by_sample(kind: str) -> None:
     batch = DETECTION[kind]
-    assert samples_in(batch) == 3
+    assert batch_size_of(batch) == 3
     part = slice_batch(batch, 1, 3)
     found, wanted = (part["images"], part["targets"]) if isinstance(part, dict) else part
     assert len(found) == 2 and [len(t["boxes"]) for t in wanted] == [2, 3]
@@ -120,7 +138,7 @@ def test_detection_targets_are_cut_by_sample(kind: str) -> None:
 
 def test_a_list_of_records_has_a_record_a_sample() -> None:
     batch = [{"image": i, "instances": SimpleNamespace(**t)} for i, t in zip(images(), targets(), strict=True)]
-    assert samples_in(batch) == 3 and slice_batch(batch, 2, 3) == [batch[2]] and take(batch, [0, 2])[1] is batch[2]
+    assert batch_size_of(batch) == 3 and slice_batch(batch, 2, 3) == [batch[2]] and take(batch, [0, 2])[1] is batch[2]
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.booleans(), st.data())
@@ -150,7 +168,7 @@ def test_parts_of_packed_sequences_are_the_sequences(lengths: list[int], is_sort
     ids=["object", "dict", "tuple", "sparse", "a record as long as the batch"],
 )
 def test_a_batch_of_different_first_dimensions_is_one_sample(batch: Any) -> None:
-    assert samples_in(batch) is None and batch_size_of(batch) == 1 and tokens_per_sample(batch) is None
+    assert batch_size_of(batch) == 1 and tokens_per_sample(batch) is None
     with pytest.raises(WorkloadError, match=r"can't be cut .* Workload\.split"):
         slice_batch(batch, 0, 1)
 
@@ -214,10 +232,9 @@ LONG, SHORT = torch.zeros(4, 9), torch.zeros(4, 5)
         ({"x": (LONG, LONG)}, {"x": [LONG, LONG]}),
         ([{"x": LONG}, {"x": SHORT}], ({"x": LONG}, {"x": SHORT})),
     ],
-    ids=["pair", "alike", "nested", "in a dict", "of dicts"],
 )
 def test_a_loaders_list_of_a_tuples_parts_is_no_larger(one: Any, other: Any) -> None:
-    assert covers(extent_of(one), extent_of(other)) and covers(extent_of(other), extent_of(one))
+    assert Extent.of(one).covers(Extent.of(other)) and Extent.of(other).covers(Extent.of(one))
 
 
 @pytest.mark.parametrize(
@@ -235,8 +252,8 @@ def test_a_loaders_list_of_a_tuples_parts_is_no_larger(one: Any, other: Any) -> 
     ],
 )
 def test_a_part_that_grew_is_larger_though_another_one_is_as_large(planned: Any, given: Any) -> None:
-    assert not covers(extent_of(planned), extent_of(given))
+    assert not Extent.of(planned).covers(Extent.of(given))
 
 
 def test_images_of_a_list_are_within_it_in_any_order() -> None:
-    assert covers(extent_of({"images": [LONG, SHORT, SHORT]}), extent_of({"images": [SHORT, LONG]}))
+    assert Extent.of({"images": [LONG, SHORT, SHORT]}).covers(Extent.of({"images": [SHORT, LONG]}))

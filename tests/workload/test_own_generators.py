@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from memfit.foundations import turn
-from memfit.workload import rng_snapshot
-from memfit.workload.rng import own_generators
+from memfit.workload import generators_of_turn, rng_snapshot
 
 
 def reseed() -> None:
@@ -57,8 +56,10 @@ def test_a_turn_draws_what_it_would_and_the_global_generators_stay(draw: Callabl
     reseed()
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     functions = dict(vars(random)), dict(vars(np.random)), torch.random.default_generator
-    with turn(), own_generators():
-        assert draw() == alone
+    with ThreadPoolExecutor(1) as pool, turn():
+        pool.submit(int).result()  # its thread is there before the turn
+        with generators_of_turn():
+            assert draw() == alone
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
     assert (dict(vars(random)), dict(vars(np.random)), torch.random.default_generator) == functions
     assert draw() == alone  # a comparison that would see one number more
@@ -81,7 +82,7 @@ def test_another_thread_draws_as_alone_while_a_turn_draws_and_sets(draw: Callabl
                 over.set()
 
         waiting = None
-        with turn(), own_generators():
+        with turn(), generators_of_turn():
             waiting = pool.submit(train)
             while not over.is_set():
                 set_back = rng_snapshot()

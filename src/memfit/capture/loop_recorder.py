@@ -39,7 +39,6 @@ from memfit.workload import (
     RecordedStep,
     Reference,
     ResultTensor,
-    joined,
     leaves_of,
     map_tensors,
     with_phases,
@@ -514,7 +513,7 @@ class Watcher(TorchFunctionMode):
     def note_extent(self, number: CallNumber, extent: Extent) -> None:
         """Note the arguments of a call that trains, while it is recorded."""
         before = self._calls.get(number)
-        self._calls[number] = extent if before is None else joined(before, extent)
+        self._calls[number] = extent if before is None else before.joined(extent)
 
     def held_by(self, module: nn.Module) -> list[nn.Parameter]:
         """Return a module's parameters, looked up once in each step, in less time than `parameters()` takes."""

@@ -64,7 +64,7 @@ from memfit.capture.operator_calls import (
 from memfit.errors import CaptureError
 from memfit.foundations import safe_point
 from memfit.ir import Call, Module, Op, Phase, Save, Work
-from memfit.workload import Place, Reader, covers_storage, has_history, parts, selected_by, with_selected
+from memfit.workload import Place, Reader, covers_storage, has_history, parts, with_selected
 
 _aten = torch.ops.aten
 _INCIDENTAL = ("profiler", "prim")  # marks, and queries such as `tensor.device` that only fake tensors dispatch
@@ -490,8 +490,7 @@ class Recorder(PassiveMode):
         for tensor in sparse:
             self.observe(tensor, position if self.recording else -1)
         if self.recording:
-            if (selected := selected_by(func, args, out)) is not None:
-                text = with_selected(text, selected)
+            text = with_selected(text, func, args, out)
             mutated = tuple(i for t in dense_in(written) if (i := self.observe(t, -1)) is not None)
             number = self.now.signatures.get(text)
             if number is None:

@@ -45,7 +45,7 @@ from memfit.pipeline.verbs import checked, plan_given, uninterrupted
 from memfit.planner import first_line
 from memfit.recomputation import checking
 from memfit.training import Growth, LogFunction, LoopLog, beside_text, held_beside
-from memfit.workload import CallNumber, Extent, Geometry, LoopWorkload, RecordedStep, extent_of, tensors_of
+from memfit.workload import CallNumber, Extent, Geometry, LoopWorkload, RecordedStep, tensors_of
 
 _MOST_UPDATES = 8  # of one optimizer in a step, while another one waits for its turn
 _MOST_KINDS = 4  # of steps that one plan is for
@@ -156,7 +156,7 @@ class Fitted:
                 self._end_log()
                 self._end_step()
         call = watcher.note_call(module)
-        extent = extent_of((args, kwargs))
+        extent = Extent.of((args, kwargs))
         is_known = any(call in known for kind in self._kinds for known in kind.seen.passes)
         if not watcher.is_writing and not is_known:
             self._notice(module)

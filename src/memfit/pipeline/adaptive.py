@@ -26,11 +26,6 @@ from memfit.training import CpuLimit, Recovery, Snapshots, StepResult, device_of
 from memfit.workload import (
     Extent,
     Workload,
-    covers,
-    difference_text,
-    extent_of,
-    grown,
-    looked_ahead,
     map_tensors,
     samples_of,
     tensors_of,
@@ -61,7 +56,7 @@ class Admission:
 
     def __init__(self, switch: Switch, plan: Plan, workload: Workload) -> None:
         self._switch, self._plan, self._workload = switch, plan, workload
-        self._planned, self._levers = extent_of(workload.batch), plan.levers
+        self._planned, self._levers = Extent.of(workload.batch), plan.levers
         self._admitted: list[_Admitted] = []
         self._promised = self._told = switch.step.options.prediction
         self._advice = (
@@ -71,12 +66,12 @@ class Admission:
 
     def __call__(self, batch: Any) -> None:
         """Admit a batch; refuse a larger one on which the step would exceed the budget, or can't be predicted."""
-        extent, step, sharding = extent_of(batch), self._switch.step, self._plan.levers.sharding
-        is_larger = not covers(self._planned, extent)
+        extent, step, sharding = Extent.of(batch), self._switch.step, self._plan.levers.sharding
+        is_larger = not self._planned.covers(extent)
         if sharding is not None:
             if is_larger:
                 raise UsageError(
-                    f"a batch is larger than the plan's ({difference_text(extent, self._planned)}), and memfit"
+                    f"a batch is larger than the plan's ({extent.difference_text(self._planned)}), and memfit"
                     f" can't predict its peak on each of {sharding.world_size} ranks during training."
                     f" {self._advice}"
                 )
@@ -87,18 +82,18 @@ class Admission:
         if is_larger:
             if self._switch.levers != self._levers:
                 self._levers, self._admitted = self._switch.levers, []
-            known = next((each for each in self._admitted if covers(each.extent, extent)), None)
+            known = next((each for each in self._admitted if each.extent.covers(extent)), None)
             found = (known or self._admit(batch, extent)).prediction
         self._told = found
         if found is not step.options.prediction:
             step.change(prediction=found, predicted_peak_bytes=found.peak_bytes)
 
     def _admit(self, batch: Any, extent: Extent) -> _Admitted:
-        difference, budget = difference_text(extent, self._planned), self._plan.budget_bytes
+        difference, budget = extent.difference_text(self._planned), self._plan.budget_bytes
         found = None
         if self._admitted:
             try:
-                found = self._predicted(grown(batch, looked_ahead(self._admitted[-1].extent, extent)))
+                found = self._predicted(extent.looked_ahead(self._admitted[-1].extent).filled(batch))
             except (MemfitError, RuntimeError, ValueError):  # a batch that was made up may be one that can't be
                 pass
         if found is None or found.prediction.peak_upper_bytes > budget:
@@ -135,7 +130,7 @@ class Admission:
             name: value + kept_bytes if (value := getattr(prediction, name)) is not None else None
             for name in ("peak_bytes", "peak_upper_bytes", "peak_reserved_bytes")
         }
-        return _Admitted(extent_of(batch), replace(prediction, **with_kept))
+        return _Admitted(Extent.of(batch), replace(prediction, **with_kept))
 
 
 class ShapeInterpolation:

@@ -51,14 +51,10 @@ from memfit.workload import (
     ModuleTensor,
     RecordedStep,
     Tape,
-    covers,
-    difference_text,
     fingerprint,
     in_turn,
     leaves_of,
-    looked_ahead,
     outside_autocast,
-    sizes_changed,
 )
 
 Mixed = Prediction | Literal["in use"] | None
@@ -115,30 +111,30 @@ class LargerBatches:
         for number, extent in [call for step in steps for call in step.calls.items()] + list((also or {}).items()):
             if not self.holds(number, extent):
                 known = self._promised.setdefault(number, [])
-                known[:] = [other for other in known if not covers(extent, other)] + [extent]
+                known[:] = [other for other in known if not extent.covers(other)] + [extent]
         self._grown += also is not None
 
     def holds(self, number: CallNumber, extent: Extent) -> bool:
-        return any(covers(known, extent) for known in self._promised.get(number, ()))
+        return any(known.covers(extent) for known in self._promised.get(number, ()))
 
     def difference(self, number: CallNumber, extent: Extent) -> str:
         """Return how a call exceeds those that the plan holds, in words."""
-        return difference_text(extent, self._largest(number))
+        return extent.difference_text(self._largest(number))
 
     def targets(self, number: CallNumber, extent: Extent) -> list[Extent]:
         """Return the extents to plan for: where batches grow again and again, a larger one first."""
-        ahead = looked_ahead(self._largest(number), extent)
+        ahead = extent.looked_ahead(self._largest(number))
         return [ahead, extent] if self._grown and ahead != extent else [extent]
 
     def resized(self, step: RecordedStep, number: CallNumber, target: Extent) -> RecordedStep:
         """Return a step as it would be with a larger call."""
-        before = step.calls.get(number, {})
+        before = step.calls.get(number, Extent())
         pairs = [(column.shape, target[path].shape) for path, column in before.items() if path in target]
-        return step.resized(sizes_changed(pairs))
+        return step.resized(pairs)
 
     def _largest(self, number: CallNumber) -> Extent:
         known = self._promised.get(number)
-        return known[-1] if known else {}
+        return known[-1] if known else Extent()
 
 
 def module_workload(

@@ -201,30 +201,25 @@ class SharedStep(Group, abc.ABC):
         Raises:
             UnansweredError: There is no way to tell them.
         """
-        if self._stopped is None:
-            if self._is_opening:
-                raise UnansweredError
-            self._own = RAN_OUT if ran_out else FAILED
-            self.restart()
-            self._is_answering = True
-            try:
-                self._stopped = self._answered()
-            finally:
-                self._is_answering = False
-        return self._stopped == RAN_OUT
-
-    def _answered(self) -> int:
-        answers = []
+        if self._stopped is not None:
+            return self._stopped == RAN_OUT
+        if self._is_opening:
+            raise UnansweredError
+        self._own = RAN_OUT if ran_out else FAILED
+        self.restart()
+        answers: list[Answer] = []
         if self._sent:
             last = zip(self._sent[-1].answers, self._counts, strict=True)
             answers += [answer for (group, answer), count in last if collectives_sent(group) == count]
         if self._script is not None:
             answers += [answer for what in self._script[len(self._sent) :] for _, answer in what.answers]
-        for answer in answers:
-            told = answer()
-            if told is not None:
-                return told
-        return self._vote(self._own)
+        self._is_answering = True
+        try:
+            worst = next((told for answer in answers if (told := answer()) is not None), None)
+            self._stopped = self._vote(self._own) if worst is None else worst
+        finally:
+            self._is_answering = False
+        return self._stopped == RAN_OUT
 
     def reset(self) -> None:
         """Make the engine ready for the next step, after one that was aborted on all ranks."""
@@ -257,10 +252,20 @@ class SharedStep(Group, abc.ABC):
         if not self._is_active:
             dist.all_reduce(message)
         else:
-            message = torch.cat([message, message.new_zeros(2)])
-            self._before_message(("told", len(values)), self._tell_vote, message)
-            dist.all_reduce(message)
-            self._check(_worst_of(message))
+            message = torch.cat([message, message.new_zeros(2)])  # how many ranks ran out, and failed otherwise
+
+            def worst_of(message: torch.Tensor) -> int:
+                dist.all_reduce(message)
+                ran_out, failed = message[-2:].tolist()
+                return FAILED if failed else RAN_OUT if ran_out else FINE
+
+            def vote(message: torch.Tensor) -> int:
+                """Send the vote of a rank that failed, in place of its numbers."""
+                message[-2 if self._own == RAN_OUT else -1] = 1
+                return worst_of(message)
+
+            self._before_message(("told", len(values)), vote, message)
+            self._check(worst_of(message))
         return list((message[: len(values)] / self.size).unbind())
 
     def mean(self, value: Number) -> Number:
@@ -274,12 +279,6 @@ class SharedStep(Group, abc.ABC):
         assert dist.group.WORLD is not None
         zeros = functools.partial(torch.zeros, like.shape, dtype=like.dtype, device=like.device)
         self.before(key, (dist.group.WORLD, lambda: answer(zeros())))
-
-    def _tell_vote(self, message: torch.Tensor) -> int:
-        """Send the vote of a rank that failed, in place of its numbers; return the worst of all ranks."""
-        message[-2 if self._own == RAN_OUT else -1] = 1
-        dist.all_reduce(message)
-        return _worst_of(message)
 
     def norm(self, norm: torch.Tensor, is_part: bool) -> torch.Tensor:
         if not is_part:
@@ -298,14 +297,6 @@ class SharedStep(Group, abc.ABC):
         shuffled with PyTorch's generator is shuffled alike, and a run that is resumed draws what it would have drawn.
         """
         return contextlib.nullcontext() if self.is_part else drawing_as(self.rank)
-
-
-def _worst_of(message: torch.Tensor) -> int:
-    """Return the worst vote; a message ends with how many ranks ran out of memory, and how many failed otherwise."""
-    ran_out, failed = message[-2:].tolist()
-    if failed:
-        return FAILED
-    return RAN_OUT if ran_out else FINE
 
 
 class PeerError(Exception):

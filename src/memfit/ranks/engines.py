@@ -130,7 +130,12 @@ class _DataParallel(SharedStep):
             init_sync=False,  # its copies of the weights outlive this call, by chance, in gloo's threads
         )
         if is_part:
-            self._wrapped.register_comm_hook(self, _reduce)  # C++ reads a result that fake ranks don't give
+
+            def reduce(ranks, bucket):  # type: ignore[no-untyped-def]  # the engine compares annotations with classes
+                ranks.reduce(bucket.buffer())
+                return _done(bucket.buffer())
+
+            self._wrapped.register_comm_hook(self, reduce)  # C++ reads a result that fake ranks don't give
             self._wrapped.logger = _Silent()  # which times kernels of a GPU that is not there
 
     def loss(self, batch: Any) -> Loss:
@@ -194,18 +199,10 @@ class _Silent:
         return lambda *_: None
 
 
-def _reduce(ranks: SharedStep, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    ranks.reduce(bucket.buffer())
-    return _done(bucket.buffer())
-
-
 def _done(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(buffer)
     return done
-
-
-_reduce.__annotations__.clear()  # DistributedDataParallel compares them, which are texts here, with classes
 
 
 class _FullySharded(SharedStep):
@@ -242,7 +239,14 @@ class _FullySharded(SharedStep):
             fully_shard(unit, reshard_after_forward=not stays, **given)
             setattr(type(unit), "memfit_stands_for", name)  # noqa: B010  (PyTorch made this class for the unit's)
         if dtype is not None:  # the loss function's other inputs, such as targets, stay as they are
-            model.register_forward_pre_hook(functools.partial(_cast, dtype), with_kwargs=True)
+
+            def cast(x: Any) -> Any:
+                return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+            def cast_inputs(model: nn.Module, args: Any, kwargs: Any) -> Any:
+                return tree_map(cast, (args, kwargs))
+
+            model.register_forward_pre_hook(cast_inputs, with_kwargs=True)
         root: Any = fully_shard(_ForwardPass(model, workload.loss_fn), **given)
         self._root = root
         if is_gloo(mesh.get_group(mesh.ndim - 1)):
@@ -274,40 +278,33 @@ class _FullySharded(SharedStep):
             raise UsageError(f"recover=True with {reason}, or give recover=False")
         initialize_units(self._root)
         replicas = self.mesh.get_group("replicas") if self._sharding.replicas > 1 else None
-        for number, unit in enumerate(m for m in self._root.modules() if isinstance(m, FSDPModule)):
-            gather: Any = Gather(functools.partial(self._tell_of_gather, number, unit))
-            reduce: Any = ReduceScatter(functools.partial(self._tell_of_reduction, number, replicas))
-            unit.set_custom_all_gather(gather)
-            unit.set_custom_reduce_scatter(reduce)
+        for number, unit in enumerate(_units_of(self._root)):
+            self._tell_of(number, unit, replicas)
 
-    def _tell_of_gather(self, number: int, unit: FSDPModule, *given: Any) -> None:
-        def answer() -> None:
+    def _tell_of(self, number: int, unit: Any, replicas: dist.ProcessGroup | None) -> None:
+        def shards() -> None:
             """Send the shards: what the others compute of them stays within the range of their own values."""
             unit.unshard()
             unit.reshard()
 
-        self.before(("gather", number), (given[2], answer))
+        def gathering(output: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup) -> None:
+            self.before(("gather", number), (group, shards))
 
-    def _tell_of_reduction(
-        self,
-        number: int,
-        replicas: dist.ProcessGroup | None,
-        output: torch.Tensor,
-        given: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-    ) -> None:
-        made: dict[str, Any] = {"dtype": given.dtype, "device": given.device}
-        shape = given.shape  # the answer holds no tensor
+        def reducing(output: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup, op: Any) -> None:
+            made: dict[str, Any] = {"dtype": given.dtype, "device": given.device}
+            shape = given.shape  # the answer holds no tensor
 
-        def answer() -> None:
-            zeros = torch.zeros(shape, **made)
-            ReduceScatter()(zeros.new_empty(zeros.numel() // group.size()), zeros, group, op)
+            def zeros() -> None:
+                sent = torch.zeros(shape, **made)
+                ReduceScatter()(sent.new_empty(sent.numel() // group.size()), sent, group, op)
 
-        answers: list[tuple[dist.ProcessGroup, Callable[[], None]]] = [(group, answer)]
-        if replicas is not None:
-            answers.append((replicas, functools.partial(_all_reduce_zeros, replicas, output.shape, made, op)))
-        self.before(("reduce", number, given.shape, given.dtype), *answers)
+            answers: list[tuple[dist.ProcessGroup, Callable[[], None]]] = [(group, zeros)]
+            if replicas is not None:
+                answers.append((replicas, functools.partial(_all_reduce_zeros, replicas, output.shape, made, op)))
+            self.before(("reduce", number, given.shape, given.dtype), *answers)
+
+        unit.set_custom_all_gather(Gather(gathering))
+        unit.set_custom_reduce_scatter(ReduceScatter(reducing))
 
     def restart(self) -> None:
         self._root.reset_iter_state()
@@ -324,9 +321,8 @@ class _FullySharded(SharedStep):
     def drop_forward(self) -> None:
         if hasattr(self._root, "reset_iter_state"):  # new in torch 2.13
             self._root.reset_iter_state()  # or the next backward pass would look for the order of these passes
-        for module in self._root.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for unit in _units_of(self._root):
+            unit.reshard()
 
 
 def _equalize(model: nn.Module) -> None:
@@ -334,13 +330,6 @@ def _equalize(model: nn.Module) -> None:
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor, 0)
-
-
-def _cast(dtype: torch.dtype, model: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Return a model's inputs with what is floating-point in another dtype."""
-    return tree_map(
-        lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs)
-    )
 
 
 def _rebind(optimizer: torch.optim.Optimizer, before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) -> None:
@@ -428,14 +417,15 @@ class ReduceScatter(_InPlace):
         return None
 
 
+def _units_of(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
 def send_in_place(model: nn.Module) -> None:
     """Have all units of a fully sharded model gather and reduce in place, where they do so over gloo."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            gather: Any = Gather()
-            reduce: Any = ReduceScatter()
-            module.set_custom_all_gather(gather)
-            module.set_custom_reduce_scatter(reduce)
+    for unit in _units_of(model):
+        unit.set_custom_all_gather(Gather())
+        unit.set_custom_reduce_scatter(ReduceScatter())
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:

@@ -91,9 +91,15 @@ class Initialisation:
         Raises:
             WorkloadError: A call makes a part of a tensor only.
         """
+
+        def unmade(tensor: torch.Tensor) -> torch.Tensor:
+            """Return a whole tensor on the CPU in which a value that nobody makes is seen."""
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            return whole.fill_(torch.nan) if whole.is_floating_point() else whole
+
         with torch.device("cpu"), torch.no_grad():
             for call in self._calls:
-                with _in_place_of(call.written, _unmade):
+                with _in_place_of(call.written, unmade):
                     call.make()
                     made = [_at(group[0]) for group in call.written]
                 for group, value, is_kept in zip(call.written, made, call.kept, strict=True):
@@ -106,7 +112,14 @@ class Initialisation:
                             " reset_parameters(), or of _init_weights: make it write the whole tensor, or build the"
                             " model without torch.device('meta')"
                         )
-                    _fill(_at(group[0]), value)
+                    tensor = _at(group[0])
+                    if is_shared(type(tensor)):  # this rank's part
+                        chunk = zip(*chunk_of(tensor), strict=True)
+                        local_part(tensor).copy_(value[tuple(slice(start, start + size) for start, size in chunk)])
+                    elif tensor.is_meta:
+                        torch.utils.swap_tensors(tensor, value)
+                    else:
+                        tensor.copy_(value)
 
 
 def allocate(root: nn.Module, place: torch.device) -> None:
@@ -177,24 +190,6 @@ def _in_place_of(
             _put(group, tensor)
 
 
-def _unmade(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a whole tensor on the CPU in which a value that nobody makes is seen."""
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return whole.fill_(torch.nan) if whole.is_floating_point() else whole
-
-
-def _fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Give a tensor of a model its values; of one that is sharded this rank's part of them."""
-    if is_shared(type(tensor)):
-        starts, sizes = chunk_of(tensor)
-        part = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-        local_part(tensor).copy_(value[part])
-    elif tensor.is_meta:
-        torch.utils.swap_tensors(tensor, value)
-    else:
-        tensor.copy_(value)
-
-
 def _own(module: nn.Module) -> list[tuple[Place, torch.Tensor]]:
     held = {**own_parameters(module), **own_buffers(module)}
     return [((module, name), tensor) for name, tensor in held.items() if tensor is not None]
@@ -204,14 +199,16 @@ def _tensors_of(module: nn.Module) -> list[tuple[Place, torch.Tensor]]:
     return [found for each in module.modules() for found in _own(each)]
 
 
-def _at(place: Place) -> torch.Tensor:
+def _home_of(place: Place) -> dict[str, Any]:
     module, name = place
-    held: torch.Tensor | None = {**own_parameters(module), **own_buffers(module)}[name]
-    assert held is not None
+    return own_parameters(module) if name in own_parameters(module) else own_buffers(module)
+
+
+def _at(place: Place) -> torch.Tensor:
+    held: torch.Tensor = _home_of(place)[place[1]]
     return held
 
 
-def _put(places: list[Place], tensor: Any) -> None:
-    for module, name in places:
-        held: dict[str, Any] = own_parameters(module) if name in own_parameters(module) else own_buffers(module)
-        held[name] = tensor
+def _put(places: list[Place], tensor: torch.Tensor) -> None:
+    for place in places:
+        _home_of(place)[place[1]] = tensor

@@ -171,8 +171,7 @@ class TensorParallel:
             if op.phase == "backward" and op.call in self.of_call:
                 backward[op.call].append(position)
         for region in self.regions:
-            self._forward(region)
-            self._after(region, backward)
+            self._cut_region(region, backward)
 
     def _linear(self, call: int) -> _Linear:
         return self.linears[self.trace.fqn_of(call)]
@@ -183,7 +182,9 @@ class TensorParallel:
         for position in positions:
             op = self.trace.ops[position]
             if op.call < 0 or self.trace.fqn_of(op.call) not in self.linears:
-                region.mixes |= bool(region.columns) and _mixes(op.name)
+                base = op.name.split(".")[1].removesuffix("_") if "." in op.name else op.name
+                mixes = operator_class(op.name) in (ATTENTION, SOFTMAX, MATRIX) or base in _ACTIVATIONS
+                region.mixes |= bool(region.columns) and mixes
                 continue
             if op.call == last:
                 continue
@@ -208,31 +209,29 @@ class TensorParallel:
     def _is_bias(self, nbytes: int, call: int) -> bool:
         return nbytes in [self._linear(call).outputs * itemsize for itemsize in ITEMSIZES]
 
-    def _forward(self, region: _Region) -> None:
-        def is_whole(op: Op, position: int, nbytes: int) -> bool:
-            if op.call == region.row:
-                return _multiplies(op.name) or self._is_bias(nbytes, region.row)
-            return op.call in region.columns and not _multiplies(op.name) and _alike(nbytes, self._in_bytes(op.call))
+    def _cut_region(self, region: _Region, backward: dict[int, list[int]]) -> None:
+        """Cut both passes of a region; the backward pass is from that of its last layer to that of its first ones."""
+        row, columns, out_bytes = region.row, region.columns, self.out_bytes[region.row]
 
-        first, last = self.trace.calls[region.columns[0]], self.trace.calls[region.row]
-        self._cut(range(first.start, last.end), is_whole)
-        self.sums.append((self.out_bytes[region.row], last.end))
+        def is_whole_forward(op: Op, position: int, nbytes: int) -> bool:
+            if op.call == row:
+                return _multiplies(op.name) or self._is_bias(nbytes, row)
+            return op.call in columns and not _multiplies(op.name) and _alike(nbytes, self._in_bytes(op.call))
 
-    def _after(self, region: _Region, backward: dict[int, list[int]]) -> None:
-        """Cut the backward pass of a region: from that of its last layer to that of its first ones."""
-        of_columns = [position for call in region.columns for position in backward[call]]
-        if not backward[region.row] or not of_columns:
+        end = self.trace.calls[row].end
+        self._cut(range(self.trace.calls[columns[0]].start, end), is_whole_forward)
+        self.sums.append((out_bytes, end))
+        of_columns = [position for call in columns for position in backward[call]]
+        if not backward[row] or not of_columns:
             return
-        first, entered, last = backward[region.row][0], min(of_columns), max(of_columns)
-        in_bytes = self._in_bytes(region.columns[0])
+        entered, last, in_bytes = min(of_columns), max(of_columns), self._in_bytes(columns[0])
 
-        def is_whole(op: Op, position: int, nbytes: int) -> bool:
-            if op.call == region.row:
-                is_output = _alike(nbytes, self.out_bytes[region.row])
-                return not _multiplies(op.name) and (is_output or self._is_bias(nbytes, region.row))
-            return (op.call in region.columns or position > entered) and _alike(nbytes, in_bytes)
+        def is_whole_backward(op: Op, position: int, nbytes: int) -> bool:
+            if op.call == row:
+                return not _multiplies(op.name) and (_alike(nbytes, out_bytes) or self._is_bias(nbytes, row))
+            return (op.call in columns or position > entered) and _alike(nbytes, in_bytes)
 
-        self._cut(range(first, last + 1), is_whole)
+        self._cut(range(backward[row][0], last + 1), is_whole_backward)
         self.sums.append((in_bytes, last + 1))
 
     def _cut(self, positions: range, is_whole: Callable[[Op, int, int], bool]) -> None:
@@ -297,11 +296,6 @@ class TensorParallel:
 
 def _multiplies(name: str) -> bool:
     return operator_class(name) == MATRIX
-
-
-def _mixes(name: str) -> bool:
-    base = name.split(".")[1].removesuffix("_") if "." in name else name
-    return operator_class(name) in (ATTENTION, SOFTMAX, MATRIX) or base in _ACTIVATIONS
 
 
 def _alike(nbytes: int, other: int) -> bool:
@@ -380,20 +374,16 @@ class Pipeline:
             backward = op.phase in ("backward", "recompute")
             if (op.microbatch, backward) != passing:
                 passing, current = (op.microbatch, backward), self.stages - 1 if backward else 0
-            found = self._stage_of_call(op.call, start)
-            current = current if found is None else found
+            for call in self.trace.call_chain(op.call):
+                if (fqn := self.trace.fqn_of(call)) in self.of_block:
+                    current = self.of_block[fqn]
+                    break
+            else:  # before the first block it is the first, else the last; around blocks it is not known
+                if op.call >= 0 and not any(self.trace.fqn_of(op.call) in enclosing(block) for block in self.of_block):
+                    is_first = self.trace.calls[op.call].start % len(self.trace.ops) < start
+                    current = 0 if is_first else self.stages - 1
             stages.append(current)
         return stages
-
-    def _stage_of_call(self, call: int, first_block: int) -> int | None:
-        """Return the stage of a call: that of its block, or the first or the last; None where neither is known."""
-        for around in self.trace.call_chain(call):
-            fqn = self.trace.fqn_of(around)
-            if fqn in self.of_block:
-                return self.of_block[fqn]
-        if call < 0 or any(self.trace.fqn_of(call) in enclosing(block) for block in self.of_block):
-            return None
-        return 0 if self.trace.calls[call].start % len(self.trace.ops) < first_block else self.stages - 1
 
     def stage(self, stage: int) -> Trace:
         """Return the step of one stage, with the activations of the other microbatches in flight."""

@@ -197,8 +197,11 @@ def data_parallel(trace: Trace, sharding: Sharding) -> Trace:
         ready = trace.storages[index].birth
         by_itemsize[trace.parameters[parameter].itemsize].append(trace.storages[index].nbytes)
         if sharding.gradient_as_bucket_view:
-            ready = last.get(parameter, ready) if sharding.reduces == "last" else ready
-            insertion.free(index, _end_of_node(trace, ready))
+            end = last.get(parameter, ready) if sharding.reduces == "last" else ready
+            # Copied by the last consecutive operator of a module call's backward pass.
+            while end + 1 < len(trace.ops) and trace.ops[end + 1].call == trace.ops[end].call >= 0:
+                end += 1
+            insertion.free(index, end)
     reduced = [ends[microbatch] for microbatch in sorted(ends)]
     for sizes in by_itemsize.values():
         for nbytes in buckets(sizes, sharding):
@@ -214,14 +217,6 @@ def data_parallel(trace: Trace, sharding: Sharding) -> Trace:
             event = insertion.op(BROADCAST, nbytes, index, like=index, call=-1, ranks=ranks)
             insertion.allocate(min(nbytes, _BROADCAST_BYTES), event, "temporaries", -1).death = event
     return insertion.result()
-
-
-def _end_of_node(trace: Trace, op: int) -> int:
-    """Return the last consecutive operator of a module call's backward pass, by which its gradients were copied."""
-    last = op
-    while last + 1 < len(trace.ops) and trace.ops[last + 1].call == trace.ops[op].call >= 0:
-        last += 1
-    return last
 
 
 def with_state_of_one_rank(trace: Trace, world_size: int) -> Trace:
@@ -299,34 +294,29 @@ class FullyShard:
         for index, parameter in enumerate(trace.parameters):
             self.units[innermost(parameter.fqn, self.units)].parameters.append(index)
         self.gradients = gradients_by_parameter(trace)
-        self.ready = self._ready_gradients()
+        # For (parameter, microbatch), the storage of its gradient and the operator that completes it.
+        self.ready = {(p, 0): (index, trace.storages[index].birth) for p, index in self.gradients.items()}
+        parameter_of = {index: parameter for parameter, index in self.gradients.items()}
+        dying: dict[int, list[int]] = defaultdict(list)
+        for index, storage in enumerate(trace.storages):
+            dying[storage.death].append(index)
+        for position, op in enumerate(trace.ops):
+            of = parameter_of.get(op.mutates[0], -1) if len(op.mutates) == 1 else -1
+            if op.phase == "backward" and op.microbatch > 0 and of >= 0:  # accumulated
+                nbytes = trace.storages[self.gradients[of]].nbytes
+                added = [i for i in dying[position] if trace.storages[i].nbytes == nbytes]
+                if added:
+                    held = self.gradients[of] if sharding.reduces == "last" else added[-1]
+                    self.ready[of, op.microbatch] = held, position
         self.order: list[_Pass] = []
         self.held: InsertedStorage | None = None  # the last output of an all-gather in the forward pass
         self.reducing: InsertedStorage | None = None  # the last input of a reduce-scatter
         for microbatch in range(trace.microbatches):
             self._run(microbatch)
 
-    def _ready_gradients(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return, for (parameter, microbatch), the storage of its gradient and the operator that completes it."""
-        ready = {(p, 0): (index, self.old.storages[index].birth) for p, index in self.gradients.items()}
-        parameter_of = {index: parameter for parameter, index in self.gradients.items()}
-        dying: dict[int, list[int]] = defaultdict(list)
-        for index, storage in enumerate(self.old.storages):
-            dying[storage.death].append(index)
-        for position, op in enumerate(self.old.ops):
-            parameter = parameter_of.get(op.mutates[0], -1) if len(op.mutates) == 1 else -1
-            if op.phase == "backward" and op.microbatch > 0 and parameter >= 0:  # accumulated
-                nbytes = self.old.storages[self.gradients[parameter]].nbytes
-                added = [i for i in dying[position] if self.old.storages[i].nbytes == nbytes]
-                if added:
-                    held = self.gradients[parameter] if self.sharding.reduces == "last" else added[-1]
-                    ready[parameter, op.microbatch] = (held, position)
-        return ready
-
-    # The order of the hooks
-
     def _run(self, microbatch: int) -> None:
-        passes = self._passes(microbatch)
+        """Run the hooks of a microbatch in their order."""
+        passes = self._forward_passes(microbatch)
         backward = [
             i for i, op in enumerate(self.old.ops)
             if op.microbatch == microbatch and op.phase in ("backward", "recompute")
@@ -355,23 +345,22 @@ class FullyShard:
         for unit in self.units.values():
             unit.pending = None
 
-    def _passes(self, microbatch: int) -> list[_Pass]:
+    def _forward_passes(self, microbatch: int) -> list[_Pass]:
         """Return the forward calls of the units, the root's first."""
-        calls = [(i, c) for i, c in enumerate(self.old.calls) if c.phase == "forward" and c.microbatch == microbatch]
-        inner = [
-            _Pass(self.units[self.old.fqn_of(i)], i, c.start, c.end)
-            for i, c in calls
-            if self.old.fqn_of(i) in self.units and self.old.fqn_of(i) and c.end > c.start
-        ]
+        trace = self.old
+        calls = [(i, c) for i, c in enumerate(trace.calls) if c.phase == "forward" and c.microbatch == microbatch]
+        of_unit = [(trace.fqn_of(i), i, c) for i, c in calls if c.end > c.start]
+        inner = [_Pass(self.units[fqn], i, c.start, c.end) for fqn, i, c in of_unit if fqn and fqn in self.units]
         # The engine wraps the loss function. The step weighs the loss, and adds it to those of other microbatches.
-        loss = [i for i, op in enumerate(self.old.ops) if op.phase == "forward" and op.microbatch == microbatch]
-        while loss and self.old.ops[loss[-1]].name in _WEIGHING and self._writes_scalar(loss[-1]):
+        loss = [i for i, op in enumerate(trace.ops) if op.phase == "forward" and op.microbatch == microbatch]
+        while (
+            loss
+            and (op := trace.ops[loss[-1]]).name in _WEIGHING
+            and trace.works[op.signature].write_bytes <= _SCALAR_BYTES
+        ):
             loss.pop()
         start, end = min(c.start for _, c in calls), max([*(c.end for _, c in calls), *(i + 1 for i in loss[-1:])])
         return [_Pass(self.units[""], calls[0][0], start, end), *inner]
-
-    def _writes_scalar(self, op: int) -> bool:
-        return self.old.works[self.old.ops[op].signature].write_bytes <= _SCALAR_BYTES
 
     def _find_backward(self, passes: list[_Pass], microbatch: int, backward: list[int]) -> None:
         """Set the beginning and end of the backward pass of each forward call."""
@@ -507,15 +496,12 @@ class FullyShard:
     def _full_bytes(self, parameter: int) -> int:
         return self._padded(parameter) * self.old.parameters[parameter].itemsize
 
-    def _shard_bytes(self, parameter: int, itemsize: int) -> int:
-        return self._padded(parameter) // self.sharding.shards * itemsize
-
     def result(self) -> Trace:
         """Return the sharded step, with resident storages and the optimizer's in shards."""
         sharded = self.insertion.result()
         sizes: dict[int, int] = defaultdict(int)
         for index, parameter in enumerate(self.old.parameters):
-            shards = self._shard_bytes(index, self.sharding.shard_itemsize or parameter.itemsize)
+            shards = self._padded(index) // self.sharding.shards * (self.sharding.shard_itemsize or parameter.itemsize)
             sizes[parameter.nbytes] = max(sizes[parameter.nbytes], shards)
 
         def in_shards(storage: Storage) -> Storage:
@@ -526,7 +512,7 @@ class FullyShard:
                 if nbytes == parameter.nbytes:
                     itemsize = self.sharding.shard_itemsize or parameter.itemsize
                 if itemsize is not None:  # storages of another size, as step counts, are not sharded
-                    nbytes = self._shard_bytes(storage.parameter, itemsize)
+                    nbytes = self._padded(storage.parameter) // self.sharding.shards * itemsize
             elif storage.birth >= 0 and sharded.ops[storage.birth].phase == "optimizer":
                 nbytes = sizes.get(nbytes, nbytes)
             return replace(storage, nbytes=nbytes)
@@ -546,18 +532,16 @@ def proposals(world_size: int, modes: Sequence[Mode], units: tuple[str, ...], ra
     parameters are gathered over the faster link. Of units, the last half may stay gathered: they are the first to be
     needed again.
     """
+    nodes = world_size // ranks_per_node if world_size % ranks_per_node == 0 else 1
     found: list[Sharding] = []
     for mode in modes:
         if mode == "ddp":
             found.append(Sharding(world_size=world_size, mode=mode, gradient_as_bucket_view=True))
             continue
-        sharding = Sharding(world_size=world_size, mode=mode, units=units)
-        nodes = world_size // ranks_per_node if world_size % ranks_per_node == 0 else 1
-        replicas = [1, nodes] if nodes > 1 else [1]
         kept = [(), units[len(units) // 2 :]] if mode == "zero3" and len(units) > 1 else [()]
         found += [
-            Sharding(world_size=world_size, mode=mode, units=sharding.units, kept=of, replicas=count)
-            for count in replicas
+            Sharding(world_size=world_size, mode=mode, units=units, kept=of, replicas=count)
+            for count in ([1, nodes] if nodes > 1 else [1])
             for of in kept
         ]
     return found

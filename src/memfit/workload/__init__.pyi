@@ -24,14 +24,7 @@ from .description import precision_label as precision_label
 from .description import samples_of as samples_of
 from .description import uncut_note as uncut_note
 from .extent import Extent as Extent
-from .extent import covers as covers
-from .extent import difference_text as difference_text
-from .extent import extent_of as extent_of
-from .extent import grown as grown
-from .extent import joined as joined
-from .extent import looked_ahead as looked_ahead
 from .extent import shape_text as shape_text
-from .extent import sizes_changed as sizes_changed
 from .held_state import ATOMS as ATOMS
 from .held_state import MOST_ITEMS as MOST_ITEMS
 from .held_state import Place as Place
@@ -60,7 +53,6 @@ from .signatures import assembled as assembled
 from .signatures import is_dense as is_dense
 from .signatures import parts as parts
 from .signatures import rebuild as rebuild
-from .signatures import selected_by as selected_by
 from .signatures import signature as signature
 from .signatures import sparse_dims_of as sparse_dims_of
 from .signatures import spread_indices as spread_indices

@@ -13,7 +13,6 @@ images. Tensors without dimensions or without elements belong to every sample.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import types
@@ -248,26 +247,24 @@ class _Rebuilding:
         if isinstance(value, PackedSequence):
             return self.packed(value)
         if isinstance(value, weakref.ref):
-            return self._reference(value)
+            made = self.made.get(id(value()))
+            return value if made is None else weakref.ref(made)
         if tree_is_leaf(value):
             return self._object(value) if _is_object(value) else value
         children, spec = tree_flatten(value, is_leaf=inside(value))
-        made = [self(child) for child in children]
-        return value if _same(made, children) else tree_unflatten(made, spec)
+        new = [self(child) for child in children]
+        return value if _same(new, children) else tree_unflatten(new, spec)
 
     def packed(self, value: PackedSequence) -> PackedSequence:
         data, indices = self.tensor(value.data), (value.sorted_indices, value.unsorted_indices)
         made = [None if part is None else self.tensor(part) for part in indices]
         return value if _same([data, *made], [value.data, *indices]) else PackedSequence(data, value.batch_sizes, *made)
 
-    def _reference(self, value: weakref.ref[Any]) -> Any:
-        made = self.made.get(id(value()))
-        return value if made is None else weakref.ref(made)
-
     def _object(self, value: Any) -> Any:
         if id(value) in self.made:
             return self.made[id(value)]
         items, attributes = _items(value), _attributes(value)
+        new: Any
         if isinstance(value, tuple):
             new_items = [self(item) for item in items]
             new = self.made[id(value)] = tuple.__new__(type(value), new_items)
@@ -279,35 +276,25 @@ class _Rebuilding:
         if _same(new_items, items) and _same(new_attributes.values(), attributes.values()):
             self.made[id(value)] = value
             return value
-        _fill(new, value, new_items)
+        if isinstance(value, dict):  # by the builtin methods: a class may have its own
+            put = OrderedDict.__setitem__ if isinstance(value, OrderedDict) else dict.__setitem__
+            if isinstance(value, defaultdict):
+                new.default_factory = value.default_factory
+            for key, item in zip(dict.keys(value), new_items, strict=True):
+                put(new, key, item)
+        elif isinstance(value, list):
+            list.extend(new, new_items)
         own = getattr(value, "__dict__", {})
         for name, attribute in new_attributes.items():
             if name in own:
                 new.__dict__[name] = attribute
-            else:
-                set_slot(new, name, attribute)
+            else:  # a slot, also where its class lets nothing be set, as frozen ones and those written in C do
+                getattr(type(value), name).__set__(new, attribute)
         return new
-
-
-def set_slot(value: Any, name: str, content: Any) -> None:
-    """Set a slot of an object, also where its class lets nothing be set, as frozen ones and those written in C do."""
-    getattr(type(value), name).__set__(value, content)
 
 
 def _same(made: Any, children: Any) -> bool:
     return all(a is b for a, b in zip(made, children, strict=True))
-
-
-def _fill(new: Any, value: Any, items: list[Any]) -> None:
-    """Put items into a new dict or list, by its builtin methods."""
-    if isinstance(value, dict):
-        put = OrderedDict.__setitem__ if isinstance(value, OrderedDict) else dict.__setitem__
-        if isinstance(value, defaultdict):
-            new.default_factory = value.default_factory
-        for key, item in zip(dict.keys(value), items, strict=True):
-            put(new, key, item)
-    elif isinstance(value, list):
-        list.extend(new, items)
 
 
 # Samples
@@ -378,7 +365,7 @@ class _Cutting(_Rebuilding):
 
     def __init__(self, size: int, is_uniform: bool, which: slice | list[int], root: Any) -> None:
         # A bound method would form a cycle and keep the results alive.
-        super().__init__(functools.partial(_rows_taken, which))
+        super().__init__(lambda tensor: tensor[which] if tensor.dim() and tensor.numel() else tensor)
         self.size, self.is_uniform, self.which, self.root = size, is_uniform, which, root
 
     def __call__(self, value: Any) -> Any:
@@ -387,7 +374,22 @@ class _Cutting(_Rebuilding):
         return super().__call__(value)
 
     def packed(self, value: PackedSequence) -> PackedSequence:
-        return _packed_samples(value, self._positions())
+        """Return some samples of a packed sequence, packed: each step has the rows of the samples that reach it."""
+        samples = list(self._positions())
+        places = samples if value.unsorted_indices is None else value.unsorted_indices[samples].tolist()
+        order = sorted(range(len(places)), key=places.__getitem__)  # keeps the order by length
+        sizes = _lengths(value)
+        starts = [0, *itertools.accumulate(sizes[:-1])]
+        chosen = [[start + places[i] for i in order if places[i] < n] for start, n in zip(starts, sizes, strict=True)]
+        device = value.data.device
+        rows = torch.tensor([row for step in chosen for row in step], device=device)
+        with disable_current_modes():  # PyTorch's C++ reads the lengths even where all other tensors are fake
+            lengths = torch.tensor([len(step) for step in chosen if step])
+        if value.unsorted_indices is None:
+            return PackedSequence(value.data[rows], lengths)
+        back = sorted(range(len(order)), key=order.__getitem__)
+        indices = [torch.tensor(each, device=device) for each in (order, back)]
+        return PackedSequence(value.data[rows], lengths, *indices)
 
     def _positions(self) -> Sequence[int]:
         return range(self.size)[self.which] if isinstance(self.which, slice) else self.which
@@ -402,32 +404,8 @@ class _Cutting(_Rebuilding):
         return not self.is_uniform or (not root and _are_records(children))
 
 
-def _rows_taken(which: slice | list[int], tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[which] if tensor.dim() and tensor.numel() else tensor
-
-
 def _lengths(value: PackedSequence) -> list[int]:
     """Return the number of samples at each step, read without dispatch modes."""
     with disable_current_modes():
         sizes: list[int] = value.batch_sizes.tolist()
     return sizes
-
-
-def _packed_samples(value: PackedSequence, samples: Sequence[int]) -> PackedSequence:
-    """Return some samples of a packed sequence, packed: each step has the rows of the samples that reach it."""
-    places = list(samples) if value.unsorted_indices is None else value.unsorted_indices[list(samples)].tolist()
-    order = sorted(range(len(places)), key=places.__getitem__)  # keeps the order by length
-    sizes = _lengths(value)
-    starts = [0, *itertools.accumulate(sizes[:-1])]
-    chosen = [[start + places[i] for i in order if places[i] < n] for start, n in zip(starts, sizes, strict=True)]
-    chosen = [rows for rows in chosen if rows]
-    device = value.data.device
-    rows = torch.tensor([row for step in chosen for row in step], device=device)
-    with disable_current_modes():  # PyTorch's C++ reads the lengths even where all other tensors are fake
-        lengths = torch.tensor([len(step) for step in chosen])
-    if value.unsorted_indices is None:
-        return PackedSequence(value.data[rows], lengths)
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return PackedSequence(
-        value.data[rows], lengths, torch.tensor(order, device=device), torch.tensor(back, device=device)
-    )

@@ -199,22 +199,26 @@ class Workload:
         )
 
 
-_ORDER = "Workload(model, batch, loss_fn, optimizer)"
-
-
 def _check_order(workload: Workload) -> None:
     """Check the kinds of the four arguments that are given by position, and say which of them are swapped."""
-    remedies = {name: remedy for name in _REMEDIES if (remedy := _REMEDIES[name](workload))}
+    given = {
+        "model": (workload.model, _model_remedy),
+        "batch": (workload.batch, _batch_remedy),
+        "loss_fn": (workload.loss_fn, _loss_remedy),
+        "optimizer": (workload.optimizer, _optimizer_remedy),
+    }
+    remedies = {name: remedy for name, (value, remedy_of) in given.items() if (remedy := remedy_of(value))}
+    if workload.batch is None and workload.batch_size is not None:  # a `loss_fn` that makes its own data
+        remedies.pop("batch")
     for name in remedies:
-        value = getattr(workload, name)
-        other = _role(value)
+        other = _role(given[name][0])
         if other != name and other in remedies:
             raise WorkloadError(
-                f"Workload.{name} is {described(value)}, and Workload.{other} is"
-                f" {described(getattr(workload, other))}: write {_ORDER} in this order"
+                f"Workload.{name} is {described(given[name][0])}, and Workload.{other} is"
+                f" {described(given[other][0])}: write Workload(model, batch, loss_fn, optimizer) in this order"
             )
     for name, remedy in remedies.items():
-        raise WorkloadError(f"Workload.{name} is {described(getattr(workload, name))}{remedy}")
+        raise WorkloadError(f"Workload.{name} is {described(given[name][0])}{remedy}")
 
 
 def _role(value: object) -> str:
@@ -228,8 +232,10 @@ def _role(value: object) -> str:
     return "batch" if isinstance(value, torch.Tensor | Mapping | list | tuple) else ""
 
 
-def _model_remedy(workload: Workload) -> str:
-    model: object = workload.model
+# What is wrong with each of the four, as the end of a sentence; "" where nothing is.
+
+
+def _model_remedy(model: object) -> str:
     if isinstance(model, nn.Module):
         return ""
     if isinstance(model, type) and issubclass(model, nn.Module):
@@ -237,11 +243,8 @@ def _model_remedy(workload: Workload) -> str:
     return ": give the torch.nn.Module that trains. A function goes into forward() of such a class"
 
 
-def _batch_remedy(workload: Workload) -> str:
-    batch = workload.batch
+def _batch_remedy(batch: object) -> str:
     if batch is None:
-        if workload.batch_size is not None:  # a `loss_fn` that makes its own data
-            return ""
         return ": give one batch, such as next(iter(loader)). If loss_fn makes its own data, give Workload.batch_size=1"
     if isinstance(batch, torch.utils.data.DataLoader):
         return "; take one batch: next(iter(loader)). The loader itself goes into batches="
@@ -256,9 +259,16 @@ def _batch_remedy(workload: Workload) -> str:
     return ""
 
 
-def _loss_remedy(workload: Workload) -> str:
-    loss_fn: object = workload.loss_fn
-    parameters = _signature(loss_fn)
+_OUTPUTS = ("input", "inputs", "output", "outputs", "logits", "pred", "preds", "prediction", "predictions", "y_pred")
+_TARGETS = ("target", "targets", "label", "labels", "y_true")
+
+
+def _loss_remedy(loss_fn: object) -> str:
+    called: Any = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    try:
+        parameters = inspect.signature(called)
+    except (TypeError, ValueError):  # nothing to call, or not written in Python
+        parameters = None
     names = [] if parameters is None else list(parameters.parameters)
     takes_output = len(names) > 1 and names[0] in _OUTPUTS and names[1] in _TARGETS
     if _is_criterion(loss_fn) or takes_output:
@@ -271,17 +281,12 @@ def _loss_remedy(workload: Workload) -> str:
         )
     if isinstance(loss_fn, type) or not callable(loss_fn):
         return ": give a function loss_fn(model, batch) that returns the loss"
-    if parameters is None:
-        return ""
     try:
-        parameters.bind(None, None)
+        if parameters is not None:
+            parameters.bind(None, None)
     except TypeError:
         return f", which takes {parameters}. memfit calls loss_fn(model, batch): give a function of these two"
     return ""
-
-
-_OUTPUTS = ("input", "inputs", "output", "outputs", "logits", "pred", "preds", "prediction", "predictions", "y_pred")
-_TARGETS = ("target", "targets", "label", "labels", "y_true")
 
 
 def _is_criterion(value: object) -> bool:
@@ -291,17 +296,7 @@ def _is_criterion(value: object) -> bool:
     return of_loss or (inspect.isroutine(value) and getattr(value, "__module__", "") == "torch.nn.functional")
 
 
-def _signature(function: object) -> inspect.Signature | None:
-    """Return the signature of a function or of a module's `forward`; None where Python does not know it."""
-    called: Any = function.forward if isinstance(function, nn.Module) else function
-    try:
-        return inspect.signature(called)
-    except (TypeError, ValueError):  # nothing to call, or not written in Python
-        return None
-
-
-def _optimizer_remedy(workload: Workload) -> str:
-    optimizer: object = workload.optimizer
+def _optimizer_remedy(optimizer: object) -> str:
     if isinstance(optimizer, type):
         return f"; create it: {optimizer.__name__}(model.parameters())"
     missing = [name for name in ("step", "param_groups", "state") if not hasattr(optimizer, name)]
@@ -314,20 +309,8 @@ def _optimizer_remedy(workload: Workload) -> str:
     return ": give a torch.optim.Optimizer, such as torch.optim.AdamW(model.parameters())"
 
 
-_REMEDIES: dict[str, Callable[[Workload], str]] = {
-    "model": _model_remedy,
-    "batch": _batch_remedy,
-    "loss_fn": _loss_remedy,
-    "optimizer": _optimizer_remedy,
-}
-"""What is wrong with each of the four, as the end of a sentence; "" where nothing is."""
-
-
 def _check_fields(workload: Workload) -> None:
     """Check the kinds of a workload's other fields, so that none is found wrong after minutes of planning."""
-
-    def is_whole(value: object) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool)
 
     def is_iterable(value: object) -> bool:
         """Tell whether `iter` takes a value: by its class, so that nothing of the user's runs."""
@@ -338,25 +321,22 @@ def _check_fields(workload: Workload) -> None:
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
         return callable(getattr(scheduler, "step", None)) and not isinstance(scheduler, plateau | type)
 
-    checks: dict[str, tuple[Callable[[Any], bool], str]] = {
+    checks: dict[str, tuple[Callable[[Any], bool], str]] = {  # of what is given: None may be where it is the default
         "name": (lambda value: isinstance(value, str), "give a text"),
         "batches": (
-            lambda value: value is None or is_iterable(value),
+            is_iterable,
             "give an iterable that is iterated once an epoch: a list, a DataLoader, an object with __iter__. Call a"
             " function that yields batches; for several epochs put its code into __iter__ of a class",
         ),
-        "evaluate": (lambda value: value is None or callable(value), "give a function evaluate(model), or None"),
-        "scheduler": (
-            lambda value: value is None or steps_alone(value),
-            "give a learning-rate scheduler whose step() takes no metric, or None",
-        ),
+        "evaluate": (callable, "give a function evaluate(model), or None"),
+        "scheduler": (steps_alone, "give a learning-rate scheduler whose step() takes no metric, or None"),
         "max_grad_norm": (
-            lambda value: value is None or (not isinstance(value, bool | str) and value > 0),
+            lambda value: not isinstance(value, bool | str) and value > 0,
             "give a number > 0, or None",
         ),
         "loss_scaling": (lambda value: isinstance(value, LossScaling), "give memfit.LossScaling(...)"),
         "bf16_updates": (
-            lambda value: value in (None, "master-weights", "stochastic-rounding"),
+            lambda value: value in ("master-weights", "stochastic-rounding"),
             "give 'master-weights', 'stochastic-rounding', or None",
         ),
         "fp32_modules": (
@@ -365,18 +345,16 @@ def _check_fields(workload: Workload) -> None:
         ),
         "values": (lambda value: isinstance(value, Mapping), "give a dict from reading lines to values"),
         "batch_size": (
-            lambda value: value is None or callable(value) or is_whole(value),
+            lambda value: callable(value) or (isinstance(value, int) and not isinstance(value, bool)),
             "give a whole number, a function batch_size(batch), or None",
         ),
-        "split": (
-            lambda value: value is None or callable(value),
-            "give a function split(batch, start, stop), or None",
-        ),
-        "loop": (lambda value: value is None or isinstance(value, Loop), "give memfit.Loop(...), or None"),
+        "split": (callable, "give a function split(batch, start, stop), or None"),
+        "loop": (lambda value: isinstance(value, Loop), "give memfit.Loop(...), or None"),
     }
     for name, (is_right, remedy) in checks.items():
-        if not is_right(getattr(workload, name)):
-            raise WorkloadError(f"Workload.{name} is {described(getattr(workload, name))}: {remedy}")
+        value = getattr(workload, name)
+        if not (value is None and getattr(Workload, name, ...) is None) and not is_right(value):
+            raise WorkloadError(f"Workload.{name} is {described(value)}: {remedy}")
 
 
 def described(value: object) -> str:

@@ -187,33 +187,27 @@ class _Reached:
         while waiting:
             while waiting:
                 for function in _functions(waiting.pop()):
-                    waiting += self._follow(function, kind)
+                    if function in self.functions or len(self.functions) >= _MOST_FUNCTIONS:
+                        continue
+                    self.functions[function] = None
+                    fresh = _accesses(function.__code__).attributes - self.names
+                    self.names |= fresh
+                    if kind is not None:
+                        waiting += [inspect.getattr_static(kind, name, None) for name in fresh]
+                    if is_followed(function):
+                        named = [*globals_of(function).values(), *cells_of(function).values()]
+                        for value in named:
+                            if isinstance(value, (type, types.ModuleType)) and is_followed(value) or is_object(value):
+                                self.held[id(value)] = value
+                        waiting += [value for value in named if not isinstance(value, type)]
             if len(self.functions) >= _MOST_FUNCTIONS:
                 break  # no more are taken, so that members would wait for ever
-            waiting = [value for value in self._members() if not self.functions.keys() >= set(_functions(value))]
-
-    def _follow(self, function: types.FunctionType, kind: type | None) -> list[Any]:
-        if function in self.functions or len(self.functions) >= _MOST_FUNCTIONS:
-            return []
-        self.functions[function] = None
-        fresh = _accesses(function.__code__).attributes - self.names
-        self.names |= fresh
-        methods = [inspect.getattr_static(kind, name, None) for name in fresh] if kind is not None else []
-        if not is_followed(function):
-            return methods
-        named = [*globals_of(function).values(), *cells_of(function).values()]
-        for value in named:
-            if isinstance(value, (type, types.ModuleType)) and is_followed(value) or is_object(value):
-                self.held[id(value)] = value
-        return [*methods, *(value for value in named if not isinstance(value, type))]
-
-    def _members(self) -> Iterator[Any]:
-        """Yield the named functions of the classes, modules and objects that the code names."""
-        for value in self.held.values():
-            members = vars(value if isinstance(value, (type, types.ModuleType)) else type(value))
-            for name in self.names & members.keys():
-                if all(is_followed(function) for function in _functions(members[name])):
-                    yield members[name]
+            for value in self.held.values():  # the named functions of classes, modules and objects
+                members = vars(value if isinstance(value, (type, types.ModuleType)) else type(value))
+                for name in self.names & members.keys():
+                    found = set(_functions(members[name]))
+                    if all(map(is_followed, found)) and not self.functions.keys() >= found:
+                        waiting.append(members[name])
 
 
 def globals_of(function: types.FunctionType) -> dict[str, Any]:

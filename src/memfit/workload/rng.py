@@ -141,24 +141,22 @@ class ForeignGenerator(NamedTuple):
 def foreign_generator(held: Any) -> ForeignGenerator:
     """Return the reader and writer of the state of a generator of PyTorch, Python or NumPy."""
     if isinstance(held, torch.Generator):
-        return ForeignGenerator(lambda: _bytes_of(held), lambda state: _set_bytes(held, state))
+
+        def read() -> bytes:  # a tensor would show up in traces
+            with disable_current_modes():
+                return bytes(held.get_state().numpy())
+
+        def write(state: bytes) -> None:
+            with disable_current_modes():
+                held.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+        return ForeignGenerator(read, write)
     if isinstance(held, random.Random):
         return ForeignGenerator(held.getstate, held.setstate)
     if isinstance(held, np.random.RandomState):
         return ForeignGenerator(lambda: held.get_state(legacy=False), held.set_state)
     bits = held.bit_generator if isinstance(held, np.random.Generator) else held
     return ForeignGenerator(lambda: bits.state, lambda state: setattr(bits, "state", state))
-
-
-def _bytes_of(generator: torch.Generator) -> bytes:
-    """Return the state of a PyTorch generator as bytes: a tensor would show up in traces."""
-    with disable_current_modes():
-        return bytes(generator.get_state().numpy())
-
-
-def _set_bytes(generator: torch.Generator, state: bytes) -> None:
-    with disable_current_modes():
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 def same_states(a: Any, b: Any) -> bool:
@@ -195,23 +193,32 @@ def default_generator() -> torch.Generator:
 
 
 @contextlib.contextmanager
-def own_generators() -> Iterator[None]:
-    """Draw from copies of the global generators, in the thread that has the turn, until the context is left."""
+def generators_of_turn() -> Iterator[None]:
+    """Draw from copies of the global generators in a turn, where the process has other threads, until it is left."""
+    global _are_own
+    if _are_own or threading.active_count() == 1:
+        yield
+        return
     of_torch = torch.Generator().set_state(torch.default_generator.get_state())
     of_python, of_numpy = random.Random(), np.random.RandomState()
     of_python.setstate(random.getstate())
     of_numpy.set_state(np.random.get_state(legacy=False))
     library = torch.library.Library("aten", "IMPL")
-    with contextlib.ExitStack() as stack:
-        stack.callback(destroy_library, library)
-        for func, position in drawing_operators():
-            before_backends(library, func, _drawing_from(of_torch, position))
-        stack.enter_context(replaced(torch.random, "default_generator", _OfThread(of_torch)))
-        for (module, shared), own in zip(_SHARED, (of_python, of_numpy), strict=True):
-            for name in [name for name, value in vars(module).items() if getattr(value, "__self__", None) is shared]:
-                stack.enter_context(replaced_here(module, name, getattr(own, name)))
-        stack.enter_context(replaced_here(np.random, "seed", of_numpy.seed))
-        yield
+    _are_own = True
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(destroy_library, library)
+            for func, position in drawing_operators():
+                before_backends(library, func, _drawing_from(of_torch, position))
+            stack.enter_context(replaced(torch.random, "default_generator", _OfThread(of_torch)))
+            for (module, shared), own in zip(_SHARED, (of_python, of_numpy), strict=True):
+                names = [name for name, value in vars(module).items() if getattr(value, "__self__", None) is shared]
+                for name in names:
+                    stack.enter_context(replaced_here(module, name, getattr(own, name)))
+            stack.enter_context(replaced_here(np.random, "seed", of_numpy.seed))
+            yield
+    finally:
+        _are_own = False
 
 
 def _drawing_from(own: torch.Generator, position: int) -> Callable[..., Any]:
@@ -228,18 +235,3 @@ def _drawing_from(own: torch.Generator, position: int) -> Callable[..., Any]:
         return run(*args, **{**kwargs, "generator": own})
 
     return kernel
-
-
-@contextlib.contextmanager
-def generators_of_turn() -> Iterator[None]:
-    """Draw from own generators in a turn, where the process has other threads, until the context is left."""
-    global _are_own
-    if _are_own or threading.active_count() == 1:
-        yield
-        return
-    _are_own = True
-    try:
-        with own_generators():
-            yield
-    finally:
-        _are_own = False

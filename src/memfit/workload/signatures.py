@@ -138,11 +138,6 @@ def signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return json.dumps(body, separators=(",", ":"))
 
 
-def with_selected(text: str, count: int) -> str:
-    """Return the text of a call that selects a number of elements by their values: its memory and time depend on it."""
-    return f'{text[:-1]},"selected":{count}}}'
-
-
 def rebuild(text: str, device: str) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
     """Return the operator of a signature, with new arguments of the same dtypes, shapes and strides.
 
@@ -162,8 +157,14 @@ def rebuild(text: str, device: str) -> tuple[Callable[..., Any], list[Any], dict
     args = [_rebuilt(a, device) for a in body["args"]]
     kwargs = {k: _rebuilt(v, device) for k, v in body.get("kwargs", {}).items()}
     _set_values(func, args, kwargs)
-    if "selected" in body:
-        _select_elements(func, args, kwargs, body["selected"])
+    if (count := body.get("selected")) is not None:
+        if func is _aten.masked_select.default:
+            places = math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape))
+            _select(args[1], -(-count * args[1].numel() // max(1, places)))
+        elif func is _aten.index.Tensor:
+            _select(_masks(args[1])[0][1], count)
+        else:
+            _select(args[0], count, sparse_dims_of(func, args, kwargs) if func in TO_SPARSE else None)
     if str(func) in _ASKING:
         recorded, operator = body.get("grad", True), func
 
@@ -204,17 +205,23 @@ def _rebuilt(value: Any, device: str) -> Any:
 # Elements that are selected by values
 
 
-def selected_by(func: Any, args: Any, out: Any) -> int | None:
-    """Return how many elements a call selected by their values; None for one that selects none."""
+def with_selected(text: str, func: Any, args: Any, out: Any) -> str:
+    """Return the text of a call with the number of elements that it selected by their values, if it selects any.
+
+    Its memory and time depend on it.
+    """
     if func in TO_SPARSE and args[0].layout is torch.strided and out.layout is torch.sparse_coo:
         with disable_current_modes():
-            return nnz(out)
-    if func is _aten.nonzero.default:
-        return int(out.shape[0])
-    if func is _aten.masked_select.default:
-        return int(out.numel())
-    masks = _masks(args[1]) if func is _aten.index.Tensor else []
-    return int(out.shape[masks[0][0]]) if len(masks) == 1 else None
+            count = nnz(out)
+    elif func is _aten.nonzero.default:
+        count = int(out.shape[0])
+    elif func is _aten.masked_select.default:
+        count = int(out.numel())
+    elif func is _aten.index.Tensor and (masks := _masks(args[1])):
+        count = int(out.shape[masks[0][0]])
+    else:
+        return text
+    return f'{text[:-1]},"selected":{count}}}'
 
 
 def sparse_dims_of(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
@@ -222,17 +229,6 @@ def sparse_dims_of(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     if func is _aten._to_sparse.sparse_dim:
         return int(args[1])
     return int(args[0].dim() - (kwargs.get("dense_dim") or 0))
-
-
-def _select_elements(func: Any, args: list[Any], kwargs: dict[str, Any], count: int) -> None:
-    """Set the values of a call's arguments so that it selects a number of elements."""
-    if func is _aten.masked_select.default:
-        places = math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape))
-        _select(args[1], -(-count * args[1].numel() // max(1, places)))
-    elif func is _aten.index.Tensor:
-        _select(_masks(args[1])[0][1], count)
-    else:
-        _select(args[0], count, sparse_dims_of(func, args, kwargs) if func in TO_SPARSE else None)
 
 
 def _select(tensor: torch.Tensor, count: int, dims: int | None = None) -> None:
@@ -299,7 +295,12 @@ def _set_values(func: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
             if given["values"].dim() == given["self"].dim() - mask.dim() + 1:
                 _select(mask, given["values"].shape[at])
     if any(part in name for part in _SOLVING) and "check_errors" not in name:  # codes of errors, of which 0 is none
-        _make_regular([*args, *kwargs.values()])
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+        for tensor in (t for t in tensors if 0 not in t.shape and 0 not in t.stride()):
+            if tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2] and tensor.is_floating_point():
+                tensor.diagonal(dim1=-2, dim2=-1).add_(tensor.shape[-1])  # positive definite
+            elif tensor.dim() and tensor.dtype is torch.int32:  # pivots: the identity
+                tensor.copy_(torch.arange(1, tensor.shape[-1] + 1, device=tensor.device).expand(tensor.shape))
     if "segment_reduce" in name:  # segments are equally long, by their lengths or their offsets
         axis = given.get("axis", 0)
         for marked, first in (("lengths", 1), ("offsets", 0)):
@@ -310,8 +311,11 @@ def _set_values(func: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
                 ends = ends * given["data"].shape[axis] // max(1, segments)
                 marks.copy_((ends.diff() if first else ends).to(marks.dtype))
     for indices, count in _indices_of(name, given):
-        if indices.device.type != "meta":
-            _spread(indices, count)
+        if indices.device.type != "meta" and indices.numel():
+            elements = 1 + sum((n - 1) * s for n, s in zip(indices.shape, indices.stride(), strict=True))
+            shares = drawn([elements], torch.float32, indices.device)
+            places = shares.sub_(_LEAST).mul_(count / (_MOST - _LEAST)).to(indices.dtype).clamp_(0, count - 1)
+            indices.as_strided((elements,), (1,)).copy_(places)  # where it is expanded too
 
 
 def _indices_of(name: str, arguments: dict[str, Any]) -> list[tuple[torch.Tensor, int]]:
@@ -335,22 +339,3 @@ def _indices_of(name: str, arguments: dict[str, Any]) -> list[tuple[torch.Tensor
         found = [(indices, weight.shape[0])]
     integers = (torch.int64, torch.int32)
     return [(i, count) for i, count in found if isinstance(i, torch.Tensor) and i.dtype in integers and count > 1]
-
-
-def _spread(indices: torch.Tensor, count: int) -> None:
-    """Give indices values that are spread over a number of places."""
-    if not indices.numel():
-        return
-    elements = 1 + sum((n - 1) * s for n, s in zip(indices.shape, indices.stride(), strict=True))
-    shares = drawn([elements], torch.float32, indices.device)
-    places = shares.sub_(_LEAST).mul_(count / (_MOST - _LEAST)).to(indices.dtype).clamp_(0, count - 1)
-    indices.as_strided((elements,), (1,)).copy_(places)  # where it is expanded too
-
-
-def _make_regular(arguments: list[Any]) -> None:
-    """Make square matrices positive definite, and pivots the identity, so that systems can be solved."""
-    for tensor in (a for a in arguments if isinstance(a, torch.Tensor) and 0 not in a.shape and 0 not in a.stride()):
-        if tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2] and tensor.is_floating_point():
-            tensor.diagonal(dim1=-2, dim2=-1).add_(tensor.shape[-1])
-        elif tensor.dim() and tensor.dtype is torch.int32:
-            tensor.copy_(torch.arange(1, tensor.shape[-1] + 1, device=tensor.device).expand(tensor.shape))

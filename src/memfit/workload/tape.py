@@ -18,7 +18,7 @@ import torch
 from memfit.ir import Phase
 from memfit.workload.batch import map_tensors
 from memfit.workload.description import Workload
-from memfit.workload.extent import Extent, resized
+from memfit.workload.extent import Extent, Pairs, resized
 
 
 @dataclass(frozen=True)
@@ -253,19 +253,34 @@ class RecordedStep:
         given = [geometry if (geometry := Geometry.of(t)) and geometry.nbytes > _SMALL_BYTES else t for t in self.given]
         return replace(self, given=given)
 
-    def resized(self, changed: Callable[[tuple[int, ...]], tuple[int, ...]]) -> RecordedStep:
+    def resized(self, pairs: Pairs) -> RecordedStep:
         """Return the step on tensors from outside of other shapes, with their values repeated or cut.
 
-        What the step itself says in numbers, as sizes of views, stays.
+        Equal sizes become equal ones: a size that became several is told apart by its dimension, else it becomes the
+        largest. What the step itself says in numbers, as sizes of views, stays.
+
+        Args:
+            pairs: Shapes, and what each became.
         """
+        anywhere: dict[int, int] = {}
+        placed: dict[tuple[int, int, int], int] = {}
+        for old, new in pairs:
+            if len(old) == len(new):
+                for dim, (a, b) in enumerate(zip(old, new, strict=True)):
+                    anywhere[a] = max(anywhere.get(a, 0), b)
+                    placed[len(old), dim, a] = max(placed.get((len(old), dim, a), 0), b)
+
+        def changed(shape: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(placed.get((len(shape), dim, a), anywhere.get(a, a)) for dim, a in enumerate(shape))
+
         given: list[torch.Tensor | Geometry] = []
         for t in self.given:
             if isinstance(t, Geometry):
                 given.append(t.resized(changed(t.size)))
             else:
                 given.append(resized(t, changed(tuple(t.shape))) if Geometry.of(t) is not None else t)
-        calls: dict[CallNumber, Extent] = {
-            key: {path: column._replace(shape=changed(column.shape)) for path, column in extent.items()}
+        calls = {
+            key: Extent({path: column._replace(shape=changed(column.shape)) for path, column in extent.items()})
             for key, extent in self.calls.items()
         }
         return replace(self, given=given, calls=calls)
@@ -284,26 +299,20 @@ def in_turn(steps: Sequence[RecordedStep]) -> RecordedStep:
     own: list[list[Entry]] = []
     made = 0
     for step in steps:
-        entries, made = _in_turn(step, given, made)
-        own.append(entries)
-    for step_entries, following in zip(own, [*own[1:], own[0]], strict=True) if len(own) > 1 else ():
-        _release(step_entries, following)
-    entries = [entry for step_entries in own for entry in step_entries]
-    passes = _set_phases(entries)
-    return RecordedStep(tuple(entries), passes, given, {}, False)
-
-
-def _release(entries: Sequence[Entry], following: Sequence[Entry]) -> None:
-    """Have the step that follows release a step's results and the tensors that it was given."""
-    begins = next(entry for entry in following if entry.kind == "module" and entry.context.grad)
-    rebinding = [entry for entry in following if _given_as(entry) is not None]
-    given = {entry.made[0]: _given_as(entry) for entry in entries if _given_as(entry) is not None}
-    results = {number for entry in entries for number in entry.made}
-    for number in sorted(results - {number for entry in entries for number in entry.drops}):
-        like = [entry for entry in rebinding if number in given and _given_as(entry) == given[number]]
-        releasing = like[0] if like else begins
-        rebinding = [entry for entry in rebinding if entry is not releasing]
-        releasing.drops = [*releasing.drops, number]
+        own.append(_renumbered(step, given, made))
+        made = max((number for entry in own[-1] for number in entry.made), default=made)
+    for entries, following in zip(own, [*own[1:], own[0]], strict=True) if len(own) > 1 else ():
+        begins = next(entry for entry in following if entry.kind == "module" and entry.context.grad)
+        rebinding = [entry for entry in following if _given_as(entry) is not None]
+        given_as = {entry.made[0]: geometry for entry in entries if (geometry := _given_as(entry)) is not None}
+        results = {number for entry in entries for number in entry.made}
+        for number in sorted(results - {number for entry in entries for number in entry.drops}):
+            like = [entry for entry in rebinding if number in given_as and _given_as(entry) == given_as[number]]
+            releasing = like[0] if like else begins
+            rebinding = [entry for entry in rebinding if entry is not releasing]
+            releasing.drops = [*releasing.drops, number]
+    entries = [entry for of_step in own for entry in of_step]
+    return RecordedStep(tuple(entries), _set_phases(entries), given, {}, False)
 
 
 def _given_as(entry: Entry) -> Geometry | None:
@@ -312,8 +321,8 @@ def _given_as(entry: Entry) -> Geometry | None:
     return made_by if isinstance(made_by, Geometry) else None
 
 
-def _in_turn(step: RecordedStep, given: list[torch.Tensor], made: int) -> tuple[list[Entry], int]:
-    """Return a step's entries for a tape of several, and the largest number of a result.
+def _renumbered(step: RecordedStep, given: list[torch.Tensor], made: int) -> list[Entry]:
+    """Return a step's entries for a tape of several.
 
     Args:
         given: The tensors from outside the tape, to which the step's are added.
@@ -330,39 +339,28 @@ def _in_turn(step: RecordedStep, given: list[torch.Tensor], made: int) -> tuple[
             made += 1
             entries.append(Entry("function", geometry.made, EntryArguments(((), {}), ()), _NO_MODES, made=[made]))
             references.append(ResultTensor(made))
-        else:
-            references.append(BatchTensor(_placed(tensor, given)))
-    entries += [_moved(entry, references, made) for entry in step.entries]
-    return entries, max((number for entry in entries for number in entry.made), default=made)
+            continue
+        same = (i for i, o in enumerate(given) if o is tensor or (geometry is not None and Geometry.of(o) == geometry))
+        place = next(same, len(given))
+        if place == len(given):
+            given.append(_made(tensor))
+        references.append(BatchTensor(place))
 
+    def moved(reference: Reference) -> Reference:
+        if isinstance(reference, BatchTensor):
+            return references[reference.index]
+        return ResultTensor(reference.number + made) if isinstance(reference, ResultTensor) else reference
 
-def _placed(tensor: torch.Tensor | Geometry, given: list[torch.Tensor]) -> int:
-    """Return the place of a tensor in a list, at which a like one is or to which it is added."""
-    geometry = Geometry.of(tensor)
-    for place, other in enumerate(given):
-        if other is tensor or (geometry is not None and Geometry.of(other) == geometry):
-            return place
-    given.append(_made(tensor))
-    return len(given) - 1
+    for entry in step.entries:
+        of_entry = tuple(map(moved, entry.arguments.references))
+        arguments = replace(entry.arguments, references=of_entry)
+        results, drops = ([number + made for number in numbers] for numbers in (entry.made, entry.drops))
+        entries.append(replace(entry, arguments=arguments, made=results, drops=drops))
+    return entries
 
 
 def _made(tensor: torch.Tensor | Geometry) -> torch.Tensor:
     return tensor.made() if isinstance(tensor, Geometry) else tensor
-
-
-def _moved(entry: Entry, given: list[Reference], made: int) -> Entry:
-    def moved(reference: Reference) -> Reference:
-        if isinstance(reference, BatchTensor):
-            return given[reference.index]
-        return ResultTensor(reference.number + made) if isinstance(reference, ResultTensor) else reference
-
-    references = tuple(moved(reference) for reference in entry.arguments.references)
-    return replace(
-        entry,
-        arguments=replace(entry.arguments, references=references),
-        made=[number + made for number in entry.made],
-        drops=[number + made for number in entry.drops],
-    )
 
 
 def _set_trained(parameters: list[torch.Tensor], trained: list[bool]) -> None:

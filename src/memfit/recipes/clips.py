@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memfit.errors import WorkloadError
-from memfit.recipes.brain_segmentation import Slab, load_slabs
-from memfit.recipes.byte_lm import SeededBatches, check_positive, seeded, step_on
+from memfit.recipes.brain import Slab, load_slabs
+from memfit.recipes.language import SeededBatches, check_positive, seeded, step_on
 from memfit.workload import Workload
 
 MOTIONS = ("left", "right", "back", "forth", "down", "up")
@@ -163,7 +163,7 @@ def accuracy(model: nn.Module, *, clips: Mapping[str, Tensor]) -> dict[str, floa
 def random_clips(
     slab: Slab, batch_size: int, generator: torch.Generator, *, frames: int, size: int, speed: int, noise: float
 ) -> dict[str, Tensor]:
-    """Return clips whose middles are at random places in the brain.
+    """Return clips with their middles at random places in the brain.
 
     Returns:
         "clips", float32 [batch, 1, frames, size, size], and "motions", int64 [batch], the index in `MOTIONS`.
@@ -171,22 +171,16 @@ def random_clips(
     brain = slab.label.nonzero()
     middles = brain[torch.randint(len(brain), (batch_size,), generator=generator)]
     motions = torch.randint(len(MOTIONS), (batch_size,), generator=generator)
-    pairs = zip(middles.tolist(), motions.tolist(), strict=True)
-    clips = torch.stack([_clip(slab.image, middle, motion, frames, size, speed) for middle, motion in pairs])[:, None]
-    return {"clips": clips + noise * torch.randn(clips.shape, generator=generator), "motions": motions}
-
-
-def _clip(image: Tensor, middle: list[int], motion: int, frames: int, size: int, speed: int) -> Tensor:
-    """Return frames [frames, size, size] on planes of x and z."""
-    axis, is_forwards = motion // 2, motion % 2
-    window, path = [size, 1, size], speed * (frames - 1)
-    starts = []
-    for index, (place, whole) in enumerate(zip(middle, image.shape, strict=True)):
-        length = window[index] + path * (index == axis)
-        starts.append(min(max(place - length // 2, 0), whole - length))
-    clip = []
-    for frame in range(frames):
-        moved = speed * (frame if is_forwards else frames - 1 - frame)
-        x, y, z = (start + moved * (index == axis) for index, start in enumerate(starts))
-        clip.append(image[x : x + size, y, z : z + size])
-    return torch.stack(clip)
+    window, path, clips = (size, 1, size), speed * (frames - 1), list[Tensor]()
+    for middle, motion in zip(middles.tolist(), motions.tolist(), strict=True):
+        axis, is_forwards = motion // 2, motion % 2
+        starts = []
+        for index, (place, whole) in enumerate(zip(middle, slab.image.shape, strict=True)):
+            length = window[index] + path * (index == axis)
+            starts.append(min(max(place - length // 2, 0), whole - length))
+        for frame in range(frames):
+            moved = speed * (frame if is_forwards else frames - 1 - frame)
+            x, y, z = (start + moved * (index == axis) for index, start in enumerate(starts))
+            clips.append(slab.image[x : x + size, y, z : z + size])  # on a plane of x and z
+    stacked = torch.stack(clips).view(batch_size, 1, frames, size, size)
+    return {"clips": stacked + noise * torch.randn(stacked.shape, generator=generator), "motions": motions}

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from memfit.errors import WorkloadError, brought_by
-from memfit.recipes.byte_lm import SeededBatches, check_positive, check_probability, seeded, step_on
+from memfit.recipes.language import SeededBatches, check_positive, check_probability, seeded, step_on
 from memfit.workload import Workload
 
 CLASSES = ("background", "grey", "white")
@@ -205,7 +205,8 @@ def load_slabs(resolution: int = 2) -> tuple[Slab, Slab]:
     image, y_origin_mm = _template("load_mni152_template", resolution)
     grey, _ = _template("load_mni152_gm_template", resolution)
     white, _ = _template("load_mni152_wm_template", resolution)
-    label = most_probable_class(grey, white)
+    # The remaining probability is the background's, which includes cerebrospinal fluid.
+    label = torch.stack([1 - grey - white, grey, white]).argmax(0).to(torch.uint8)
     training_end = math.floor((TRAINING_END_MM - y_origin_mm) / resolution)
     validation_start = math.ceil((VALIDATION_START_MM - y_origin_mm) / resolution)
     training_image = image[:, :training_end]
@@ -215,14 +216,6 @@ def load_slabs(resolution: int = 2) -> tuple[Slab, Slab]:
         Slab(image[:, :training_end].clone(), label[:, :training_end].clone()),
         Slab(image[:, validation_start:].clone(), label[:, validation_start:].clone()),
     )
-
-
-def most_probable_class(grey: Tensor, white: Tensor) -> Tensor:
-    """Return the index in `CLASSES` of the most probable class of each voxel, as uint8.
-
-    The remaining probability is the background's, which includes cerebrospinal fluid.
-    """
-    return torch.stack([1 - grey - white, grey, white]).argmax(0).to(torch.uint8)
 
 
 def _template(loader: str, resolution: int) -> tuple[Tensor, float]:

@@ -1,0 +1,15 @@
+from .brain import CLASSES as CLASSES
+from .brain import brain_segmentation as brain_segmentation
+from .brain import dice_coefficients as dice_coefficients
+from .brain import load_slabs as load_slabs
+from .brain import segment as segment
+from .clips import MOTIONS as MOTIONS
+from .clips import random_clips as random_clips
+from .clips import video as video
+from .language import ByteLM as ByteLM
+from .language import SeededBatches as SeededBatches
+from .language import byte_lm as byte_lm
+from .language import even_windows as even_windows
+from .language import python_source as python_source
+from .language import random_windows as random_windows
+from .language import source_files as source_files
