@@ -13,7 +13,7 @@ from torch._functorch.partitioners import default_partition
 
 from memfit.compiled.joint_graph import _RECOMPUTED, JointGraph, _must_run_once, mark_kept, mark_recomputed
 from memfit.compiled.joint_rewriter import inlined_nodes
-from memfit.ir.costs import reused_bytes_of
+from memfit.ir.operators import reused_bytes_of
 from tests.compiled.splitting import split_by
 
 

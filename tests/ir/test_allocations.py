@@ -21,7 +21,6 @@ from memfit.ir import (
     Replay,
     Trace,
     allocations,
-    allocations_of,
     replay,
     simulate,
 )
@@ -45,7 +44,7 @@ def peak_bytes(events: list[AllocationEvent]) -> int:
 def test_events_without_labels_are_the_same_otherwise() -> None:
     trace = plain_trace("transformer", "32-true", 2)
     labelled = allocations(trace, costly(trace))
-    bare = list(allocations_of(Replay(trace, costly(trace), ()), is_labelled=False))
+    bare = list(Replay(trace, costly(trace), ()).allocations(is_labelled=False))
     assert [replace(event, label="") for event in labelled] == [replace(event, label="") for event in bare]
     assert any(event.label for event in labelled) and not any(event.label for event in bare if event.point >= 0)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from memfit.ir import Trace, between, is_one_program, of_samples, simulate
+from memfit.ir import Trace, between, simulate
 from tests.covering import each
 from tests.models import COSTS, captured, convnet, recurrent, transformer, twice, unet
 
@@ -35,7 +35,7 @@ def test_a_size_between_two_is_the_captured_one(name: str, microbatches: int) ->
 @pytest.mark.ci
 def test_two_microbatches_stand_for_more() -> None:
     two, five = (captured(transformer(batch=2 * count), microbatch_size=2) for count in (2, 5))
-    found = of_samples(two, 10)
+    found = two.of_samples(10)
     assert (found.scale_microbatches, found.batch_size) == (five.scale_microbatches, five.batch_size)
     assert simulate(found, COSTS).step_seconds == simulate(five, COSTS).step_seconds
 
@@ -43,7 +43,7 @@ def test_two_microbatches_stand_for_more() -> None:
 def test_programs_that_differ_have_nothing_between_them() -> None:
     low, high = captured(transformer(batch=2)), captured(transformer(batch=8))
     other = captured(convnet(batch=8))
-    assert is_one_program(low, high) and not is_one_program(low, other)
+    assert low.is_program_of(high) and not low.is_program_of(other)
     assert between(low, other, 4) is None
     assert between(low, replace(high, ops=high.ops[:-1]), 4) is None
 

@@ -16,12 +16,7 @@ from memfit.ir import (
     Replay,
     Sharding,
     Timeline,
-    allocations_of,
-    captured_overheads,
-    is_one_program,
     kernel_text,
-    recomputed_runs,
-    repeats,
     simulate,
 )
 from memfit.ranks import shard, with_share_of_update
@@ -126,7 +121,7 @@ def test_the_timeline_adds_up() -> None:
 @pytest.mark.parametrize(("name", "microbatches"), each(["transformer", "tied", "convnet", "unet", "twice"], [1, 2]))
 def test_a_step_of_another_size_is_replayed_as_if_alone(name: str, microbatches: int) -> None:
     small, large = (captured(BUILDERS[name](batch=size * microbatches), microbatch_size=size) for size in (2, 6))
-    assert is_one_program(small, large)
+    assert small.is_program_of(large)
     costs = replace(COSTS, ops={text: OpCost(1e-3, 7 << 10, False) for text in large.signatures})
     rng = random.Random(0)
     for _ in range(4):
@@ -136,7 +131,7 @@ def test_a_step_of_another_size_is_replayed_as_if_alone(name: str, microbatches:
         assert shared.timeline() == alone.timeline()
         assert (shared.peak_bytes(), shared.step_seconds()) == (alone.peak_bytes(), alone.step_seconds())
         assert list(shared.lives()) == list(alone.lives())
-        assert list(allocations_of(shared)) == list(allocations_of(alone))
+        assert list(shared.allocations()) == list(alone.allocations())
 
 
 def test_a_step_of_another_size_that_waits_in_host_memory_is_replayed_as_if_alone() -> None:
@@ -154,7 +149,7 @@ def test_a_step_of_other_ranks_is_replayed_as_if_alone(mode: Mode) -> None:
         with_share_of_update(shard(trace, Sharding(world_size=ranks, mode=mode)), Sharding(world_size=ranks, mode=mode))
         for ranks in (2, 6)
     )
-    assert is_one_program(two, six)
+    assert two.is_program_of(six)
     regions = random_selection(random.Random(1), options(Regions(two), COSTS))
     alone, shared = Replay(six, COSTS, regions), Replay(two, COSTS, regions).under(COSTS, six)
     assert shared.timeline() == alone.timeline() and shared.peak_bytes() == alone.peak_bytes()
@@ -162,7 +157,7 @@ def test_a_step_of_other_ranks_is_replayed_as_if_alone(mode: Mode) -> None:
 
 def test_the_second_microbatch_stands_for_all_later() -> None:
     trace = plain_trace("transformer", "32-true", 4)
-    times = repeats(trace)
+    times = trace.repeats
     assert trace.microbatches == 2 and trace.scale_microbatches == 4
     for op, count in zip(trace.ops, times, strict=True):
         assert count == (3 if op.microbatch == 1 and op.phase != "optimizer" else 1)
@@ -195,7 +190,7 @@ def test_what_a_captured_step_recomputes_costs_what_was_simulated(name: str, mic
     simulated = simulate(plain, ONLY_OVERHEAD, [*regions.values()])
     calls = 2 if name == "twice" else len(regions)
     assert simulate(applied, ONLY_OVERHEAD).step_seconds == simulated.step_seconds == calls * microbatches
-    assert simulate(plain, ONLY_OVERHEAD).step_seconds == 0.0 and not recomputed_runs(plain)
+    assert simulate(plain, ONLY_OVERHEAD).step_seconds == 0.0 and not plain.recomputed_runs
 
 
 @pytest.mark.parametrize(
@@ -210,26 +205,26 @@ def test_what_a_captured_step_recomputes_costs_what_was_simulated(name: str, mic
 )
 def test_what_arrives_amid_a_recomputation_does_not_end_it(amid: str, count: int) -> None:
     applied = captured(BUILDERS["transformer"](**LARGE["transformer"]), regions=[Region(("blocks.0",))])
-    (run,) = recomputed_runs(applied)
+    (run,) = applied.recomputed_runs
     middle = run[len(run) // 2]
     between = replace(applied.ops[middle], phase="backward", name=amid)
-    runs = recomputed_runs(replace(applied, ops=[*applied.ops[:middle], between, *applied.ops[middle:]]))
+    runs = replace(applied, ops=[*applied.ops[:middle], between, *applied.ops[middle:]]).recomputed_runs
     assert sum(map(len, runs)) == len(run) and len(runs) == count
 
 
 def test_what_compiled_code_computes_again_costs_its_kernels_alone() -> None:
     applied = captured(BUILDERS["transformer"](**LARGE["transformer"]), regions=[Region(("blocks.0",))])
-    (run,) = recomputed_runs(applied)
-    assert captured_overheads(applied, ONLY_OVERHEAD, [run]) == {run[0]: 1.0}
+    (run,) = applied.recomputed_runs
+    assert ONLY_OVERHEAD.captured_overheads(applied) == {run[0]: 1.0}
     fused = replace(applied, signatures=[kernel_text((signature,)) for signature in applied.signatures])
-    assert captured_overheads(fused, ONLY_OVERHEAD, [run]) == {}
+    assert ONLY_OVERHEAD.captured_overheads(fused) == {}
 
 
 def test_operators_beside_kept_ones_cost_more() -> None:
     applied = captured(BUILDERS["transformer"](**LARGE["transformer"]), regions=[Region(("blocks.0",))])
-    (run,) = recomputed_runs(applied)
+    (run,) = applied.recomputed_runs
     costs = replace(ONLY_OVERHEAD, selective_op_seconds=1e-3)
-    assert captured_overheads(applied, costs, [run]) == {run[0]: 1.0}
+    assert costs.captured_overheads(applied) == {run[0]: 1.0}
     kept = replace(applied, selective=["blocks.0"])
-    assert captured_overheads(kept, costs, [run]) == {run[0]: pytest.approx(1.0 + 1e-3 * len(run))}
-    assert captured_overheads(replace(kept, selective=["blocks.1"]), costs, [run]) == {run[0]: 1.0}
+    assert costs.captured_overheads(kept) == {run[0]: pytest.approx(1.0 + 1e-3 * len(run))}
+    assert costs.captured_overheads(replace(kept, selective=["blocks.1"])) == {run[0]: 1.0}

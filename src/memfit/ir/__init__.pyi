@@ -1,6 +1,4 @@
 from . import codec as codec
-from .allocation_events import allocations as allocations
-from .allocation_events import allocations_of as allocations_of
 from .caching_allocator import AllocationEvent as AllocationEvent
 from .caching_allocator import CachingAllocator as CachingAllocator
 from .caching_allocator import MemoryBlock as MemoryBlock
@@ -10,8 +8,6 @@ from .codec import show_with as show_with
 from .codec import write_atomic as write_atomic
 from .costs import CostTable as CostTable
 from .costs import OpCost as OpCost
-from .costs import is_kernel as is_kernel
-from .costs import kernel_text as kernel_text
 from .costs import unfused as unfused
 from .device import AllocatorSettings as AllocatorSettings
 from .device import Device as Device
@@ -22,6 +18,8 @@ from .operators import BROADCAST as BROADCAST
 from .operators import BUBBLE as BUBBLE
 from .operators import CONVOLUTIONS as CONVOLUTIONS
 from .operators import COPIES as COPIES
+from .operators import COPY_IN as COPY_IN
+from .operators import COPY_OUT as COPY_OUT
 from .operators import ELEMENTWISE as ELEMENTWISE
 from .operators import GATHER as GATHER
 from .operators import ITEM_BYTES as ITEM_BYTES
@@ -46,7 +44,9 @@ from .operators import collective as collective
 from .operators import collective_text as collective_text
 from .operators import copy_on_paper as copy_on_paper
 from .operators import is_collective as is_collective
+from .operators import is_kernel as is_kernel
 from .operators import is_unmeasurable as is_unmeasurable
+from .operators import kernel_text as kernel_text
 from .operators import operator_class as operator_class
 from .operators import share_on_paper as share_on_paper
 from .operators import share_text as share_text
@@ -73,8 +73,6 @@ from .plan import bytes_of_plain as bytes_of_plain
 from .plan import freest as freest
 from .plan import levers_key as levers_key
 from .plan import uses_text as uses_text
-from .regions import COPY_IN as COPY_IN
-from .regions import COPY_OUT as COPY_OUT
 from .regions import LEAST_BYTES as LEAST_BYTES
 from .regions import Keep as Keep
 from .regions import Keepers as Keepers
@@ -83,14 +81,6 @@ from .regions import Region as Region
 from .regions import RegionCall as RegionCall
 from .regions import Regions as Regions
 from .regions import Transfer as Transfer
-from .regions import added_bytes as added_bytes
-from .regions import enclosing as enclosing
-from .regions import fetch_stall_seconds as fetch_stall_seconds
-from .regions import host_bytes as host_bytes
-from .regions import recomputations as recomputations
-from .regions import repeats_of as repeats_of
-from .regions import stall_seconds as stall_seconds
-from .regions import transfers as transfers
 from .run_record import Comparison as Comparison
 from .run_record import Evaluation as Evaluation
 from .run_record import Event as Event
@@ -104,16 +94,13 @@ from .run_record import Views as Views
 from .run_record import module_table as module_table
 from .run_record import range_report as range_report
 from .simulation import Replay as Replay
-from .simulation import captured_overheads as captured_overheads
-from .simulation import overhead_seconds as overhead_seconds
-from .simulation import recomputed_runs as recomputed_runs
+from .simulation import allocations as allocations
 from .simulation import simulate as simulate
 from .surveys import CardPrice as CardPrice
 from .surveys import Fleet as Fleet
 from .surveys import FleetRow as FleetRow
 from .surveys import Ladder as Ladder
 from .surveys import Misfit as Misfit
-from .surveys import Outcome as Outcome
 from .surveys import Rung as Rung
 from .surveys import pareto as pareto
 from .throughputs import AttentionShape as AttentionShape
@@ -142,6 +129,4 @@ from .trace import Storage as Storage
 from .trace import Trace as Trace
 from .trace import Work as Work
 from .trace import between as between
-from .trace import is_one_program as is_one_program
-from .trace import of_samples as of_samples
-from .trace import repeats as repeats
+from .trace import enclosing as enclosing

@@ -10,35 +10,8 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from memfit.ir.codec import Shown
-from memfit.ir.trace import Op, Trace
-
-_KERNEL = "kernel\n"
-_IN_PLACE = " bytes in place"
-
-
-def kernel_text(members: tuple[str, ...], reused_bytes: int = 0) -> str:
-    """Return the signature of a kernel.
-
-    Args:
-        members: The signatures of its operators.
-        reused_bytes: The bytes that it writes over its dying inputs, less what it holds for others in its function.
-    """
-    return _KERNEL + "\n".join([*members, f"{reused_bytes}{_IN_PLACE}"])
-
-
-def is_kernel(signature: str) -> bool:
-    """Tell whether a signature is a kernel's."""
-    return signature.startswith(_KERNEL)
-
-
-def members_of(signature: str) -> tuple[str, ...]:
-    """Return the signatures of a kernel's operators."""
-    return tuple(signature.removeprefix(_KERNEL).split("\n")[:-1])
-
-
-def reused_bytes_of(signature: str) -> int:
-    """Return the bytes that a kernel writes over its dying inputs."""
-    return int(signature.rpartition("\n")[2].removesuffix(_IN_PLACE))
+from memfit.ir.operators import is_kernel, members_of, reused_bytes_of
+from memfit.ir.trace import Op, Trace, enclosing
 
 
 def unfused(trace: Trace) -> Trace:
@@ -131,6 +104,22 @@ class CostTable(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Return an operator's share of a step's time, dispatch included: compiled code launches kernels by itself."""
         dispatch_seconds = 0.0 if is_kernel(signature) else self.dispatch_seconds
         return self.of(signature).seconds + dispatch_seconds
+
+    def captured_overheads(self, trace: Trace) -> dict[int, float]:
+        """Return the overhead of a captured step's own recomputations beyond their operators, by their first operator.
+
+        A compiled graph computes again by operators of its own, with no call around them that costs any.
+        """
+        selective, found = set(trace.selective), {}
+        for run in trace.recomputed_runs:
+            if is_kernel(trace.signatures[trace.ops[run[0]].signature]):
+                continue
+            seconds = self.checkpoint_seconds
+            modules = {trace.fqn_of(trace.ops[index].call) for index in run} if selective else set()
+            if any(not selective.isdisjoint(enclosing(fqn)) for fqn in modules):
+                seconds += self.selective_op_seconds * len(run)
+            found[run[0]] = seconds
+        return found
 
     def op_seconds(self, trace: Trace) -> npt.NDArray[np.float64]:
         """Return the seconds of each operator of a trace."""

@@ -232,6 +232,8 @@ SHARDS_IN, SCATTER = "fsdp.chunk_cat.default", "c10d._reduce_scatter_base_.defau
 REDUCE, BROADCAST = "c10d.allreduce_.default", "c10d.broadcast_.default"
 _SENT_SHARE = {GATHER: 1.0, SCATTER: 1.0, REDUCE: 2.0, BROADCAST: 1.0, "_c10d_functional.all_reduce.default": 2.0}
 """What each rank of N sends, as a multiple of B·(N−1)/N of B bytes: ring algorithms."""
+COPY_OUT, COPY_IN, WAIT = "memfit.copy_out.default", "memfit.copy_in.default", "memfit.wait.default"
+"""The operators of an applied step that copy to the host and back, and that wait for a copy."""
 SUM, RING, BUBBLE = "memfit.sum", "memfit.ring", "memfit.bubble"
 """Operators put into a trace on paper, for which ranks that share a model wait at once: sums of activations, keys and
 values that go round, and a pipeline that fills and drains."""
@@ -341,3 +343,32 @@ def is_unmeasurable(signature: str) -> bool:
     """Tell whether an operator can't be measured by itself: it takes other ranks, or was put in on paper."""
     on_paper = any(of(signature) is not None for of in (collective, copy_on_paper, share_on_paper, waited))
     return on_paper or signature.startswith('{"op":"' + BUBBLE)
+
+
+_KERNEL = "kernel\n"
+_IN_PLACE = " bytes in place"
+
+
+def kernel_text(members: tuple[str, ...], reused_bytes: int = 0) -> str:
+    """Return the signature of a kernel.
+
+    Args:
+        members: The signatures of its operators.
+        reused_bytes: The bytes that it writes over its dying inputs, less what it holds for others in its function.
+    """
+    return _KERNEL + "\n".join([*members, f"{reused_bytes}{_IN_PLACE}"])
+
+
+def is_kernel(signature: str) -> bool:
+    """Tell whether a signature is a kernel's."""
+    return signature.startswith(_KERNEL)
+
+
+def members_of(signature: str) -> tuple[str, ...]:
+    """Return the signatures of a kernel's operators."""
+    return tuple(signature.removeprefix(_KERNEL).split("\n")[:-1])
+
+
+def reused_bytes_of(signature: str) -> int:
+    """Return the bytes that a kernel writes over its dying inputs."""
+    return int(signature.rpartition("\n")[2].removesuffix(_IN_PLACE))

@@ -10,9 +10,9 @@ from typing import Literal
 from memfit.ir.codec import Shown
 from memfit.ir.costs import CostTable
 from memfit.ir.plan import Numerics, Precision
-from memfit.ir.regions import Region, enclosing
+from memfit.ir.regions import Region
 from memfit.ir.timeline import Timeline
-from memfit.ir.trace import Trace, repeats
+from memfit.ir.trace import Trace, enclosing
 
 
 class Comparison(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -123,7 +123,7 @@ def module_table(plain: Trace, planned: Trace, costs: CostTable, regions: Iterab
             for fqn in enclosing(plain.modules[storage.owner].fqn):
                 parameters[fqn] += storage.nbytes
     seconds: dict[str, float] = defaultdict(float)
-    for op, of_op in zip(plain.ops, (repeats(plain) * costs.op_seconds(plain)).tolist(), strict=True):
+    for op, of_op in zip(plain.ops, (plain.repeats * costs.op_seconds(plain)).tolist(), strict=True):
         for fqn in _around(plain, op.call) if op.phase == "forward" else ():
             seconds[fqn] += of_op
     actions: dict[str, str] = {}

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from memfit.ir.codec import Shown
-from memfit.ir.costs import CostTable, is_kernel, members_of
+from memfit.ir.costs import CostTable
 from memfit.ir.device import Device
 from memfit.ir.operators import (
     ATTENTION,
@@ -28,9 +28,11 @@ from memfit.ir.operators import (
     Tensor,
     arguments,
     base_name,
+    is_kernel,
+    members_of,
     operator_class,
 )
-from memfit.ir.trace import Trace, Work, repeats
+from memfit.ir.trace import Trace, Work
 
 _BLOCK = 128  # queries and keys of the blocks that fused attention kernels skip
 _CAUSAL: dict[str, int] = {
@@ -235,7 +237,7 @@ def throughput(
         tokens_per_sample: Tokens in a sample; None without tokens.
         matmul: Whether float32 products may use TF32.
     """
-    times = repeats(trace)
+    times = trace.repeats
     total: dict[str, float] = defaultdict(float)
     for op, of_op in zip(trace.ops, (times * costs.op_seconds(trace)).tolist(), strict=True):
         total[OPTIMIZER if op.phase == "optimizer" else operator_class(op.name)] += of_op
