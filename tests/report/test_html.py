@@ -29,11 +29,14 @@ from memfit.report.charts import (
     byte_axis,
     chart_html,
     css_name,
+    curve_chart,
+    frontier_chart,
     label,
     second_axis,
     steps_to,
+    timeline_chart,
+    total_bytes,
 )
-from memfit.report.figures import curve_chart, frontier_chart, timeline_chart, total_bytes
 from memfit.report.html import render
 from tests.report.conftest import run_before
 

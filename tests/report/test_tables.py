@@ -37,12 +37,12 @@ from memfit.report.summary import (
     lever_rows,
     levers_text,
     loss_text,
+    offers,
     region_groups,
     share_text,
     solver_text,
 )
 from memfit.report.tables import prediction_table
-from memfit.report.verdict import offers
 from tests.report.conftest import SPEED, line_with, run_before, shown
 
 GIB = 1024**3
@@ -461,7 +461,7 @@ def test_the_report_imports_no_torch_and_no_other_stage() -> None:
         "import sys, types\n"
         "sys.modules['memfit'] = package = types.ModuleType('memfit')\n"
         f"package.__path__ = [{str(Path(report.__file__).parents[1])!r}]\n"
-        "import memfit.report.html, memfit.report.tables, memfit.report.figures, memfit.report.charts\n"
+        "import memfit.report.html, memfit.report.tables, memfit.report.charts, memfit.report.charts\n"
         "mine = {'errors', 'foundations', 'ir', 'report', 'version'}\n"
         "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'plotly', 'jinja2')])\n"
         "print([m for m in sys.modules if m.startswith('memfit.') and m.split('.')[1] not in mine])"

@@ -29,7 +29,7 @@ from memfit.report import (
     prediction_verdict,
     verification_verdict,
 )
-from memfit.report.verdict import comparison_verdict, speed_text
+from memfit.report.summary import comparison_verdict, speed_text
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 

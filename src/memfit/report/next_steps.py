@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from memfit.foundations import format_bytes
 from memfit.ir import NUMERICS, Candidate, Numerics, Plan, RunRecord, Views, allows
-from memfit.report.summary import levers_text, microbatches, seconds_text, share_text
-from memfit.report.verdict import beside_text
+from memfit.report.summary import beside_text, levers_text, microbatches, seconds_text, share_text
 
 _UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024), ("B", 1))
 _SCALED = ("activations", "inputs", "temporaries", "workspaces")

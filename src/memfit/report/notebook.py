@@ -39,14 +39,24 @@ from memfit.ir import (
     Views,
     show_with,
 )
-from memfit.report.charts import Bar, Chart, bars_html, chart_html, key_html, stack_html
-from memfit.report.figures import frontier_chart
+from memfit.report.charts import Bar, Chart, bars_html, chart_html, frontier_chart, key_html, stack_html
 from memfit.report.html import resource
-from memfit.report.listings import device_page, device_table, estimate_page, range_table, run_table, verification_table
-from memfit.report.summary import clean, levers_text, seconds_text
+from memfit.report.summary import beside_text, clean, levers_text, plan_verdict, seconds_text
 from memfit.report.surveys import answer_lines, fleet_table, ladder_chart, ladder_table
-from memfit.report.tables import comparison_table, frontier_table, html_of, plan_table, text_of, verdict_text
-from memfit.report.verdict import beside_text, plan_verdict
+from memfit.report.tables import (
+    comparison_table,
+    device_page,
+    device_table,
+    estimate_page,
+    frontier_table,
+    html_of,
+    plan_table,
+    range_table,
+    run_table,
+    text_of,
+    verdict_text,
+    verification_table,
+)
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
