@@ -6,7 +6,8 @@ from .charts import byte_axis as byte_axis
 from .exports import write_chrome_trace as write_chrome_trace
 from .exports import write_snapshot as write_snapshot
 from .html import chart_page as chart_page
-from .html import write as write
+from .html import plan_page as plan_page
+from .next_steps import Report as Report
 from .notebook import Bars as Bars
 from .notebook import ReportFile as ReportFile
 from .notebook import show_records as show_records
@@ -24,10 +25,10 @@ from .summary import ratio_text as ratio_text
 from .summary import retries_text as retries_text
 from .summary import verification_verdict as verification_verdict
 from .summary import waiting_text as waiting_text
+from .surveys import fleet_page as fleet_page
 from .surveys import fleet_table as fleet_table
+from .surveys import ladder_page as ladder_page
 from .surveys import ladder_table as ladder_table
-from .surveys import write_fleet as write_fleet
-from .surveys import write_ladder as write_ladder
 from .tables import as_written_line as as_written_line
 from .tables import comparison_table as comparison_table
 from .tables import device_page as device_page

@@ -12,11 +12,10 @@ import importlib.resources
 import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from memfit.foundations import format_bytes
-from memfit.ir import ModuleRow, Plan, RunRecord, Views, write_atomic
+from memfit.ir import ModuleRow, Views
 from memfit.report import summary
 from memfit.report.charts import (
     MAX_POINTS,
@@ -93,35 +92,10 @@ def resource(name: str) -> str:
     return importlib.resources.files("memfit.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def write(
-    path: str | Path,
-    plan: Plan,
-    views: Views,
-    run: RunRecord | None,
-    metrics: list[dict[str, Any]],
-    folder: Path | None = None,
-) -> Path:
-    """Write the page to a file; see `render`.
-
-    Raises:
-        OutputError: The file can't be written.
-    """
-    return write_atomic(path, render(plan, views, run, metrics, folder).encode())
-
-
-def render(
-    plan: Plan, views: Views, run: RunRecord | None, metrics: list[dict[str, Any]], folder: Path | None = None
-) -> str:
-    """Return the page.
-
-    Args:
-        views: Its timelines before and after, its modules, and the comparison of both steps if there is one.
-        metrics: A line for each step of the run, with the keys step, loss, grad_norm, skipped, loss_scale,
-            seconds and peak_bytes, of which any but step may be missing or None. A line without a key, as
-            that of an evaluation, is no gap in the curve; one with None is.
-        folder: The run's folder, which commands name and whose checkpoints are named; None where it is not known.
-    """
-    report, comparison = Report(plan, views, run, metrics, folder), views.comparison
+def plan_page(report: Report) -> str:
+    """Return a plan's page."""
+    plan, views, run, metrics = report.plan, report.views, report.run, report.metrics
+    comparison = views.comparison
     tallest_bytes = max(views.plain.peak_bytes, views.planned.peak_bytes)
     categories = shown_categories(views.plain, views.planned)
     shared: dict[str, Any] = {"categories": categories, "budget_bytes": plan.budget_bytes, "peak_bytes": tallest_bytes}

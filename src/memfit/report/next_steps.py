@@ -33,7 +33,11 @@ class Report:
     """The data of a report.
 
     Args:
-        metrics: A line for each step, as for `render`.
+        views: Its timelines before and after, its modules, and the comparison of both steps if there is one.
+        metrics: A line for each step of the run, with the keys step, loss, grad_norm, skipped, loss_scale,
+            seconds and peak_bytes, of which any but step may be missing or None. A line without a key, as
+            that of an evaluation, is no gap in the curve; one with None is.
+        folder: The run's folder, which commands name and whose checkpoints are named; None where it is not known.
     """
 
     plan: Plan

@@ -211,12 +211,12 @@ def plan_table(plan: Plan) -> Table:
         *(("" if i else "Notes", Text(clean(note))) for i, note in enumerate(plan.notes)),
         ("Made by", _dim(clean(versions))),
     ]
-    blocks: list[list[_Fact]] = [cost, settings, *([[("Measured", steps)]] if steps.rows else []), made]
+    tried: list[_Fact] = [("Measured", steps)] if steps.rows else []
     name = f"memfit plan for {clean(plan.workload)} on {clean(plan.device)}"
     title = Text.assemble(verdict_text(plan_verdict(plan)), "\n", (name, "dim"))
     return table_of(
         [Column(no_wrap=True, style="bold"), Column(overflow="fold")],
-        [row for block in blocks for row in (("", ""), *block)],
+        [row for block in (cost, settings, tried, made) if block for row in (("", ""), *block)],
         box=None,
         show_header=False,
         pad_edge=False,
