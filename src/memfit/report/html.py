@@ -32,7 +32,7 @@ from memfit.report.charts import (
     shown_categories,
     timeline_chart,
 )
-from memfit.report.next_steps import Report, next_steps
+from memfit.report.next_steps import Report
 from memfit.report.summary import clean, ratio_text, seconds_text
 from memfit.version import __version__
 
@@ -140,7 +140,7 @@ def plan_page(report: Report) -> str:
         largest_saved=max([1, *(max(row.saved_bytes, row.planned_saved_bytes) for row in views.modules)]),
         evaluation_keys=sorted({key for evaluation in run.evaluations for key in evaluation.values} if run else ()),
         modules=_largest_modules(views.modules),
-        steps=next_steps(report),
+        steps=report.next_steps(),
     )
 
 
