@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from playwright.sync_api import sync_playwright
 
+from memfit import ir
 from memfit.foundations import format_bytes
 from memfit.ir import Plan, RunRecord, Views
-from memfit.report import write, write_ladder
+from memfit.report import Report, ladder_page, plan_page
 from tests.covering import some
 from tests.report.test_notebook import a_ladder
 
@@ -56,7 +57,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def file(tmp_path: Path, plan: Plan, views: Views, run: RunRecord, metrics: list[dict[str, Any]]) -> Path:
-    return write(tmp_path / "report.html", plan, views, run, metrics)
+    return ir.codec.write_atomic(tmp_path / "report.html", plan_page(Report(plan, views, run, metrics)).encode())
 
 
 def opened(browser: Any, file: Path, width: int = 1280, scheme: str = "light") -> Opened:
@@ -224,7 +225,8 @@ def test_no_width_scrolls_the_page_sideways(browser: Any, file: Path, width: int
 @pytest.mark.parametrize("width", some([320, 400, 1280], [320]))
 def test_a_ladder_is_read_on_any_width(browser: Any, tmp_path: Path, width: int) -> None:
     ladder = a_ladder("recompute all of the normalisations, and every one of the activations")
-    result = opened(browser, write_ladder(tmp_path / "ladder.html", ladder), width)
+    file = ir.codec.write_atomic(tmp_path / "ladder.html", ladder_page(ladder).encode())
+    result = opened(browser, file, width)
     page = result.page
     assert page.evaluate("document.documentElement.scrollWidth") == width
     assert page.locator(".mark").count() == 2 and page.locator("ol.next li").count() == 1
@@ -234,7 +236,7 @@ def test_a_ladder_is_read_on_any_width(browser: Any, tmp_path: Path, width: int)
     box = mark.locator("svg").bounding_box()
     page.mouse.move(box["x"] + 5, box["y"] + 5)
     assert "every one of the activations: kept" in told(page) and "90.0 MiB, 200.0 ms" in told(page)
-    assert_quiet(result, tmp_path / "ladder.html")
+    assert_quiet(result, file)
     page.context.close()
 
 
@@ -276,7 +278,7 @@ def test_colours_follow_the_scheme(browser: Any, file: Path) -> None:
 def test_hostile_names_run_nothing(browser: Any, tmp_path: Path, hostile: Any) -> None:
     image, link = "<img src=x onerror=window.ran=1>", "<a href='javascript:window.ran=1'>z</a>"
     text = f"</script><script>window.ran=1</script>{image}{link}"
-    file = write(tmp_path / "report.html", *hostile(text))
+    file = ir.codec.write_atomic(tmp_path / "report.html", plan_page(Report(*hostile(text))).encode())
     result = opened(browser, file)
     result.page.mouse.move(*at(result.page, "before", 0.5))
     assert "<script>" in told(result.page) or "<img" in told(result.page)

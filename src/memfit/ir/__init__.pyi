@@ -62,6 +62,7 @@ from .plan import LeverUse as LeverUse
 from .plan import MeasuredStep as MeasuredStep
 from .plan import Numerics as Numerics
 from .plan import OptimizerLever as OptimizerLever
+from .plan import PeakPart as PeakPart
 from .plan import Plan as Plan
 from .plan import Precision as Precision
 from .plan import Prediction as Prediction

@@ -35,6 +35,7 @@ from .tables import device_page as device_page
 from .tables import device_table as device_table
 from .tables import estimate_page as estimate_page
 from .tables import frontier_table as frontier_table
+from .tables import html_of as html_of
 from .tables import plan_table as plan_table
 from .tables import text_of as text_of
 from .tables import verification_table as verification_table

@@ -10,10 +10,10 @@ import functools
 import html
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic
 from typing import Any, ParamSpec, TypeVar
 
 from rich.console import RenderableType
@@ -268,14 +268,14 @@ class _Stage:
     done: int = 0
     total: int | None = None
     note: str = ""
-    begun: float = field(default_factory=lambda: monotonic())
+    begun: float = field(default_factory=lambda: time.monotonic())
 
     def row(self, name: str) -> str:
         """Return its bar with the time left, at the speed so far."""
         state = f' value="{self.done}" max="{self.total}"' if self.total else ""
         told = [f"{self.done:,} of {self.total:,}" if self.total else f"{self.done:,}"]
         if self.total and 0 < self.done < self.total:
-            left = (monotonic() - self.begun) * (self.total - self.done) / self.done
+            left = (time.monotonic() - self.begun) * (self.total - self.done) / self.done
             told += [f"{format_seconds(left)} left"] if left >= 1 else []
         info = " · ".join([*told, *([self.note] if self.note else [])])
         bar = f"<td>{html.escape(name)}</td><td><progress{state}></progress></td><td>{html.escape(info)}</td>"
@@ -290,7 +290,7 @@ class Bars:
         self._stages: dict[str, _Stage] = {}
         self._handle: Any = None
         self._shown = -1.0
-        self._begun = monotonic()
+        self._begun = time.monotonic()
 
     def __enter__(self) -> Bars:
         return self
@@ -299,7 +299,7 @@ class Bars:
         if self._handle is None:
             return
         if error is None:
-            text = f"{self._name}: {format_seconds(monotonic() - self._begun)}"
+            text = f"{self._name}: {format_seconds(time.monotonic() - self._begun)}"
             self._show(text, f'<span style="opacity:.7">{html.escape(text)}</span>')
         else:
             self._show_bars()
@@ -308,11 +308,11 @@ class Bars:
         """Report the progress of a stage."""
         state = self._stages.setdefault(stage, _Stage())
         state.done, state.total, state.note = done, total, note
-        if done == total or monotonic() - self._shown >= _SECONDS_BETWEEN:
+        if done == total or time.monotonic() - self._shown >= _SECONDS_BETWEEN:
             self._show_bars()
 
     def _show_bars(self) -> None:
-        self._shown = monotonic()
+        self._shown = time.monotonic()
         text = ", ".join(f"{name} {stage.done}/{stage.total or '?'}" for name, stage in self._stages.items())
         rows = "".join(stage.row(name) for name, stage in self._stages.items())
         self._show(text, _framed(f"<table>{rows}</table>"))
