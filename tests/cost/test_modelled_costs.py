@@ -18,8 +18,7 @@ from memfit.cost.modelled_costs import attained_rates, figures, kernel_seconds, 
 from memfit.cost.operator_call import OperatorCall
 from memfit.errors import UsageError
 from memfit.hardware import known_devices
-from memfit.ir import Trace, Work, kernel_text, simulate, throughput
-from memfit.ir.operators import _NAMES
+from memfit.ir import OPERATORS, Trace, Work, kernel_text, simulate, throughput
 from tests.gpus import AMPERE
 from tests.ir.test_throughputs import call, tensor
 from tests.models import plain_trace
@@ -275,7 +274,7 @@ def test_every_gpu_of_the_catalogue_has_times(name: str) -> None:
 
 def test_every_class_has_figures_with_a_source() -> None:
     table = figures()
-    assert {name for name in _NAMES if name != "views"} | {"other", "optimizer", "attention", "device"} == set(table)
+    assert {name for name in OPERATORS if name != "views"} | {"other", "optimizer", "attention", "device"} == set(table)
     for name, own in table.items():
         if name == "device":
             assert all(f"{key}_source" in own for key in own if not key.endswith("_source"))

@@ -12,11 +12,10 @@ import pytest
 
 from memfit import ir
 from memfit.ir import Candidate, Devices, Frontier, Levers, Plan, Prediction, Region, Solution, View, show_with
-from memfit.ir.codec import Shown, ShownList
 from memfit.report import show_records
 
 
-class Long(Shown, frozen=True, kw_only=True):
+class Long(ir.codec.Shown, frozen=True, kw_only=True):
     """A record with fields of every length."""
 
     name: str
@@ -115,4 +114,4 @@ def test_a_plan_that_was_copied_has_a_frontier_of_its_own(again: Any) -> None:
 def test_a_list_to_show_is_empty_without_a_table(views: None) -> None:
     show_with(Devices, View(None, lambda d: "a table", lambda d: "<table>"))
     assert str(Devices([])) == "[]" and Devices([])._repr_html_() is None
-    assert str(ShownList([1, 2])) == "[1, 2]"
+    assert str(ir.codec.ShownList([1, 2])) == "[1, 2]"

@@ -20,7 +20,6 @@ from memfit.ir import (
     Trace,
     simulate,
 )
-from memfit.ir.operators import WAIT
 from tests.models import BUILDERS, COSTS, captured, plain_trace, transformer
 
 
@@ -184,7 +183,8 @@ def scheduled(*names: str) -> list[float]:
 
     An operator takes a second, a copy three; "in" and "wait in" are of one storage.
     """
-    kinds = {"out": COPY_OUT, "in": COPY_IN, "wait out": WAIT, "wait in": WAIT, "op": "aten.mm.default"}
+    wait = "memfit.wait.default"
+    kinds = {"out": COPY_OUT, "in": COPY_IN, "wait out": wait, "wait in": wait, "op": "aten.mm.default"}
     ops = [Op(kinds[n], -1, "forward", 0, list(kinds).index(n), (0,) if n.endswith("in") else (), False) for n in names]
     seconds = {"out": 3.0, "in": 3.0, "wait out": 0.0, "wait in": 0.0, "op": 1.0}
     trace: Trace = msgspec.structs.replace(

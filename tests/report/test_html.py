@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from memfit import report
 from memfit.foundations import format_bytes
 from memfit.ir import TIMELINE_CATEGORIES, Evaluation, Event, Levers, ModuleRow, Plan, RunRecord, Timeline, Views
-from memfit.report import GRID, Axis, Report, byte_axis, charts, plan_page
+from memfit.report import GRID, Axis, Report, byte_axis, plan_page
 from tests.report.conftest import GIB, MIB, run_before
 
+charts = report.charts
 HOSTILE = "</script><script>alert(1)</script>"
 Hostile = Callable[[str], tuple[Plan, Views, RunRecord, list[dict[str, Any]]]]
 LOADING = {"src", "href", "srcset", "action", "data", "poster", "background", "formaction", "xlink:href"}
@@ -89,7 +91,7 @@ def spiky_timeline(points: int, peak_index: int) -> Timeline:
     )
 
 
-def drawn(timeline: Timeline, budget_bytes: int = GIB) -> charts.Chart:
+def drawn(timeline: Timeline, budget_bytes: int = GIB) -> report.charts.Chart:
     return charts.timeline_chart(
         timeline, categories=TIMELINE_CATEGORIES, budget_bytes=budget_bytes, peak_bytes=timeline.peak_bytes
     )
@@ -100,16 +102,16 @@ def value(axis: Axis, at: float) -> float:
     return axis.low + (axis.high - axis.low) * at / GRID
 
 
-def level(shape: charts.Shape, x: float) -> float:
+def level(shape: report.charts.Shape, x: float) -> float:
     """Return the height of a staircase at a place."""
     return [y for at, y in shape.points if at <= x + 1e-6][-1]
 
 
-def series(chart: charts.Chart, name: str) -> list[charts.Mark]:
+def series(chart: report.charts.Chart, name: str) -> list[report.charts.Mark]:
     return [mark for mark in chart.marks if mark.series == name]
 
 
-def note(chart: charts.Chart, kind: str) -> charts.Note:
+def note(chart: report.charts.Chart, kind: str) -> report.charts.Note:
     (found,) = [note for note in chart.notes if note.kind == kind]
     return found
 

@@ -24,6 +24,7 @@ from .operators import ELEMENTWISE as ELEMENTWISE
 from .operators import GATHER as GATHER
 from .operators import ITEM_BYTES as ITEM_BYTES
 from .operators import MATRIX as MATRIX
+from .operators import OPERATORS as OPERATORS
 from .operators import RECURRENT as RECURRENT
 from .operators import REDUCE as REDUCE
 from .operators import REDUCTIONS as REDUCTIONS
@@ -62,7 +63,6 @@ from .plan import LeverUse as LeverUse
 from .plan import MeasuredStep as MeasuredStep
 from .plan import Numerics as Numerics
 from .plan import OptimizerLever as OptimizerLever
-from .plan import PeakPart as PeakPart
 from .plan import Plan as Plan
 from .plan import Precision as Precision
 from .plan import Prediction as Prediction
@@ -112,6 +112,7 @@ from .throughputs import call_flops as call_flops
 from .throughputs import peak_flops as peak_flops
 from .throughputs import throughput as throughput
 from .timeline import TIMELINE_CATEGORIES as TIMELINE_CATEGORIES
+from .timeline import PeakPart as PeakPart
 from .timeline import Timeline as Timeline
 from .timeline import peak_parts as peak_parts
 from .trace import BETWEEN_STEPS as BETWEEN_STEPS

@@ -171,6 +171,7 @@ class CachingAllocator:
         num_ooms: Number of requests that failed.
         segments: The first block of each segment, by address. An expandable segment includes unmapped blocks.
         blocks: The blocks of the storages alive, by their numbers, of events that were applied.
+        pools: The free blocks, by whether they are small and by stream.
         oom: The event that failed, which ends a `replay`.
     """
 
@@ -190,13 +191,13 @@ class CachingAllocator:
         self.num_alloc_retries = self.num_ooms = 0
         self.segments: dict[int, MemoryBlock] = {}
         self.blocks: dict[int, MemoryBlock] = {}
+        self.pools: dict[tuple[bool, int], Pool] = {}
         self.oom: AllocationEvent | None = None
         total = capacity_bytes if total_bytes is None else total_bytes
         limited = settings.memory_fraction < 1 and total is not None
         self._allowed_bytes = int(settings.memory_fraction * total) if limited and total is not None else None
         self._total_bytes = _UNKNOWN_TOTAL_BYTES if total is None else total
         self._trace: Tracer = trace or (lambda *_: None)
-        self._pools: dict[tuple[bool, int], Pool] = {}
         self._next_address = _FIRST_ADDRESS
         self._lookups = 0
 
@@ -260,18 +261,18 @@ class CachingAllocator:
 
     def empty_cache(self) -> None:
         """Return free memory to the device: whole segments, or whole pages of expandable ones."""
-        for key in sorted(self._pools):
-            for _, _, block in list(self._pools[key].free):
+        for key in sorted(self.pools):
+            for _, _, block in list(self.pools[key].free):
                 if self.settings.expandable_segments:
                     self._unmap(block)
                 elif not block.is_split:
                     self._release(block)
 
     def _pool(self, small: bool, stream: int) -> Pool:
-        pool = self._pools.get((small, stream))
+        pool = self.pools.get((small, stream))
         if pool is None:
             page_bytes = SMALL_SEGMENT_BYTES if small else self.settings.large_segment_bytes
-            pool = self._pools[small, stream] = Pool(small, stream, page_bytes)
+            pool = self.pools[small, stream] = Pool(small, stream, page_bytes)
         return pool
 
     def _take_free(self, pool: Pool, size: int) -> MemoryBlock | None:
@@ -358,7 +359,7 @@ class CachingAllocator:
         """Release large segments that were unused for longer than the mean, until the threshold is met."""
         threshold = int(self.settings.garbage_collection_threshold * allowed_bytes)
         excess = self.reserved_bytes - threshold
-        large = [self._pools[key] for key in sorted(self._pools) if not key[0]]
+        large = [self.pools[key] for key in sorted(self.pools) if not key[0]]
         unused = [block for pool in large for _, _, block in pool.free if not block.is_split]
         while excess > 0 and unused:
             mean = sum(self._lookups - block.freed_at for block in unused) / len(unused)

@@ -108,7 +108,7 @@ COPIES = "copies"
 ELEMENTWISE = "elementwise"
 OTHER = "other"
 
-_NAMES: dict[str, str] = {
+OPERATORS: dict[str, str] = {
     MATRIX: """
         _addmm_activation _grouped_mm _int_mm _scaled_grouped_mm _scaled_mm _weight_int4pack_mm addbmm addmm
         addmv addr baddbmm bmm dot einsum ger linear matmul mkldnn_linear mm mv vdot
@@ -201,7 +201,8 @@ _NAMES: dict[str, str] = {
         xlogy
     """,
 }
-_CLASS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
+"""Names of operators by class."""
+_CLASS = {name: kind for kind, names in OPERATORS.items() for name in names.split()}
 
 
 def base_name(name: str) -> str:
