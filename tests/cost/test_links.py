@@ -11,7 +11,7 @@ from memfit.cost import links, with_collectives
 from memfit.cost.links import Link, Links
 from memfit.hardware import find_device
 from memfit.hardware.catalogue import look_up
-from memfit.ir import GATHER, REDUCE, Collective, Sharding, collective_text
+from memfit.ir import GATHER, REDUCE, Collective, Sharding
 from tests.models import COSTS, captured, transformer
 
 
@@ -49,7 +49,7 @@ def test_a_ring_sends_each_byte_once_and_twice_for_a_sum() -> None:
 
 def test_what_is_sent_has_its_cost_whatever_the_table_had() -> None:
     trace = captured(transformer())
-    text = collective_text(GATHER, 4_000_000, 2)
+    text = Collective(GATHER, 4_000_000, 2).text
 
     sent = replace(trace, signatures=[*trace.signatures, text], works=[*trace.works, trace.works[0]])
     found = with_collectives(COSTS, [sent], Links(within=Link(bytes_per_second=1e6), copy_bytes_per_second=1e9))

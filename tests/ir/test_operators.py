@@ -12,13 +12,13 @@ from memfit.ir import (
     OPERATORS,
     RING,
     SUM,
+    Collective,
     Tensor,
+    among_ranks,
     arguments,
-    collective_text,
     is_unmeasurable,
     operator_class,
     throughput,
-    waited,
 )
 from memfit.workload import Workload, signature
 from tests.gpus import AMPERE
@@ -121,9 +121,9 @@ def test_hardly_any_time_is_in_operators_without_a_class(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "is_waited", "unmeasurable"),
     [
-        (collective_text(SUM, 4096, 4), True, True),
-        (collective_text(RING, 4096, 4), True, True),
-        (collective_text(BUBBLE, 4096, 4), False, True),
+        (Collective(SUM, 4096, 4).text, True, True),
+        (Collective(RING, 4096, 4).text, True, True),
+        (Collective(BUBBLE, 4096, 4).text, False, True),
         *(
             (f'{{"op":"memfit.{name}.default","args":[{{"t":["float32",[2,3],[3,1]]}}]}}', False, False)
             for name in ("wait", "send", "summed")
@@ -131,6 +131,6 @@ def test_hardly_any_time_is_in_operators_without_a_class(name: str) -> None:
     ],
 )
 def test_what_is_put_in_on_paper_is_read_back_and_not_measured(text: str, is_waited: bool, unmeasurable: bool) -> None:
-    found = waited(text)
-    assert (found is not None) == is_waited and is_unmeasurable(text) == unmeasurable
-    assert found is None or collective_text(*found) == text
+    found = among_ranks(text)
+    assert isinstance(found, Collective) == is_waited and is_unmeasurable(text) == unmeasurable
+    assert not isinstance(found, Collective) or (found.text == text and found.is_waited)

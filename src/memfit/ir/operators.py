@@ -261,25 +261,15 @@ class Collective(NamedTuple):
         share = _WAITED_SHARE.get(self.name) or _SENT_SHARE[self.name]
         return share * self.nbytes * (self.ranks - 1) / self.ranks
 
+    @property
+    def is_waited(self) -> bool:
+        """Whether it was put in on paper, on the critical path."""
+        return self.name in _WAITED_SHARE
 
-def collective_text(name: str, nbytes: int, ranks: int) -> str:
-    """Return the signature of a collective."""
-    return json.dumps({"op": name, "args": [nbytes, ranks]}, separators=(",", ":"))
-
-
-def is_collective(name: str) -> bool:
-    """Tell whether an operator sends."""
-    return name in _SENT_SHARE
-
-
-def collective(signature: str) -> Collective | None:
-    """Return the collective of a signature; None for other operators."""
-    if not signature.startswith(('{"op":"c10d.', '{"op":"_c10d_functional.')):
-        return None
-    body = json.loads(signature)
-    if body["op"] not in _SENT_SHARE or len(body.get("args", ())) != 2:
-        return None
-    return Collective(body["op"], *body["args"])
+    @property
+    def text(self) -> str:
+        """Its signature."""
+        return json.dumps({"op": self.name, "args": [self.nbytes, self.ranks]}, separators=(",", ":"))
 
 
 class Copy(NamedTuple):
@@ -294,15 +284,6 @@ class Copy(NamedTuple):
     padded_bytes: int
 
 
-def copy_on_paper(signature: str) -> Copy | None:
-    """Return the copy of a signature that was put in on paper; None for other operators, and for captured ones."""
-    if not signature.startswith(('{"op":"' + SHARDS_OUT, '{"op":"' + SHARDS_IN)):
-        return None
-    body = json.loads(signature)
-    args = body.get("args", ())
-    return Copy(args[0], body.get("padded", 0)) if len(args) == 1 and isinstance(args[0], int) else None
-
-
 class Share(NamedTuple):
     """One rank's share of an operator, put into a trace on paper.
 
@@ -314,36 +295,40 @@ class Share(NamedTuple):
     whole: str
     ranks: int
 
-
-_SHARE_KEY = '"kwargs":{"share_of":'
-
-
-def share_text(name: str, share: Share) -> str:
-    """Return the signature of a share."""
-    kwargs = {"share_of": share.whole, "ranks": share.ranks}
-    return json.dumps({"op": name, "kwargs": kwargs}, separators=(",", ":"))
+    def text(self, name: str) -> str:
+        """Return its signature, for an operator."""
+        kwargs = {_SHARE: self.whole, "ranks": self.ranks}
+        return json.dumps({"op": name, "kwargs": kwargs}, separators=(",", ":"))
 
 
-def share_on_paper(signature: str) -> Share | None:
-    """Return the share of a signature that was put in on paper; None for other operators."""
-    if _SHARE_KEY not in signature:
-        return None
-    kwargs = json.loads(signature)["kwargs"]
-    return Share(kwargs["share_of"], kwargs["ranks"])
+_SHARE = "share_of"
+_STARTS = tuple(f'{{"op":"{name}' for name in ("c10d.", "_c10d_functional.", SHARDS_OUT, SHARDS_IN, *_WAITED_SHARE))
 
 
-def waited(signature: str) -> Collective | None:
-    """Return the collective of a signature that was put in on paper, on the critical path; None for others."""
-    if not signature.startswith(tuple(f'{{"op":"{name}"' for name in _WAITED_SHARE)) or _SHARE_KEY in signature:
+def is_collective(name: str) -> bool:
+    """Tell whether an operator sends."""
+    return name in _SENT_SHARE
+
+
+def among_ranks(signature: str) -> Collective | Copy | Share | None:
+    """Return what a signature has of other ranks, captured or put in on paper; None for operators by themselves."""
+    is_share = f'"kwargs":{{"{_SHARE}":' in signature
+    if not is_share and not signature.startswith(_STARTS):
         return None
     body = json.loads(signature)
-    return Collective(body["op"], *body["args"])
+    args = body.get("args", ())
+    if is_share:
+        return Share(body["kwargs"][_SHARE], body["kwargs"]["ranks"])
+    if body["op"] in (*_SENT_SHARE, *_WAITED_SHARE) and len(args) == 2:
+        return Collective(body["op"], *args)
+    if body["op"] in (SHARDS_OUT, SHARDS_IN) and len(args) == 1 and isinstance(args[0], int):
+        return Copy(args[0], body.get("padded", 0))
+    return None
 
 
 def is_unmeasurable(signature: str) -> bool:
     """Tell whether an operator can't be measured by itself: it takes other ranks, or was put in on paper."""
-    on_paper = any(of(signature) is not None for of in (collective, copy_on_paper, share_on_paper, waited))
-    return on_paper or signature.startswith('{"op":"' + BUBBLE)
+    return among_ranks(signature) is not None or signature.startswith('{"op":"' + BUBBLE)
 
 
 _KERNEL = "kernel\n"

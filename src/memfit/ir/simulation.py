@@ -21,7 +21,8 @@ from memfit.ir.operators import (
     SHARDS_OUT,
     SMALL_BYTES,
     WAIT,
-    collective,
+    Collective,
+    among_ranks,
     is_collective,
 )
 from memfit.ir.regions import Keepers, Recomputation, Region, RegionCall, Regions, Transfer
@@ -358,8 +359,8 @@ class Replay:
         for point in self._meets:
             op = self.trace.ops[self._ops[point]]
             own, now = seconds[point], float(before[point]) + shift
-            sent = collective(self.trace.signatures[op.signature]) if is_collective(op.name) else None
-            if sent is not None and sent.nbytes > SMALL_BYTES:
+            sent = among_ranks(self.trace.signatures[op.signature]) if is_collective(op.name) else None
+            if isinstance(sent, Collective) and sent.nbytes > SMALL_BYTES:
                 free, own = max(free, now) + own, 0.0
                 if op.name == GATHER:
                     gathers.append(free)
