@@ -16,6 +16,7 @@ from memfit.ir import (
     Replay,
     Sharding,
     Timeline,
+    between,
     kernel_text,
     simulate,
 )
@@ -207,24 +208,55 @@ def test_what_arrives_amid_a_recomputation_does_not_end_it(amid: str, count: int
     applied = captured(BUILDERS["transformer"](**LARGE["transformer"]), regions=[Region(("blocks.0",))])
     (run,) = applied.recomputed_runs
     middle = run[len(run) // 2]
-    between = replace(applied.ops[middle], phase="backward", name=amid)
-    runs = replace(applied, ops=[*applied.ops[:middle], between, *applied.ops[middle:]]).recomputed_runs
+    other = replace(applied.ops[middle], phase="backward", name=amid)
+    runs = replace(applied, ops=[*applied.ops[:middle], other, *applied.ops[middle:]]).recomputed_runs
     assert sum(map(len, runs)) == len(run) and len(runs) == count
 
 
-def test_what_compiled_code_computes_again_costs_its_kernels_alone() -> None:
+def test_a_recomputation_costs_its_overhead_and_more_beside_kept_operators() -> None:
     applied = captured(BUILDERS["transformer"](**LARGE["transformer"]), regions=[Region(("blocks.0",))])
     (run,) = applied.recomputed_runs
-    assert ONLY_OVERHEAD.captured_overheads(applied) == {run[0]: 1.0}
+    costs = replace(ONLY_OVERHEAD, selective_op_seconds=1e-3)
+    assert ONLY_OVERHEAD.captured_overheads(applied) == costs.captured_overheads(applied) == {run[0]: 1.0}
+    kept = replace(applied, selective=["blocks.0"])
+    assert costs.captured_overheads(kept) == {run[0]: pytest.approx(1.0 + 1e-3 * len(run))}
+    assert costs.captured_overheads(replace(kept, selective=["blocks.1"])) == {run[0]: 1.0}
+    # what compiled code computes again costs its kernels alone
     fused = replace(applied, signatures=[kernel_text((signature,)) for signature in applied.signatures])
     assert ONLY_OVERHEAD.captured_overheads(fused) == {}
 
 
-def test_operators_beside_kept_ones_cost_more() -> None:
-    applied = captured(BUILDERS["transformer"](**LARGE["transformer"]), regions=[Region(("blocks.0",))])
-    (run,) = applied.recomputed_runs
-    costs = replace(ONLY_OVERHEAD, selective_op_seconds=1e-3)
-    assert costs.captured_overheads(applied) == {run[0]: 1.0}
-    kept = replace(applied, selective=["blocks.0"])
-    assert costs.captured_overheads(kept) == {run[0]: pytest.approx(1.0 + 1e-3 * len(run))}
-    assert costs.captured_overheads(replace(kept, selective=["blocks.1"])) == {run[0]: 1.0}
+# A step of another size, from two that were captured, is the one that would have been captured
+
+
+@pytest.mark.parametrize(("name", "microbatches"), each(["transformer", "convnet", "unet", "twice"], [1, 2]))
+def test_a_size_between_two_is_the_captured_one(name: str, microbatches: int) -> None:
+    low, middle, high = (
+        captured(BUILDERS[name](batch=size * microbatches), microbatch_size=size) for size in (2, 5, 8)
+    )
+    found = between(low, high, 5)
+    assert found is not None
+    was, wanted = ([(t.signatures[op.signature], t.works[op.signature]) for op in t.ops] for t in (found, middle))
+    assert was == wanted
+    assert found.storages == middle.storages
+    assert simulate(found, COSTS).peak_bytes == simulate(middle, COSTS).peak_bytes
+    assert (found.batch_size, found.microbatch_size) == (middle.batch_size, middle.microbatch_size)
+
+
+@pytest.mark.ci
+def test_two_microbatches_stand_for_more() -> None:
+    two, five = (captured(BUILDERS["transformer"](batch=2 * count), microbatch_size=2) for count in (2, 5))
+    found = two.of_samples(10)
+    assert (found.scale_microbatches, found.batch_size) == (five.scale_microbatches, five.batch_size)
+    assert simulate(found, COSTS).step_seconds == simulate(five, COSTS).step_seconds
+
+
+def test_what_is_not_of_one_program_or_would_not_be_whole_is_not_made_up() -> None:
+    low, high = (captured(BUILDERS["transformer"](batch=size)) for size in (2, 8))
+    other = captured(BUILDERS["convnet"](batch=8))
+    assert low.is_program_of(high) and not low.is_program_of(other)
+    grown = [replace(s, nbytes=s.nbytes + 1) if s.birth >= 0 else s for s in high.storages]
+    for unlike in (other, replace(high, ops=high.ops[:-1]), replace(high, storages=grown)):
+        assert between(low, unlike, 5) is None
+    sized_by_a_library = (captured(BUILDERS["recurrent"](batch=size)) for size in (2, 8))
+    assert between(*sized_by_a_library, 5) is None
