@@ -14,7 +14,6 @@ from memfit import report
 from memfit.foundations import options
 from memfit.hardware import known_devices
 from memfit.ir import (
-    NUMERICS,
     ChunkedLoss,
     Comparison,
     Device,
@@ -22,7 +21,6 @@ from memfit.ir import (
     OptimizerLever,
     PeakPart,
     Plan,
-    Precision,
     Prediction,
     Region,
     Solution,
@@ -160,15 +158,6 @@ def test_levers_are_told_with_their_classes(plan: Plan) -> None:
     assert levers_text(with_levers(plan, replace(levers, optimizer="in-backward"))) == (
         "tf32, optimizer in-backward, microbatch 6, chunked loss, norms recomputed, 2 regions, 1 offloaded"
     )
-
-
-@pytest.mark.parametrize("precision", get_args(Precision))
-def test_no_lever_is_told_without_its_class(precision: Precision, plan: Plan) -> None:
-    for optimizer in set(get_args(OptimizerLever)) - {"fused"}:
-        levers = Levers(precision=precision, microbatch_size=16, optimizer=optimizer)
-        rows = lever_rows(with_levers(plan, levers))
-        assert [row.setting for row in rows] == [x for x in (precision, optimizer) if x not in ("32-true", "as-is")]
-        assert all(row.numerics in NUMERICS for row in rows)
 
 
 def test_different_points_are_told_apart(plan: Plan) -> None:
