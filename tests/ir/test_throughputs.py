@@ -14,7 +14,6 @@ from memfit.ir import (
     ATTENTION,
     CONVOLUTIONS,
     MATRIX,
-    CostTable,
     Device,
     Matmul,
     Op,
@@ -131,28 +130,18 @@ def test_recurrent_layers_multiply_every_token_with_every_weight() -> None:
         assert flops(backward, text) == (2 * expected, 2 * expected)
 
 
-VOLTA = Device(
-    name="volta",
-    kind="cuda",
-    vendor="nvidia",
-    description="",
-    memory_bytes=1,
-    usable_bytes=1,
-    cores=80,
+VOLTA = replace(
+    AMPERE,
     matrix_flops={"float16": 125e12},
     vector_flops={"float32": 15e12, "float64": 7e12},
     capability=(7, 0),
 )
-CDNA = Device(
-    name="cdna",
-    kind="cuda",
+CDNA = replace(
+    AMPERE,
     vendor="amd",
-    description="",
-    memory_bytes=1,
-    usable_bytes=1,
-    cores=304,
     matrix_flops={"float32": 163e12, "bfloat16": 1307e12, "tf32": 653e12},
     vector_flops={"float32": 163e12},
+    capability=None,
 )
 
 
@@ -205,21 +194,13 @@ def op(name: str, phase: Phase, signature: int, microbatch: int = 0) -> Op:
 
 
 def made(ops: list[Op], scale: int = 1) -> Trace:
-    return Trace(
-        workload="w",
-        fingerprint="",
-        torch_version="",
-        device="cuda",
-        precision="bf16-mixed",
+    return replace(
+        plain_trace("transformer"),
         batch_size=8,
         microbatch_size=8 // scale,
         microbatches=min(2, scale),
         scale_microbatches=scale,
-        modules=[],
-        calls=[],
         ops=ops,
-        storages=[],
-        saves=[],
         signatures=['{"op":"mm"}', FUSED, '{"op":"add"}'],
         works=[Work(1000, 10, 10, "bfloat16", True), Work(0, 1, 1, "bfloat16", True), Work(0, 1, 1, "float32", True)],
     )
@@ -235,15 +216,10 @@ TRACE = made(
         op(ADD, "optimizer", 2),
     ]
 )
-TABLE = CostTable(
-    device="ampere",
-    torch_version="",
-    threads=0,
+TABLE = replace(
+    COSTS,
     ops={s: OpCost(t, 0, False) for s, t in zip(TRACE.signatures, (2e-3, 1e-3, 3e-3), strict=True)},
     dispatch_seconds=0.0,
-    checkpoint_seconds=0.0,
-    selective_op_seconds=0.0,
-    peak_error=0.05,
     step_error=0.3,
 )
 
@@ -303,15 +279,10 @@ def test_equal_rates_of_fp32_and_tf32_are_not_taken_for_one_another(kind: str, m
 ADD_TEXT, MUL_TEXT, MM_TEXT = (
     f'{{"op":"aten.{name}","args":[]}}' for name in ("add.Tensor", "mul.Tensor", "mm.default")
 )
-KERNELS = CostTable(
-    device="cpu",
-    torch_version="",
-    threads=1,
+KERNELS = replace(
+    COSTS,
     ops={ADD_TEXT: OpCost(1.0, 10, True), MUL_TEXT: OpCost(2.0, 20, True), MM_TEXT: OpCost(5.0, 50, True)},
     dispatch_seconds=0.5,
-    checkpoint_seconds=0.0,
-    selective_op_seconds=0.0,
-    peak_error=0.0,
 )
 
 

@@ -30,6 +30,7 @@ from memfit.ir import (
     Solution,
     Throughput,
     Timeline,
+    Verification,
     Views,
 )
 from memfit.levers import LeversOn, lever_uses
@@ -295,6 +296,23 @@ SPEED = Throughput(
     peak_flops=312e12,
     model_utilisation=0.41,
     hardware_utilisation=0.5,
+)
+
+
+VERIFIED = Verification(
+    failures=[],
+    numerics="exact",
+    plain_loss=1.0,
+    planned_loss=1.0,
+    loss_difference=0.0,
+    gradient_difference=0.0,
+    bitwise=True,
+    gradients=[],
+    predicted_peak_bytes=99 * MIB,
+    measured_peak_bytes=98 * MIB,
+    plain_measured_peak_bytes=None,
+    budget_bytes=100 * MIB,
+    notes=[],
 )
 
 

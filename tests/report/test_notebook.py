@@ -32,7 +32,7 @@ from memfit.ir import (
     range_report,
 )
 from memfit.report import Bars, Report, ReportFile, html_of, plan_page, show_records, stages, text_of, with_bars
-from tests.report.conftest import MIB
+from tests.report.conftest import MIB, VERIFIED
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>"
 VOID = {"path", "circle", "br", "img", "input", "meta"}
@@ -70,16 +70,11 @@ class Strict(HTMLParser):
 
 
 def verification(name: str = "blocks.0.weight") -> Verification:
-    return Verification(
+    return msgspec.structs.replace(
+        VERIFIED,
         failures=[f"the gradient of {name} differs"],
-        numerics="exact",
-        plain_loss=1.0,
-        planned_loss=1.5,
-        loss_difference=0.5,
-        gradient_difference=0.1,
         bitwise=False,
         gradients=[GradientDifference(parameter=name, relative=0.1, equal=False)],
-        predicted_peak_bytes=100 * MIB,
         measured_peak_bytes=101 * MIB,
         plain_measured_peak_bytes=200 * MIB,
         budget_bytes=128 * MIB,

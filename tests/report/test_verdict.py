@@ -19,7 +19,6 @@ from memfit.ir import (
     Plan,
     Prediction,
     Sharding,
-    Verification,
 )
 from memfit.report import (
     enough_text,
@@ -30,7 +29,7 @@ from memfit.report import (
     verification_verdict,
 )
 from memfit.report.summary import comparison_verdict, speed_text
-from tests.report.conftest import GIB, MIB
+from tests.report.conftest import GIB, MIB, VERIFIED
 
 KIB = 1024
 
@@ -171,23 +170,6 @@ def test_the_verdict_of_a_budget_that_nothing_fits(
 @pytest.mark.parametrize("nbytes", [1, 1023, 1025, 805_901, 10 * MIB + 1, 1_494_240, 123 * GIB + 7])
 def test_a_budget_that_is_named_is_no_less_than_what_is_needed(nbytes: int) -> None:
     assert nbytes <= read_budget(enough_text(nbytes)).nbytes() <= 1.01 * nbytes + 1
-
-
-VERIFIED = Verification(
-    failures=[],
-    numerics="exact",
-    plain_loss=1.0,
-    planned_loss=1.0,
-    loss_difference=0.0,
-    gradient_difference=0.0,
-    bitwise=True,
-    gradients=[],
-    predicted_peak_bytes=99 * MIB,
-    measured_peak_bytes=98 * MIB,
-    plain_measured_peak_bytes=None,
-    budget_bytes=100 * MIB,
-    notes=[],
-)
 
 
 def apart(numerics: Numerics, difference: float) -> dict[str, Any]:
