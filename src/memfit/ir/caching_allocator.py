@@ -227,10 +227,24 @@ class CachingAllocator:
         if nbytes < 1:
             raise ValueError(f"nbytes={nbytes} must be at least 1")
         size = self.settings.rounded_bytes(nbytes)
-        pool = self._pool(size <= SMALL_BYTES, stream)
+        key = size <= SMALL_BYTES, stream
+        if key not in self.pools:
+            self.pools[key] = Pool(*key, SMALL_SEGMENT_BYTES if key[0] else self.settings.large_segment_bytes)
+        pool = self.pools[key]
         block = self._take_free(pool, size) or self._take_new(pool, size)
         if block is None:
-            raise self._out_of_memory(size, stream)
+            self.num_ooms += 1
+            capacity = min(n for n in (self.capacity_bytes, self._allowed_bytes) if n is not None)
+            self._trace("oom", capacity - self.reserved_bytes, size, stream)
+            raise SimulatedOutOfMemoryError(
+                f"the simulated device is full: {format_bytes(size)} requested, {format_bytes(self.allocated_bytes)} "
+                f"allocated and {format_bytes(self.reserved_bytes)} reserved of capacity_bytes={capacity} "
+                f"({format_bytes(capacity)}); lower the step's peak, or raise capacity_bytes=",
+                requested_bytes=size,
+                allocated_bytes=self.allocated_bytes,
+                reserved_bytes=self.reserved_bytes,
+                capacity_bytes=capacity,
+            )
         block.allocated = True
         rest, most = block.size - size, self.settings.max_split_bytes
         if pool.small or self.settings.expandable_segments:
@@ -267,13 +281,6 @@ class CachingAllocator:
                     self._unmap(block)
                 elif not block.is_split:
                     self._release(block)
-
-    def _pool(self, small: bool, stream: int) -> Pool:
-        pool = self.pools.get((small, stream))
-        if pool is None:
-            page_bytes = SMALL_SEGMENT_BYTES if small else self.settings.large_segment_bytes
-            pool = self.pools[small, stream] = Pool(small, stream, page_bytes)
-        return pool
 
     def _take_free(self, pool: Pool, size: int) -> MemoryBlock | None:
         """Take the best fit: the smallest free block that is large enough, at the lowest address."""
@@ -435,21 +442,6 @@ class CachingAllocator:
         if not middle.is_split:
             pool.remove(middle)
             del self.segments[middle.address]
-
-    def _out_of_memory(self, size: int, stream: int) -> SimulatedOutOfMemoryError:
-        self.num_ooms += 1
-        limits = [limit for limit in (self.capacity_bytes, self._allowed_bytes) if limit is not None]
-        capacity = min(limits)
-        self._trace("oom", capacity - self.reserved_bytes, size, stream)
-        return SimulatedOutOfMemoryError(
-            f"the simulated device is full: {format_bytes(size)} requested, {format_bytes(self.allocated_bytes)} "
-            f"allocated and {format_bytes(self.reserved_bytes)} reserved of capacity_bytes={capacity} "
-            f"({format_bytes(capacity)}); lower the step's peak, or raise capacity_bytes=",
-            requested_bytes=size,
-            allocated_bytes=self.allocated_bytes,
-            reserved_bytes=self.reserved_bytes,
-            capacity_bytes=capacity,
-        )
 
 
 def replay(

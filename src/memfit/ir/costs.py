@@ -83,13 +83,9 @@ class CostTable(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def of(self, signature: str) -> OpCost:
         """Return the cost of a signature; of an unknown one 0, not measured."""
-        if is_kernel(signature):
-            return self._of_kernel(signature)
-        return self.ops.get(signature, _UNKNOWN)
-
-    def _of_kernel(self, signature: str) -> OpCost:
-        """Return the cost of a fused kernel, which is as slow as the slowest of its operators."""
-        members = members_of(signature)
+        if not is_kernel(signature):
+            return self.ops.get(signature, _UNKNOWN)
+        members = members_of(signature)  # of which the slowest takes the kernel's time
         costs = [self.of(member) for member in members]
         # Generated code has no workspace, a library's has its own; bytes written in place count as one below zero.
         is_library = len(members) == 1 and members[0].startswith(_LIBRARY)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from memfit.ir.codec import Shown
@@ -291,7 +291,10 @@ def range_report(activations: Mapping[str, ValueStatistics], gradients: Mapping[
         ModuleRange(module=name, activations=seen, gradients=gradients.get(name, ValueStatistics()))
         for name, seen in activations.items()
     ]
-    scale = _scale([module.gradients for module in modules])
+    # The largest power of two that leaves the largest gradient some headroom.
+    largest = max((module.gradients.largest for module in modules), default=0.0)
+    exponent = math.floor(math.log2(FP16_LARGEST / largest)) - _HEADROOM_EXPONENT if largest else 0
+    scale = 2.0 ** min(max(exponent, 0), _MOST_EXPONENT)
     overflowing = [
         m.module
         for m in modules
@@ -308,12 +311,3 @@ def range_report(activations: Mapping[str, ValueStatistics], gradients: Mapping[
         overflowing=overflowing,
         flushing=flushing,
     )
-
-
-def _scale(gradients: Sequence[ValueStatistics]) -> float:
-    """Return the largest power of two that leaves the largest gradient some headroom."""
-    largest = max((seen.largest for seen in gradients), default=0.0)
-    if largest == 0.0:
-        return 1.0
-    exponent = math.floor(math.log2(FP16_LARGEST / largest)) - _HEADROOM_EXPONENT
-    return 2.0 ** min(max(exponent, 0), _MOST_EXPONENT)

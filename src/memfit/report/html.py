@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from memfit.foundations import format_bytes
-from memfit.ir import ModuleRow, Views
+from memfit.ir import Views
 from memfit.report import summary
 from memfit.report.charts import (
     MAX_POINTS,
@@ -121,6 +121,8 @@ def plan_page(report: Report) -> str:
         "ratio": ratio or None,
         "step": None if seconds is None else seconds_text(seconds),
     }
+    sizes = [max(row.saved_bytes, row.parameter_bytes) for row in views.modules]
+    largest = sorted(range(len(sizes)), key=lambda i: -sizes[i])
     verdict = summary.plan_verdict(plan, comparison)
     return render_page(
         "page.html.j2",
@@ -139,7 +141,7 @@ def plan_page(report: Report) -> str:
         categories=_category_rows(views, categories),
         largest_saved=max([1, *(max(row.saved_bytes, row.planned_saved_bytes) for row in views.modules)]),
         evaluation_keys=sorted({key for evaluation in run.evaluations for key in evaluation.values} if run else ()),
-        modules=_largest_modules(views.modules),
+        modules=[views.modules[i] for i in sorted(largest[:_MAX_MODULES])],
         steps=report.next_steps(),
     )
 
@@ -153,9 +155,3 @@ def _category_rows(views: Views, categories: Sequence[str]) -> list[tuple[str, s
         change = "unchanged" if new == old else format_bytes(new - old).replace("-", "−")
         rows.append((name, format_bytes(old), format_bytes(new), f"+{change}" if new > old else change))
     return rows
-
-
-def _largest_modules(modules: Sequence[ModuleRow]) -> list[ModuleRow]:
-    """Return the modules that hold the most, in the order of the model: all, unless there are very many."""
-    most = sorted(range(len(modules)), key=lambda i: -max(modules[i].saved_bytes, modules[i].parameter_bytes))
-    return [modules[i] for i in sorted(most[:_MAX_MODULES])]
