@@ -29,8 +29,6 @@ from memfit.ir import (
     Region,
     Solution,
     Trace,
-    View,
-    show_with,
     simulate,
 )
 from memfit.report import show_records
@@ -274,16 +272,20 @@ def test_a_record_is_a_line_without_its_defaults() -> None:
 
 
 def test_a_record_is_shown_as_was_said(views: None) -> None:
-    show_with(Long, View(lambda r: f"called {r.name}", lambda r: "a table", lambda r: "<b>a table</b>"))
+    ir.codec.show_with(
+        Long, ir.codec.View(lambda r: f"called {r.name}", lambda r: "a table", lambda r: "<b>a table</b>")
+    )
     found = Long(name="x")
     assert (repr(found), str(found), found._repr_html_()) == ("<Long called x>", "a table", "<b>a table</b>")
-    show_with(Long, View(lambda r: "short"))
+    ir.codec.show_with(Long, ir.codec.View(lambda r: "short"))
     assert (str(found), found._repr_html_()) == ("<Long short>", None)
 
 
 def test_a_frontier_is_the_list_that_it_was(views: None) -> None:
     plan = a_plan()
-    show_with(Frontier, View(None, lambda f: f"{len(f)} points of {f.plan.workload}", lambda f: "<table>"))
+    ir.codec.show_with(
+        Frontier, ir.codec.View(None, lambda f: f"{len(f)} points of {f.plan.workload}", lambda f: "<table>")
+    )
     assert type(plan.frontier) is Frontier and isinstance(plan.frontier, list)
     assert plan.frontier == list(plan.frontier) and type(plan.frontier[:2]) is list
     assert str(plan.frontier) == "3 points of w" and repr(plan.frontier).startswith("[")
@@ -312,6 +314,6 @@ def test_a_plan_that_was_copied_has_a_frontier_of_its_own(again: Any) -> None:
 
 
 def test_a_list_to_show_is_empty_without_a_table(views: None) -> None:
-    show_with(Devices, View(None, lambda d: "a table", lambda d: "<table>"))
+    ir.codec.show_with(Devices, ir.codec.View(None, lambda d: "a table", lambda d: "<table>"))
     assert str(Devices([])) == "[]" and Devices([])._repr_html_() is None
     assert str(ir.codec.ShownList([1, 2])) == "[1, 2]"

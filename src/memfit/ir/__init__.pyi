@@ -3,8 +3,6 @@ from .caching_allocator import AllocationEvent as AllocationEvent
 from .caching_allocator import CachingAllocator as CachingAllocator
 from .caching_allocator import MemoryBlock as MemoryBlock
 from .caching_allocator import replay as replay
-from .codec import View as View
-from .codec import show_with as show_with
 from .codec import write_atomic as write_atomic
 from .costs import CostTable as CostTable
 from .costs import OpCost as OpCost

@@ -35,9 +35,8 @@ from memfit.ir import (
     Timeline,
     Trace,
     Verification,
-    View,
     Views,
-    show_with,
+    codec,
 )
 from memfit.report.charts import Bar, Chart, bars_html, chart_html, frontier_chart, key_html, stack_html
 from memfit.report.html import resource
@@ -96,25 +95,27 @@ class ReportFile(type(Path())):  # type: ignore[misc]  # Path itself can be subc
 
 def show_records() -> None:
     """Have records shown as the terminal and the page show them."""
-    show_with(Plan, _view(_plan_line, _plan, width=100))
-    show_with(Candidate, View(_candidate_line))
+    codec.show_with(Plan, _view(_plan_line, _plan, width=100))
+    codec.show_with(Candidate, codec.View(_candidate_line))
     frontier = _view(None, lambda found: [verdict_text(plan_verdict(found.plan)), *_frontier(found.plan)])
-    show_with(Frontier, frontier._replace(text=lambda found: text_of(frontier_table(found.plan))))
-    show_with(Prediction, _view(_prediction_line, _prediction))
-    show_with(Verification, _view(_verification_line, _verification))
-    show_with(Comparison, _view(_comparison_line, _comparison))
-    show_with(Ladder, _view(_ladder_line, _ladder))
-    show_with(Fleet, _view(_fleet_line, lambda fleet: [fleet_table(fleet)], width=140))
-    show_with(RunRecord, _view(_run_line, lambda run: [run_table(run)]))
-    show_with(RangeReport, _view(_range_line, lambda report: [range_table(report)]))
-    show_with(Device, _view(_device_line, lambda device: [device_page(device, ())]))
-    show_with(Devices, _view(None, lambda devices: [device_table(devices, "Devices")]))
-    show_with(Timeline, View(_timeline_line))
-    show_with(Views, View(lambda views: f"of {len(views.modules):,} modules: {_timeline_line(views.planned)}"))
-    show_with(Trace, View(lambda trace: f"of {len(trace.ops):,} operators"))
+    codec.show_with(Frontier, frontier._replace(text=lambda found: text_of(frontier_table(found.plan))))
+    codec.show_with(Prediction, _view(_prediction_line, _prediction))
+    codec.show_with(Verification, _view(_verification_line, _verification))
+    codec.show_with(Comparison, _view(_comparison_line, _comparison))
+    codec.show_with(Ladder, _view(_ladder_line, _ladder))
+    codec.show_with(Fleet, _view(_fleet_line, lambda fleet: [fleet_table(fleet)], width=140))
+    codec.show_with(RunRecord, _view(_run_line, lambda run: [run_table(run)]))
+    codec.show_with(RangeReport, _view(_range_line, lambda report: [range_table(report)]))
+    codec.show_with(Device, _view(_device_line, lambda device: [device_page(device, ())]))
+    codec.show_with(Devices, _view(None, lambda devices: [device_table(devices, "Devices")]))
+    codec.show_with(Timeline, codec.View(_timeline_line))
+    codec.show_with(
+        Views, codec.View(lambda views: f"of {len(views.modules):,} modules: {_timeline_line(views.planned)}")
+    )
+    codec.show_with(Trace, codec.View(lambda trace: f"of {len(trace.ops):,} operators"))
 
 
-def _view(line: _Line, parts_of: Callable[[Any], list[_Part]], width: int = 120) -> View:
+def _view(line: _Line, parts_of: Callable[[Any], list[_Part]], width: int = 120) -> codec.View:
     """Return the view of a record: its line, and its parts as text of a width and as HTML."""
 
     def text(record: Any) -> str:
@@ -123,7 +124,7 @@ def _view(line: _Line, parts_of: Callable[[Any], list[_Part]], width: int = 120)
     def page(record: Any) -> str:
         return _framed("".join(part() if callable(part) else html_of(part) for part in parts_of(record)))
 
-    return View(line, text, page)
+    return codec.View(line, text, page)
 
 
 # The parts of records

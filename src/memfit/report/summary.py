@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -167,12 +168,9 @@ def _fold(groups: dict[_Group, int], position: int) -> dict[_Group, int]:
     for members in families.values():
         fqn, action = members[0]
         if len(members) > 1:
-            runs: list[list[int]] = []  # of ascending numbers: "0 to 2, 5"
-            for number in sorted(int(member[position]) for member, _ in members):
-                if runs and number == runs[-1][-1] + 1:
-                    runs[-1].append(number)
-                else:
-                    runs.append([number])
+            numbers = enumerate(sorted(int(member[position]) for member, _ in members))
+            ascending = itertools.groupby(numbers, lambda item: item[1] - item[0])  # "0 to 2, 5"
+            runs = [[number for _, number in run] for _, run in ascending]
             said = ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
             fqn = (*fqn[:position], said, *fqn[position + 1 :])
         folded[fqn, action] = sum(groups[member] for member in members)
