@@ -234,6 +234,9 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 # What records look like: short, however long they are; lists that are shown as tables are lists all the same
 
 
+View, show_with = ir.codec.View, ir.codec.show_with
+
+
 class Long(ir.codec.Shown, frozen=True, kw_only=True):
     """A record with fields of every length."""
 
@@ -272,20 +275,16 @@ def test_a_record_is_a_line_without_its_defaults() -> None:
 
 
 def test_a_record_is_shown_as_was_said(views: None) -> None:
-    ir.codec.show_with(
-        Long, ir.codec.View(lambda r: f"called {r.name}", lambda r: "a table", lambda r: "<b>a table</b>")
-    )
+    show_with(Long, View(lambda r: f"called {r.name}", lambda r: "a table", lambda r: "<b>a table</b>"))
     found = Long(name="x")
     assert (repr(found), str(found), found._repr_html_()) == ("<Long called x>", "a table", "<b>a table</b>")
-    ir.codec.show_with(Long, ir.codec.View(lambda r: "short"))
+    show_with(Long, View(lambda r: "short"))
     assert (str(found), found._repr_html_()) == ("<Long short>", None)
 
 
 def test_a_frontier_is_the_list_that_it_was(views: None) -> None:
     plan = a_plan()
-    ir.codec.show_with(
-        Frontier, ir.codec.View(None, lambda f: f"{len(f)} points of {f.plan.workload}", lambda f: "<table>")
-    )
+    show_with(Frontier, View(None, lambda f: f"{len(f)} points of {f.plan.workload}", lambda f: "<table>"))
     assert type(plan.frontier) is Frontier and isinstance(plan.frontier, list)
     assert plan.frontier == list(plan.frontier) and type(plan.frontier[:2]) is list
     assert str(plan.frontier) == "3 points of w" and repr(plan.frontier).startswith("[")
@@ -314,6 +313,6 @@ def test_a_plan_that_was_copied_has_a_frontier_of_its_own(again: Any) -> None:
 
 
 def test_a_list_to_show_is_empty_without_a_table(views: None) -> None:
-    ir.codec.show_with(Devices, ir.codec.View(None, lambda d: "a table", lambda d: "<table>"))
+    show_with(Devices, View(None, lambda d: "a table", lambda d: "<table>"))
     assert str(Devices([])) == "[]" and Devices([])._repr_html_() is None
     assert str(ir.codec.ShownList([1, 2])) == "[1, 2]"

@@ -95,24 +95,26 @@ class ReportFile(type(Path())):  # type: ignore[misc]  # Path itself can be subc
 
 def show_records() -> None:
     """Have records shown as the terminal and the page show them."""
-    codec.show_with(Plan, _view(_plan_line, _plan, width=100))
-    codec.show_with(Candidate, codec.View(_candidate_line))
     frontier = _view(None, lambda found: [verdict_text(plan_verdict(found.plan)), *_frontier(found.plan)])
-    codec.show_with(Frontier, frontier._replace(text=lambda found: text_of(frontier_table(found.plan))))
-    codec.show_with(Prediction, _view(_prediction_line, _prediction))
-    codec.show_with(Verification, _view(_verification_line, _verification))
-    codec.show_with(Comparison, _view(_comparison_line, _comparison))
-    codec.show_with(Ladder, _view(_ladder_line, _ladder))
-    codec.show_with(Fleet, _view(_fleet_line, lambda fleet: [fleet_table(fleet)], width=140))
-    codec.show_with(RunRecord, _view(_run_line, lambda run: [run_table(run)]))
-    codec.show_with(RangeReport, _view(_range_line, lambda report: [range_table(report)]))
-    codec.show_with(Device, _view(_device_line, lambda device: [device_page(device, ())]))
-    codec.show_with(Devices, _view(None, lambda devices: [device_table(devices, "Devices")]))
-    codec.show_with(Timeline, codec.View(_timeline_line))
-    codec.show_with(
-        Views, codec.View(lambda views: f"of {len(views.modules):,} modules: {_timeline_line(views.planned)}")
-    )
-    codec.show_with(Trace, codec.View(lambda trace: f"of {len(trace.ops):,} operators"))
+    views = {
+        Plan: _view(_plan_line, _plan, width=100),
+        Candidate: codec.View(_candidate_line),
+        Frontier: frontier._replace(text=lambda found: text_of(frontier_table(found.plan))),
+        Prediction: _view(_prediction_line, _prediction),
+        Verification: _view(_verification_line, _verification),
+        Comparison: _view(_comparison_line, _comparison),
+        Ladder: _view(_ladder_line, _ladder),
+        Fleet: _view(_fleet_line, lambda fleet: [fleet_table(fleet)], width=140),
+        RunRecord: _view(_run_line, lambda run: [run_table(run)]),
+        RangeReport: _view(_range_line, lambda report: [range_table(report)]),
+        Device: _view(_device_line, lambda device: [device_page(device, ())]),
+        Devices: _view(None, lambda devices: [device_table(devices, "Devices")]),
+        Timeline: codec.View(_timeline_line),
+        Views: codec.View(lambda found: f"of {len(found.modules):,} modules: {_timeline_line(found.planned)}"),
+        Trace: codec.View(lambda trace: f"of {len(trace.ops):,} operators"),
+    }
+    for kind, view in views.items():
+        codec.show_with(kind, view)
 
 
 def _view(line: _Line, parts_of: Callable[[Any], list[_Part]], width: int = 120) -> codec.View:
