@@ -290,7 +290,7 @@ def test_it_needs_no_torch() -> None:
     program = (
         "import sys, types; p = types.ModuleType('memfit')\n"
         f"p.__path__ = [{str(source)!r}]; sys.modules['memfit'] = p\n"
-        "import memfit.ir.throughputs\n"
+        "import memfit.ir.costs\n"
         "from memfit.cost.modelled_costs import figures\n"
         "assert figures() and 'torch' not in sys.modules"
     )

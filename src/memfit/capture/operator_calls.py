@@ -116,7 +116,7 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
     if count is not None:
         with contextlib.suppress(
             AssertionError
-        ):  # grouped queries before torch 2.12; `ir.throughputs` counts attention itself
+        ):  # grouped queries before torch 2.12; `ir.costs` counts attention itself
             flops = int(count(*args, **kwargs, out_val=out))
     write_bytes = sum(map(_covered_bytes, written))
     read_bytes = sum(map(_covered_bytes, given)) if written else 0
