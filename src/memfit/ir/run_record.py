@@ -149,7 +149,7 @@ def _kept_bytes(trace: Trace) -> dict[str, int]:
 
 
 def _around(trace: Trace, call: int) -> set[str]:
-    return {trace.modules[trace.calls[c].module].fqn for c in trace.call_chain(call)}
+    return set(map(trace.fqn_of, trace.call_chain(call)))
 
 
 class GradientDifference(Shown, frozen=True, kw_only=True):
