@@ -19,6 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 from rich.console import RenderableType
 from rich.text import Text
 
+from memfit import ir
 from memfit.foundations import format_bytes, format_seconds, is_called_by_memfit
 from memfit.ir import (
     Candidate,
@@ -36,7 +37,6 @@ from memfit.ir import (
     Trace,
     Verification,
     Views,
-    codec,
 )
 from memfit.report.charts import Bar, Chart, bars_html, chart_html, frontier_chart, key_html, stack_html
 from memfit.report.html import resource
@@ -98,7 +98,7 @@ def show_records() -> None:
     frontier = _view(None, lambda found: [verdict_text(plan_verdict(found.plan)), *_frontier(found.plan)])
     views = {
         Plan: _view(_plan_line, _plan, width=100),
-        Candidate: codec.View(_candidate_line),
+        Candidate: ir.codec.View(_candidate_line),
         Frontier: frontier._replace(text=lambda found: text_of(frontier_table(found.plan))),
         Prediction: _view(_prediction_line, _prediction),
         Verification: _view(_verification_line, _verification),
@@ -109,15 +109,15 @@ def show_records() -> None:
         RangeReport: _view(_range_line, lambda report: [range_table(report)]),
         Device: _view(_device_line, lambda device: [device_page(device, ())]),
         Devices: _view(None, lambda devices: [device_table(devices, "Devices")]),
-        Timeline: codec.View(_timeline_line),
-        Views: codec.View(lambda found: f"of {len(found.modules):,} modules: {_timeline_line(found.planned)}"),
-        Trace: codec.View(lambda trace: f"of {len(trace.ops):,} operators"),
+        Timeline: ir.codec.View(_timeline_line),
+        Views: ir.codec.View(lambda found: f"of {len(found.modules):,} modules: {_timeline_line(found.planned)}"),
+        Trace: ir.codec.View(lambda trace: f"of {len(trace.ops):,} operators"),
     }
     for kind, view in views.items():
-        codec.show_with(kind, view)
+        ir.codec.show_with(kind, view)
 
 
-def _view(line: _Line, parts_of: Callable[[Any], list[_Part]], width: int = 120) -> codec.View:
+def _view(line: _Line, parts_of: Callable[[Any], list[_Part]], width: int = 120) -> ir.codec.View:
     """Return the view of a record: its line, and its parts as text of a width and as HTML."""
 
     def text(record: Any) -> str:
@@ -126,7 +126,7 @@ def _view(line: _Line, parts_of: Callable[[Any], list[_Part]], width: int = 120)
     def page(record: Any) -> str:
         return _framed("".join(part() if callable(part) else html_of(part) for part in parts_of(record)))
 
-    return codec.View(line, text, page)
+    return ir.codec.View(line, text, page)
 
 
 # The parts of records
