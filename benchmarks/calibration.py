@@ -16,10 +16,10 @@ from typing import Any
 
 from benchmarks.common import Case
 from benchmarks.tables import ROOT, newest
+from memfit import ir
 from memfit.cost import Calibration, CardMeasurement, CardMeasurements
 from memfit.errors import UsageError
 from memfit.ir import write_atomic
-from memfit.ir.codec import encode, read
 
 RATE = 0.98
 FLOOR = 0.001
@@ -117,9 +117,9 @@ def calibrate_card(predictions: Path, corrections: Path, target: Path, rate: flo
             raise UsageError(f"{path} is missing, from which error bars and rates are made: measure that part first")
     results = [json.loads(path.read_text()) for path in (predictions, corrections)]
     found = measured_card(results[0], results[1], [predictions.name, corrections.name], rate)
-    known = read(target, CardMeasurements).cards if target.exists() else {}
+    known = ir.codec.read(target, CardMeasurements).cards if target.exists() else {}
     cards = {**known, results[1]["summary"]["key"]: found}
-    write_atomic(target, encode(CardMeasurements(cards=cards)))
+    write_atomic(target, ir.codec.encode(CardMeasurements(cards=cards)))
     return found
 
 
@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("file", type=Path, nargs="?", help="a result; the newest committed one by default")
     path = (parser.parse_args().file or newest("prediction")).resolve()
     source = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
-    write_atomic(TARGET, encode(calibrated(json.loads(path.read_text()), source)))
+    write_atomic(TARGET, ir.codec.encode(calibrated(json.loads(path.read_text()), source)))
     print(TARGET.read_text())
 
 

@@ -20,7 +20,6 @@ from benchmarks.common import Case, Measured, whole_run_peak_bytes
 from memfit import InfeasibleError, Plan, Workload, estimate, plan
 from memfit.hardware import find_device
 from memfit.ir import Levers, Numerics, Precision, Prediction
-from memfit.ir.timeline import WORKSPACE
 from memfit.workload import batch_size_of
 
 NUMERICS: dict[Precision, Numerics] = {"32-true": "reordered", "bf16-mixed": "reduced"}
@@ -86,7 +85,7 @@ def _compared(predicted: Prediction, measured: Measured) -> Case:
         "peak_upper_bytes": predicted.peak_upper_bytes,
         "measured_peak_bytes": measured.peak_bytes,
         "error": predicted.peak_bytes / measured.peak_bytes - 1,
-        "workspace_bytes": predicted.by_category.get(WORKSPACE, 0),
+        "workspace_bytes": predicted.by_category.get("workspaces", 0),
         "where": predicted.where,
     }
     if measured.peak_reserved_bytes is not None and predicted.peak_reserved_bytes is not None:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from memfit.cost import Link, Links, links_of, with_collectives
 from memfit.hardware import find_device
-from memfit.ir import GATHER, REDUCE, Collective, Sharding, collective_text
+from memfit.ir import GATHER, REDUCE, Collective, Sharding
 from tests.models import COSTS, captured, transformer
 
 
@@ -48,7 +48,7 @@ def test_a_ring_sends_each_byte_once_and_twice_for_a_sum() -> None:
 
 def test_what_is_sent_has_its_cost_whatever_the_table_had() -> None:
     trace = captured(transformer())
-    text = collective_text(GATHER, 4_000_000, 2)
+    text = Collective(GATHER, 4_000_000, 2).text
 
     sent = replace(trace, signatures=[*trace.signatures, text], works=[*trace.works, trace.works[0]])
     found = with_collectives(COSTS, [sent], Links(within=Link(bytes_per_second=1e6), copy_bytes_per_second=1e9))

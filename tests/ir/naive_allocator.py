@@ -288,7 +288,7 @@ class NaiveAllocator:
 def check(allocator: CachingAllocator, live: list[MemoryBlock]) -> None:
     """Hold an allocator to what is true of it after every call."""
     settings = allocator.settings
-    pools = list(allocator._pools.values())
+    pools = list(allocator.pools.values())
     listed = {id(pool): [b for _, _, b in pool.free] + [b for _, b in pool.unmapped] for pool in pools}
     seen: list[MemoryBlock] = []
     end = 0

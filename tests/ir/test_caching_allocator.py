@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from memfit.errors import AllocatorSettingsError, SimulatedOutOfMemoryError
-from memfit.ir import AllocationEvent, AllocatorSettings, CachingAllocator, replay
+from memfit.ir import AllocationEvent, AllocatorSettings, CachingAllocator, MemoryBlock, replay
 
 KIB, MIB = 2**10, 2**20
 
@@ -48,62 +48,67 @@ def test_a_fresh_request(request_bytes: int, block: int, segment: int) -> None:
     assert (a.requested_bytes, a.allocated_bytes, a.reserved_bytes) == (request_bytes, block, segment)
 
 
-def test_a_remainder_of_up_to_a_mebibyte_is_charged_to_a_large_block() -> None:
-    a = allocator()
-    assert a.malloc(11 * MIB).size == 12 * MIB  # the rest, 1 MiB, is not above 1 MiB
-    assert a.malloc(11 * MIB - 512).size == 11 * MIB - 512  # the rest is
-    b = a.malloc(MIB - 512)
-    assert (b.size, a.reserved_bytes) == (MIB - 512, 26 * MIB)  # small requests do not use large remainders
+class Played:
+    """An allocator after a script: "a:14" asks for MiB, "a:14@1" on another stream, "-a" frees, "empty" gives back."""
+
+    def __init__(self, conf: str, script: str, capacity: int | None = None) -> None:
+        self.allocator = allocator(conf, None if capacity is None else capacity * MIB)
+        self.blocks: dict[str, MemoryBlock] = {}
+        for word in script.split():
+            name, _, asked = word.partition(":")
+            size, _, stream = asked.partition("@")
+            if word == "empty":
+                self.allocator.empty_cache()
+            elif word.startswith("-"):
+                self.allocator.free(self.blocks[word[1:]])
+            else:
+                self.blocks[name] = self.allocator.malloc(int(float(size) * MIB), int(stream or 0))
+
+    def offset(self, name: str, other: str = "a") -> float:
+        return (self.blocks[name].address - self.blocks[other].address) / MIB
 
 
-def test_small_requests_share_a_segment_down_to_512_bytes() -> None:
-    a = allocator()
-    blocks = [a.malloc(MIB - 512), a.malloc(MIB), a.malloc(512)]
-    assert [b.address - blocks[0].address for b in blocks] == [0, MIB - 512, 2 * MIB - 512]
-    assert counts(a) == (2.0, 2.0)
-    a.malloc(1)
-    assert a.reserved_bytes == 4 * MIB
+TINY = 512 / MIB
 
 
-def test_requests_below_10_mib_share_a_segment_of_20() -> None:
-    a = allocator()
-    first, second, third = a.malloc(8 * MIB), a.malloc(8 * MIB), a.malloc(3 * MIB)
-    assert counts(a) == (20.0, 20.0)  # 1 MiB is left: not above 1 MiB, so the third block has it
-    assert third.size == 4 * MIB
-    assert (second.address - first.address, third.address - second.address) == (8 * MIB, 8 * MIB)
-
-
-def test_the_smallest_block_that_fits_is_taken_and_the_lowest_of_equals() -> None:
-    a = allocator()
-    blocks = [a.malloc(n * MIB) for n in (30, 14, 22, 14, 18)]
-    for block in blocks:
-        a.free(block)
-    assert a.malloc(13 * MIB).address == blocks[1].address
-    assert a.malloc(14 * MIB).address == blocks[3].address
-    assert a.malloc(14 * MIB).address == blocks[4].address
-    assert a.malloc(24 * MIB).address == blocks[0].address
-    assert a.reserved_bytes == 98 * MIB
-
-
-def test_freed_neighbours_become_one_block() -> None:
-    a = allocator()
-    one, two, three, _ = (a.malloc(n * MIB) for n in (4, 5, 6, 5))
-    start = one.address
-    a.free(one)
-    a.free(three)
-    assert a.malloc(6 * MIB).address == start + 9 * MIB
-    a.free(two)  # joins the free 4 MiB before it
-    assert a.malloc(9 * MIB).address == start
-    assert counts(a) == (20.0, 20.0)
-
-
-def test_streams_have_blocks_of_their_own() -> None:
-    a = allocator()
-    a.free(a.malloc(3 * MIB, stream=0))
-    a.malloc(3 * MIB, stream=1)
-    assert a.reserved_bytes == 40 * MIB
-    a.malloc(3 * MIB, stream=0)
-    assert a.reserved_bytes == 40 * MIB
+@pytest.mark.parametrize(
+    ("conf", "script", "allocated", "reserved", "offsets"),
+    [
+        # a remainder of up to a mebibyte is charged to a large block; small requests use no large remainder
+        ("", "a:11", 12, 12, {}),
+        ("", f"a:{11 - TINY} b:{1 - TINY}", 12 - 2 * TINY, 14, {}),
+        # small requests share a segment down to 512 bytes
+        ("", f"a:{1 - TINY} b:1 c:{TINY}", 2, 2, {"b": 1 - TINY, "c": 2 - TINY}),
+        ("", f"a:{1 - TINY} b:1 c:{TINY} d:{1 / MIB}", 2 + TINY, 4, {}),
+        # requests below 10 MiB share a segment of 20; 1 MiB is left: not above 1 MiB, so the third block has it
+        ("", "a:8 b:8 c:3", 20, 20, {"b": 8, "c": 16}),
+        # the smallest block that fits is taken, and the lowest of equals
+        ("", "a:30 b:14 c:22 d:14 e:18 -a -b -c -d -e f:13", 14, 98, {"f": 30}),
+        ("", "a:30 b:14 c:22 d:14 e:18 -a -b -c -d -e f:13 g:14 h:14 i:24", 66, 98, {"g": 66, "h": 80, "i": 0}),
+        # freed neighbours become one block
+        ("", "a:4 b:5 c:6 d:5 -a -c e:6", 16, 20, {"e": 9}),
+        ("", "a:4 b:5 c:6 d:5 -a -c e:6 -b f:9", 20, 20, {"f": 0}),
+        # streams have blocks of their own
+        ("", "a:3@0 -a b:3@1", 3, 40, {}),
+        ("", "a:3@0 -a b:3@1 c:3@0", 6, 40, {"c": 0}),
+        # below the limit a request must not take a large block; at the limit it would waste 20 MiB, which is too much
+        ("max_split_size_mb:40", "a:60 -a b:30", 30, 90, {}),
+        ("max_split_size_mb:40", "a:60 -a b:30 c:40", 70, 130, {}),
+        ("max_split_size_mb:40", f"a:60 -a b:30 c:40 d:{40 + 1 / MIB}", 130, 130, {"d": 0}),
+        # expandable segments grow by pages, and split to 512 bytes
+        ("expandable_segments:True", "a:11 b:11", 22, 40, {"b": 11}),
+        ("expandable_segments:True", "a:11 b:11 c:18 d:1", 41, 42, {}),
+        # they give back whole pages, here bytes 20 to 40 of 15 to 45, and fill the holes at the lowest room
+        ("expandable_segments:True", "a:15 b:30 c:15 -b empty", 30, 40, {}),
+        ("expandable_segments:True", "a:15 b:30 c:15 -b empty d:25", 55, 60, {"d": 15}),
+    ],
+)  # fmt: skip
+def test_blocks_are_taken_by_the_rules(
+    conf: str, script: str, allocated: float, reserved: float, offsets: dict[str, float]
+) -> None:
+    played = Played(conf, script)
+    assert counts(played.allocator) == (allocated, reserved)
+    assert {name: played.offset(name) for name in offsets} == offsets
 
 
 @pytest.mark.parametrize(
@@ -125,24 +130,8 @@ def test_requests_are_rounded_up_to_divisions_of_powers_of_two(conf: str, reques
     assert AllocatorSettings.parse(conf).rounded_bytes(request_bytes) == rounded
 
 
-def test_blocks_above_max_split_are_kept_whole() -> None:
-    a = allocator("max_split_size_mb:40")
-    large = a.malloc(60 * MIB)
-    a.free(large)
-    a.malloc(30 * MIB)  # below the limit: must not take the large one
-    assert a.reserved_bytes == 90 * MIB
-    a.malloc(40 * MIB)  # at the limit: would waste 20 MiB, which is too much
-    assert a.reserved_bytes == 130 * MIB
-    assert a.malloc(40 * MIB + 1).address == large.address  # wastes less, and is charged for all of it
-    assert counts(a) == (130.0, 130.0)
-
-
 def test_retrying_releases_one_block_above_max_split_first() -> None:
-    a = allocator("max_split_size_mb:40", 200 * MIB)
-    small, big, bigger = a.malloc(12 * MIB), a.malloc(50 * MIB), a.malloc(100 * MIB)
-    for block in (small, big, bigger):
-        a.free(block)
-    a.malloc(70 * MIB)
+    a = Played("max_split_size_mb:40", "a:12 b:50 c:100 -a -b -c d:70", 200).allocator
     assert (a.reserved_bytes, a.num_alloc_retries) == (132 * MIB, 0)  # without the 100, with the 12 and the 50
 
 
@@ -191,27 +180,6 @@ def test_a_memory_fraction_limits_what_is_reserved() -> None:
     a.malloc(100 * MIB)
     with pytest.raises(SimulatedOutOfMemoryError, match=f"capacity_bytes={100 * MIB}"):
         a.malloc(1)
-
-
-def test_expandable_segments_grow_by_pages_and_split_to_512_bytes() -> None:
-    a = allocator("expandable_segments:True")
-    first, second = a.malloc(11 * MIB), a.malloc(11 * MIB)
-    assert (second.address - first.address, a.reserved_bytes) == (11 * MIB, 40 * MIB)
-    a.malloc(18 * MIB)
-    assert counts(a) == (40.0, 40.0)
-    a.malloc(MIB)
-    assert counts(a) == (41.0, 42.0)
-    assert len(a.segments) == 2
-
-
-def test_expandable_segments_give_back_whole_pages_and_fill_the_holes() -> None:
-    a = allocator("expandable_segments:True")
-    blocks = [a.malloc(n * MIB) for n in (15, 30, 15)]
-    a.free(blocks[1])  # bytes 15 to 45 of the segment; only 20 to 40 are a whole page
-    a.empty_cache()
-    assert counts(a) == (30.0, 40.0)
-    again = a.malloc(25 * MIB)  # the lowest room: 5 free bytes, the hole, 5 free bytes
-    assert (again.address - blocks[0].address, a.reserved_bytes) == (15 * MIB, 60 * MIB)
 
 
 def test_nothing_is_freed_twice_and_nothing_asked_for_is_no_request() -> None:

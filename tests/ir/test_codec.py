@@ -1,11 +1,15 @@
-"""Records as files: round trips, refusals, and atomic writes."""
+"""Records as files and on the screen: round trips, refusals, atomic writes, and views."""
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import stat
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +18,20 @@ from hypothesis import strategies as st
 
 from memfit import ir
 from memfit.errors import OutputError, PlanError, UsageError
-from memfit.ir import Levers, LeverUse, Plan, Prediction, Region, Solution, Trace, simulate
+from memfit.ir import (
+    Candidate,
+    Devices,
+    Frontier,
+    Levers,
+    LeverUse,
+    Plan,
+    Prediction,
+    Region,
+    Solution,
+    Trace,
+    simulate,
+)
+from memfit.report import show_records
 from tests.models import COSTS, plain_trace, regions_of
 
 PREDICTION = Prediction(
@@ -59,7 +76,8 @@ levers = st.builds(
 @settings(max_examples=60, deadline=None)
 def test_a_plan_survives_the_round_trip(levers: Levers, notes: list[str]) -> None:
     plan = plan_of(levers, notes)
-    assert ir.codec.decode(ir.codec.encode(plan), Plan, source="x") == plan
+    data = ir.codec.encode(plan)
+    assert ir.codec.decode(data, Plan, source="x") == plan and data.startswith(b'{\n "schema": "memfit.plan/1"')
 
 
 def test_a_trace_survives_the_round_trip(tmp_path: Path) -> None:
@@ -68,11 +86,6 @@ def test_a_trace_survives_the_round_trip(tmp_path: Path) -> None:
     again = ir.codec.read(tmp_path / "trace.json", Trace)
     assert again == trace
     assert simulate(again, COSTS, regions_of({"shared": ()})) == simulate(trace, COSTS, regions_of({"shared": ()}))
-
-
-def test_a_plan_prints_as_its_json_without_a_printer() -> None:
-    assert ir.codec.decode(ir.codec.encode(PLAN), Plan, source="x") == PLAN
-    assert ir.codec.encode(PLAN).startswith(b'{\n "schema": "memfit.plan/1"')
 
 
 def changed(**values: object) -> bytes:
@@ -124,15 +137,13 @@ def test_any_damaged_byte_gives_a_plan_or_a_plan_error(position: int, byte: int)
 
 @pytest.mark.parametrize(("name", "message"), [("nowhere.json", "No such file"), ("", "can't read")])
 def test_what_can_not_be_read_is_named(name: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=message) as caught:
-        ir.codec.read(tmp_path / name, Plan)
-    assert str(tmp_path / name) in str(caught.value)
-
-
-def test_the_error_is_of_the_type_asked_for() -> None:
     class Mine(UsageError):
         pass
 
+    for error in (PlanError, Mine):
+        with pytest.raises(error, match=message) as caught:
+            ir.codec.read(tmp_path / name, Plan, error=error)
+        assert str(tmp_path / name) in str(caught.value)
     with pytest.raises(Mine):
         ir.codec.decode(b"", Plan, source="x", error=Mine)
 
@@ -218,3 +229,90 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+# What records look like: short, however long they are; lists that are shown as tables are lists all the same
+
+
+View, show_with = ir.codec.View, ir.codec.show_with
+
+
+class Long(ir.codec.Shown, frozen=True, kw_only=True):
+    """A record with fields of every length."""
+
+    name: str
+    values: list[int] = []
+    inner: Levers | None = None
+    table: dict[str, int] = {}
+
+
+@pytest.fixture
+def views() -> Iterator[None]:
+    yield
+    show_records()
+
+
+def a_plan(points: int = 3) -> Plan:
+    point = Candidate(
+        levers=PLAN.levers,
+        numerics="exact",
+        budget_bytes=10,
+        peak_bytes=9,
+        step_seconds=1.0,
+        status="optimal",
+        bound_seconds=1.0,
+    )
+    return msgspec.structs.replace(PLAN, frontier=[msgspec.structs.replace(point, peak_bytes=i) for i in range(points)])
+
+
+def test_a_record_is_a_line_without_its_defaults() -> None:
+    assert repr(Long(name="a")) == "Long(name='a')" == str(Long(name="a"))
+    many = Levers(microbatch_size=1, regions=tuple(Region((f"blocks.{i}",), ("x",) * 50) for i in range(500)))
+    long = Long(name="n" * 5000, values=list(range(10_000)), inner=many, table={str(i): i for i in range(1000)})
+    assert len(repr(long)) < 800 and "\n" not in repr(long)
+    assert "values=[0, 1, 2, ...]" in repr(long) and "Region(modules=('blocks.0',)" in repr(many)
+    assert long._repr_html_() is None
+
+
+def test_a_record_is_shown_as_was_said(views: None) -> None:
+    show_with(Long, View(lambda r: f"called {r.name}", lambda r: "a table", lambda r: "<b>a table</b>"))
+    found = Long(name="x")
+    assert (repr(found), str(found), found._repr_html_()) == ("<Long called x>", "a table", "<b>a table</b>")
+    show_with(Long, View(lambda r: "short"))
+    assert (str(found), found._repr_html_()) == ("<Long short>", None)
+
+
+def test_a_frontier_is_the_list_that_it_was(views: None) -> None:
+    plan = a_plan()
+    show_with(Frontier, View(None, lambda f: f"{len(f)} points of {f.plan.workload}", lambda f: "<table>"))
+    assert type(plan.frontier) is Frontier and isinstance(plan.frontier, list)
+    assert plan.frontier == list(plan.frontier) and type(plan.frontier[:2]) is list
+    assert str(plan.frontier) == "3 points of w" and repr(plan.frontier).startswith("[")
+    assert plan.frontier._repr_html_() == "<table>"
+    assert a_plan(0).frontier._repr_html_() is None and str(a_plan(0).frontier) == "[]"
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        lambda plan: ir.codec.decode(ir.codec.encode(plan), Plan, source="a test"),
+        lambda plan: pickle.loads(pickle.dumps(plan)),
+        copy.deepcopy,
+        copy.copy,
+        lambda plan: msgspec.structs.replace(plan, notes=[]),
+    ],
+    ids=["json", "pickle", "deepcopy", "copy", "replace"],
+)
+def test_a_plan_that_was_copied_has_a_frontier_of_its_own(again: Any) -> None:
+    plan = a_plan()
+    found = again(plan)
+    assert found == plan and type(found.frontier) is Frontier
+    assert msgspec.to_builtins(found) == msgspec.to_builtins(plan)
+    assert plan.frontier.plan is plan
+    assert found.frontier.plan == found
+
+
+def test_a_list_to_show_is_empty_without_a_table(views: None) -> None:
+    show_with(Devices, View(None, lambda d: "a table", lambda d: "<table>"))
+    assert str(Devices([])) == "[]" and Devices([])._repr_html_() is None
+    assert str(ir.codec.ShownList([1, 2])) == "[1, 2]"

@@ -10,9 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from memfit.ir import Precision, peak_parts, simulate
-from memfit.ir.plan import PeakPart
-from memfit.ir.timeline import operator_text
+from memfit.ir import PeakPart, Precision, peak_parts, simulate
 from memfit.workload import Workload
 from tests.models import COSTS, Block, captured
 
@@ -99,16 +97,3 @@ def test_activations_of_the_logits_size_are_not_taken_for_logits() -> None:
 )
 def test_the_place_of_a_peak_is_told_in_words(name: str, place: str) -> None:
     assert place in simulate(captured(CASES[name]()), COSTS).where()
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("aten.sum.dim_IntList", "sum"),
-        ("aten._log_softmax.default", "log_softmax"),
-        ("aten.add_.Tensor", "add_"),
-        ("triton_fused", "triton_fused"),
-    ],
-)
-def test_an_operators_name_is_without_namespace_and_overload(name: str, text: str) -> None:
-    assert operator_text(name) == text

@@ -18,13 +18,8 @@ from memfit.ir import (
     Regions,
     Storage,
     Trace,
-    host_bytes,
-    recomputations,
     simulate,
-    stall_seconds,
-    transfers,
 )
-from memfit.ir.regions import WAIT
 from tests.models import BUILDERS, COSTS, captured, plain_trace, transformer
 
 
@@ -68,7 +63,7 @@ def test_modules_without_saves_are_no_regions() -> None:
 
 
 def only(regions: Regions, region: RegionCall, kept: frozenset[int] = frozenset()) -> Recomputation:
-    (again,) = recomputations(regions, region, kept)
+    (again,) = regions.recomputations(region, kept)
     return again
 
 
@@ -94,7 +89,7 @@ def test_the_last_of_nested_regions_runs_again_once() -> None:
     run = tuple(f"blocks.{i}" for i in range(len([f for f in regions.calls if f.count(".") == 1 and "blocks" in f])))
     (outer,) = regions.calls_of(run)
     inside = [regions.calls_of((fqn,))[0] for fqn in run]
-    around, *rest = recomputations(regions, outer, inside=inside)
+    around, *rest = regions.recomputations(outer, inside=inside)
     assert around.region is outer and [one.region for one in rest] == inside
     assert around.cut == inside[-1].start < outer.cut
     assert {one.depth for one in rest} == {1} and around.depth == 0
@@ -128,29 +123,29 @@ def first_block() -> tuple[Trace, Regions, RegionCall]:
 
 def test_arguments_wait_until_just_before_they_are_needed() -> None:
     trace, regions, region = first_block()
-    (one,) = transfers(regions, region, frozenset(), "blocks.1")
+    (one,) = regions.transfers(region, frozenset(), "blocks.1")
     assert one.landed == trace.calls[region.calls[0]].end - 1 < one.fetched < region.recompute_at
     backward = [i for i, op in enumerate(trace.ops) if op.phase == "backward"]
     assert one.fetched == next(i for i in backward if trace.fqn_of(trace.ops[i].call).startswith("blocks.1"))
-    assert transfers(regions, region, frozenset(), "")[0].fetched == -1
-    assert transfers(regions, region, frozenset(), "nowhere")[0].fetched == -1
+    assert regions.transfers(region, frozenset(), "")[0].fetched == -1
+    assert regions.transfers(region, frozenset(), "nowhere")[0].fetched == -1
 
 
 def test_small_outputs_stay_on_the_device() -> None:
     trace, regions, region = first_block()
-    moved = transfers(regions, region, frozenset(range(region.start, region.stop)), "")
+    moved = regions.transfers(region, frozenset(range(region.start, region.stop)), "")
     born = {s for op in range(region.start, region.stop) for s in trace.births[op]}
-    assert {m.storage for m in moved} - born == {m.storage for m in transfers(regions, region, frozenset(), "")}
+    assert {m.storage for m in moved} - born == {m.storage for m in regions.transfers(region, frozenset(), "")}
     assert {m.storage for m in moved} & born == {s for s in born if trace.storages[s].nbytes >= LEAST_BYTES} != born
 
 
 def test_pinned_memory_is_rounded_up_to_a_power_of_two() -> None:
     trace = plain_trace("transformer", "32-true", 2, large=True)
     regions = Regions(trace)
-    moved = [m for r in regions.calls_of(("blocks.0",)) for m in transfers(regions, r, frozenset(), "")]
+    moved = [m for r in regions.calls_of(("blocks.0",)) for m in regions.transfers(r, frozenset(), "")]
     sizes = [trace.storages[m.storage].nbytes for m in moved]
     assert len(sizes) == 2  # one for each microbatch, of which one is there at a time
-    assert host_bytes(regions, moved) == 1 << (sizes[0] - 1).bit_length()
+    assert regions.host_bytes(moved) == 1 << (sizes[0] - 1).bit_length()
 
 
 @pytest.mark.parametrize("rate", [1e6, 1e9, 1e15])
@@ -158,11 +153,11 @@ def test_what_the_computation_does_not_hide_is_waited_for(rate: float) -> None:
     trace, regions, region = first_block()
     costs = msgspec.structs.replace(COSTS, link_bytes_per_second=rate)
     seconds = np.full(len(trace.ops), 1e-6)
-    (one,) = moved = transfers(regions, region, frozenset(), "blocks.1")
+    (one,) = moved = regions.transfers(region, frozenset(), "blocks.1")
     copy = trace.storages[one.storage].nbytes / rate
     forward, backward = (region.stop - region.start) * 1e-6, (region.recompute_at - one.fetched) * 1e-6
     expected = max(0.0, copy - forward) + max(0.0, copy - backward)
-    assert stall_seconds(regions, costs, seconds, region, moved) == pytest.approx(expected)
+    assert regions.stall_seconds(costs, seconds, region, moved) == pytest.approx(expected)
 
 
 def offloading(rate: float) -> tuple[float, float]:
@@ -188,7 +183,8 @@ def scheduled(*names: str) -> list[float]:
 
     An operator takes a second, a copy three; "in" and "wait in" are of one storage.
     """
-    kinds = {"out": COPY_OUT, "in": COPY_IN, "wait out": WAIT, "wait in": WAIT, "op": "aten.mm.default"}
+    wait = "memfit.wait.default"
+    kinds = {"out": COPY_OUT, "in": COPY_IN, "wait out": wait, "wait in": wait, "op": "aten.mm.default"}
     ops = [Op(kinds[n], -1, "forward", 0, list(kinds).index(n), (0,) if n.endswith("in") else (), False) for n in names]
     seconds = {"out": 3.0, "in": 3.0, "wait out": 0.0, "wait in": 0.0, "op": 1.0}
     trace: Trace = msgspec.structs.replace(

@@ -16,12 +16,8 @@ from memfit.ir import (
     Replay,
     Sharding,
     Timeline,
-    allocations_of,
-    captured_overheads,
-    is_one_program,
+    between,
     kernel_text,
-    recomputed_runs,
-    repeats,
     simulate,
 )
 from memfit.ranks import shard, with_share_of_update
@@ -126,7 +122,7 @@ def test_the_timeline_adds_up() -> None:
 @pytest.mark.parametrize(("name", "microbatches"), each(["transformer", "tied", "convnet", "unet", "twice"], [1, 2]))
 def test_a_step_of_another_size_is_replayed_as_if_alone(name: str, microbatches: int) -> None:
     small, large = (captured(BUILDERS[name](batch=size * microbatches), microbatch_size=size) for size in (2, 6))
-    assert is_one_program(small, large)
+    assert small.is_program_of(large)
     costs = replace(COSTS, ops={text: OpCost(1e-3, 7 << 10, False) for text in large.signatures})
     rng = random.Random(0)
     for _ in range(4):
@@ -136,7 +132,7 @@ def test_a_step_of_another_size_is_replayed_as_if_alone(name: str, microbatches:
         assert shared.timeline() == alone.timeline()
         assert (shared.peak_bytes(), shared.step_seconds()) == (alone.peak_bytes(), alone.step_seconds())
         assert list(shared.lives()) == list(alone.lives())
-        assert list(allocations_of(shared)) == list(allocations_of(alone))
+        assert list(shared.allocations()) == list(alone.allocations())
 
 
 def test_a_step_of_another_size_that_waits_in_host_memory_is_replayed_as_if_alone() -> None:
@@ -154,7 +150,7 @@ def test_a_step_of_other_ranks_is_replayed_as_if_alone(mode: Mode) -> None:
         with_share_of_update(shard(trace, Sharding(world_size=ranks, mode=mode)), Sharding(world_size=ranks, mode=mode))
         for ranks in (2, 6)
     )
-    assert is_one_program(two, six)
+    assert two.is_program_of(six)
     regions = random_selection(random.Random(1), options(Regions(two), COSTS))
     alone, shared = Replay(six, COSTS, regions), Replay(two, COSTS, regions).under(COSTS, six)
     assert shared.timeline() == alone.timeline() and shared.peak_bytes() == alone.peak_bytes()
@@ -162,7 +158,7 @@ def test_a_step_of_other_ranks_is_replayed_as_if_alone(mode: Mode) -> None:
 
 def test_the_second_microbatch_stands_for_all_later() -> None:
     trace = plain_trace("transformer", "32-true", 4)
-    times = repeats(trace)
+    times = trace.repeats
     assert trace.microbatches == 2 and trace.scale_microbatches == 4
     for op, count in zip(trace.ops, times, strict=True):
         assert count == (3 if op.microbatch == 1 and op.phase != "optimizer" else 1)
@@ -195,7 +191,7 @@ def test_what_a_captured_step_recomputes_costs_what_was_simulated(name: str, mic
     simulated = simulate(plain, ONLY_OVERHEAD, [*regions.values()])
     calls = 2 if name == "twice" else len(regions)
     assert simulate(applied, ONLY_OVERHEAD).step_seconds == simulated.step_seconds == calls * microbatches
-    assert simulate(plain, ONLY_OVERHEAD).step_seconds == 0.0 and not recomputed_runs(plain)
+    assert simulate(plain, ONLY_OVERHEAD).step_seconds == 0.0 and not plain.recomputed_runs
 
 
 @pytest.mark.parametrize(
@@ -210,26 +206,57 @@ def test_what_a_captured_step_recomputes_costs_what_was_simulated(name: str, mic
 )
 def test_what_arrives_amid_a_recomputation_does_not_end_it(amid: str, count: int) -> None:
     applied = captured(BUILDERS["transformer"](**LARGE["transformer"]), regions=[Region(("blocks.0",))])
-    (run,) = recomputed_runs(applied)
+    (run,) = applied.recomputed_runs
     middle = run[len(run) // 2]
-    between = replace(applied.ops[middle], phase="backward", name=amid)
-    runs = recomputed_runs(replace(applied, ops=[*applied.ops[:middle], between, *applied.ops[middle:]]))
+    other = replace(applied.ops[middle], phase="backward", name=amid)
+    runs = replace(applied, ops=[*applied.ops[:middle], other, *applied.ops[middle:]]).recomputed_runs
     assert sum(map(len, runs)) == len(run) and len(runs) == count
 
 
-def test_what_compiled_code_computes_again_costs_its_kernels_alone() -> None:
+def test_a_recomputation_costs_its_overhead_and_more_beside_kept_operators() -> None:
     applied = captured(BUILDERS["transformer"](**LARGE["transformer"]), regions=[Region(("blocks.0",))])
-    (run,) = recomputed_runs(applied)
-    assert captured_overheads(applied, ONLY_OVERHEAD, [run]) == {run[0]: 1.0}
-    fused = replace(applied, signatures=[kernel_text((signature,)) for signature in applied.signatures])
-    assert captured_overheads(fused, ONLY_OVERHEAD, [run]) == {}
-
-
-def test_operators_beside_kept_ones_cost_more() -> None:
-    applied = captured(BUILDERS["transformer"](**LARGE["transformer"]), regions=[Region(("blocks.0",))])
-    (run,) = recomputed_runs(applied)
+    (run,) = applied.recomputed_runs
     costs = replace(ONLY_OVERHEAD, selective_op_seconds=1e-3)
-    assert captured_overheads(applied, costs, [run]) == {run[0]: 1.0}
+    assert ONLY_OVERHEAD.captured_overheads(applied) == costs.captured_overheads(applied) == {run[0]: 1.0}
     kept = replace(applied, selective=["blocks.0"])
-    assert captured_overheads(kept, costs, [run]) == {run[0]: pytest.approx(1.0 + 1e-3 * len(run))}
-    assert captured_overheads(replace(kept, selective=["blocks.1"]), costs, [run]) == {run[0]: 1.0}
+    assert costs.captured_overheads(kept) == {run[0]: pytest.approx(1.0 + 1e-3 * len(run))}
+    assert costs.captured_overheads(replace(kept, selective=["blocks.1"])) == {run[0]: 1.0}
+    # what compiled code computes again costs its kernels alone
+    fused = replace(applied, signatures=[kernel_text((signature,)) for signature in applied.signatures])
+    assert ONLY_OVERHEAD.captured_overheads(fused) == {}
+
+
+# A step of another size, from two that were captured, is the one that would have been captured
+
+
+@pytest.mark.parametrize(("name", "microbatches"), each(["transformer", "convnet", "unet", "twice"], [1, 2]))
+def test_a_size_between_two_is_the_captured_one(name: str, microbatches: int) -> None:
+    low, middle, high = (
+        captured(BUILDERS[name](batch=size * microbatches), microbatch_size=size) for size in (2, 5, 8)
+    )
+    found = between(low, high, 5)
+    assert found is not None
+    was, wanted = ([(t.signatures[op.signature], t.works[op.signature]) for op in t.ops] for t in (found, middle))
+    assert was == wanted
+    assert found.storages == middle.storages
+    assert simulate(found, COSTS).peak_bytes == simulate(middle, COSTS).peak_bytes
+    assert (found.batch_size, found.microbatch_size) == (middle.batch_size, middle.microbatch_size)
+
+
+@pytest.mark.ci
+def test_two_microbatches_stand_for_more() -> None:
+    two, five = (captured(BUILDERS["transformer"](batch=2 * count), microbatch_size=2) for count in (2, 5))
+    found = two.of_samples(10)
+    assert (found.scale_microbatches, found.batch_size) == (five.scale_microbatches, five.batch_size)
+    assert simulate(found, COSTS).step_seconds == simulate(five, COSTS).step_seconds
+
+
+def test_what_is_not_of_one_program_or_would_not_be_whole_is_not_made_up() -> None:
+    low, high = (captured(BUILDERS["transformer"](batch=size)) for size in (2, 8))
+    other = captured(BUILDERS["convnet"](batch=8))
+    assert low.is_program_of(high) and not low.is_program_of(other)
+    grown = [replace(s, nbytes=s.nbytes + 1) if s.birth >= 0 else s for s in high.storages]
+    for unlike in (other, replace(high, ops=high.ops[:-1]), replace(high, storages=grown)):
+        assert between(low, unlike, 5) is None
+    low, high = (captured(BUILDERS["recurrent"](batch=size)) for size in (2, 8))
+    assert between(low, high, 5) is None  # a library sizes its buffers

@@ -14,7 +14,6 @@ from memfit.ir import (
     ATTENTION,
     CONVOLUTIONS,
     MATRIX,
-    CostTable,
     Device,
     Matmul,
     Op,
@@ -29,17 +28,25 @@ from memfit.ir import (
     throughput,
     unfused,
 )
-from memfit.ir.throughputs import _CAUSAL, Flops
 from tests.gpus import AMPERE
 from tests.models import COSTS, plain_trace
 
 NO_WORK = Work(0, 0, 0, "bfloat16", True)
 
 
+SDPA = [
+    f"_scaled_dot_product_{kind}{end}"
+    for kind, suffix in (("flash_attention", ""), ("efficient_attention", ""), ("cudnn_attention", ""),
+                         ("flash_attention", "_for_cpu"))
+    for end in (suffix, f"{suffix}_backward")
+]  # fmt: skip
+
+
 def call(name: str, first: list[Any], causal: bool) -> str:
-    position = _CAUSAL[name.split(".")[1]]
-    args = [*first, *[None] * (position - len(first)), causal]
-    return json.dumps({"op": name, "args": args})
+    """Return the signature of fused attention, with what says whether it is causal in its place of the schema."""
+    schema = getattr(torch.ops.aten, name.split(".")[1]).default._schema
+    position = next(i for i, a in enumerate(schema.arguments) if a.name in ("is_causal", "custom_mask_type"))
+    return json.dumps({"op": name, "args": [*first, *[None] * (position - len(first)), causal]})
 
 
 def tensor(*shape: int, dtype: str = "bfloat16") -> dict[str, Any]:
@@ -49,37 +56,34 @@ def tensor(*shape: int, dtype: str = "bfloat16") -> dict[str, Any]:
     return {"t": [dtype, list(shape), strides]}
 
 
-def flops(name: str, causal: bool, tokens: int = 4096) -> Flops:
-    first = [tensor(2, 8, tokens, 64)] * (4 if "backward" in name else 3)
-    text = call(name, first, causal)
-    return call_flops(name, text, NO_WORK)
+def flops(name: str, text: str, work: Work = NO_WORK) -> tuple[int, int]:
+    """Return the operations of the model and of the kernels."""
+    found = call_flops(name, text, work)
+    return found.model, found.hardware
 
 
-@pytest.mark.parametrize("name", _CAUSAL)
-def test_the_place_of_is_causal_is_the_schemas(name: str) -> None:
-    schema = getattr(torch.ops.aten, name).default._schema
-    assert schema.arguments[_CAUSAL[name]].name in ("is_causal", "custom_mask_type")
-
-
-SDPA = [n for n in _CAUSAL if n.startswith("_scaled")]
+def attention(name: str, causal: bool, tokens: int = 4096) -> tuple[int, int]:
+    name = f"aten.{name}.default"
+    return flops(name, call(name, [tensor(2, 8, tokens, 64)] * (4 if "backward" in name else 3), causal))
 
 
 @pytest.mark.parametrize("name", SDPA)
 def test_causal_attention_does_half_the_work_and_counts_as_a_whole(name: str) -> None:
-    full, causal = flops(f"aten.{name}.default", False), flops(f"aten.{name}.default", True)
+    full, causal = attention(name, False), attention(name, True)
     forward = 2 * 2 * 2 * 8 * 4096 * 4096 * 64
-    backward = "backward" in name
-    assert full == Flops(2 * forward if backward else forward, int(2.5 * forward) if backward else forward)
-    assert causal.model == full.model
-    assert causal.hardware == full.hardware * 33 // 64  # 32 x 33 / 2 of 32 x 32 blocks of 128
-    assert flops(f"aten.{name}.default", True, tokens=64).hardware == flops(f"aten.{name}.default", False, 64).hardware
+    assert full == ((2 * forward, int(2.5 * forward)) if "backward" in name else (forward, forward))
+    assert causal == (full[0], full[1] * 33 // 64)  # 32 x 33 / 2 of 32 x 32 blocks of 128
+    assert attention(name, True, tokens=64) == attention(name, False, 64)
 
 
-@pytest.mark.parametrize("name", ["_flash_attention_forward", "_efficient_attention_forward"])
-def test_inner_attention_operators_hold_tokens_before_heads(name: str) -> None:
-    first = [tensor(2, 4096, 8, 64)] * 3
-    found = call_flops(f"aten.{name}.default", call(f"aten.{name}.default", first, False), NO_WORK)
-    assert found.model == 2 * 2 * 2 * 8 * 4096 * 4096 * 64
+@pytest.mark.parametrize("way", ["forward", "backward"])
+@pytest.mark.parametrize("kind", ["flash", "efficient"])
+def test_inner_attention_operators_hold_tokens_before_heads(kind: str, way: str) -> None:
+    name = f"aten._{kind}_attention_{way}.default"
+    first = [tensor(2, 4096, 8, 64)] * (4 if "backward" in name else 3)
+    full, causal = (flops(name, call(name, first, is_causal)) for is_causal in (False, True))
+    assert full[0] == causal[0] == 2 * 2 * 2 * 8 * 4096 * 4096 * 64 * (2 if way == "backward" else 1)
+    assert causal[1] == full[1] * 33 // 64
 
 
 def test_is_causal_may_be_left_out_or_named() -> None:
@@ -93,17 +97,22 @@ def test_without_a_mask_the_kernels_do_what_pytorchs_counter_says() -> None:
     shape = torch.zeros(2, 8, 512, 64)
     for name, given in ((SDPA[0], [shape] * 3), (SDPA[1], [shape] * 4)):
         counted = flop_registry[getattr(torch.ops.aten, name)](*given, out_val=shape)
-        assert flops(f"aten.{name}.default", False, tokens=512).hardware == counted
+        assert attention(name, False, tokens=512)[1] == counted
 
 
-def test_other_operators_keep_their_count() -> None:
-    work = Work(123, 0, 0, "float32", True)
-    assert call_flops("aten.mm.default", '{"op":"aten.mm.default","args":[]}', work) == Flops(123, 123)
-
-
-def test_attention_without_arguments_keeps_its_count() -> None:
-    name = "aten._scaled_dot_product_flash_attention.default"
-    assert call_flops(name, json.dumps({"op": name}), Work(7, 0, 0, "bfloat16", True)) == Flops(7, 7)
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("aten.mm.default", '{"op":"aten.mm.default","args":[]}'),
+        ("aten.mm.default", kernel_text(('{"op":"aten.mm.default","args":[]}',))),
+        (
+            "aten._scaled_dot_product_flash_attention.default",
+            '{"op":"aten._scaled_dot_product_flash_attention.default"}',
+        ),
+    ],
+)
+def test_other_operators_and_kernels_keep_their_count(name: str, text: str) -> None:
+    assert flops(name, text, Work(123, 0, 0, "float32", True)) == (123, 123)
 
 
 def test_recurrent_layers_multiply_every_token_with_every_weight() -> None:
@@ -116,33 +125,23 @@ def test_recurrent_layers_multiply_every_token_with_every_weight() -> None:
         ("aten._cudnn_rnn.default", [tensor(10, 4, 8, dtype="float32"), {"l": weights + biases}, 4, None, *state]),
     ):
         text = json.dumps({"op": name, "args": args})
-        assert call_flops(name, text, NO_WORK) == Flops(expected, expected)
+        assert flops(name, text) == (expected, expected)
         backward = name.replace(".default", "_backward.default")
-        assert call_flops(backward, text, NO_WORK) == Flops(2 * expected, 2 * expected)
+        assert flops(backward, text) == (2 * expected, 2 * expected)
 
 
-VOLTA = Device(
-    name="volta",
-    kind="cuda",
-    vendor="nvidia",
-    description="",
-    memory_bytes=1,
-    usable_bytes=1,
-    cores=80,
+VOLTA = replace(
+    AMPERE,
     matrix_flops={"float16": 125e12},
     vector_flops={"float32": 15e12, "float64": 7e12},
     capability=(7, 0),
 )
-CDNA = Device(
-    name="cdna",
-    kind="cuda",
+CDNA = replace(
+    AMPERE,
     vendor="amd",
-    description="",
-    memory_bytes=1,
-    usable_bytes=1,
-    cores=304,
     matrix_flops={"float32": 163e12, "bfloat16": 1307e12, "tf32": 653e12},
     vector_flops={"float32": 163e12},
+    capability=None,
 )
 
 
@@ -195,21 +194,13 @@ def op(name: str, phase: Phase, signature: int, microbatch: int = 0) -> Op:
 
 
 def made(ops: list[Op], scale: int = 1) -> Trace:
-    return Trace(
-        workload="w",
-        fingerprint="",
-        torch_version="",
-        device="cuda",
-        precision="bf16-mixed",
+    return replace(
+        plain_trace("transformer"),
         batch_size=8,
         microbatch_size=8 // scale,
         microbatches=min(2, scale),
         scale_microbatches=scale,
-        modules=[],
-        calls=[],
         ops=ops,
-        storages=[],
-        saves=[],
         signatures=['{"op":"mm"}', FUSED, '{"op":"add"}'],
         works=[Work(1000, 10, 10, "bfloat16", True), Work(0, 1, 1, "bfloat16", True), Work(0, 1, 1, "float32", True)],
     )
@@ -225,15 +216,10 @@ TRACE = made(
         op(ADD, "optimizer", 2),
     ]
 )
-TABLE = CostTable(
-    device="ampere",
-    torch_version="",
-    threads=0,
+TABLE = replace(
+    COSTS,
     ops={s: OpCost(t, 0, False) for s, t in zip(TRACE.signatures, (2e-3, 1e-3, 3e-3), strict=True)},
     dispatch_seconds=0.0,
-    checkpoint_seconds=0.0,
-    selective_op_seconds=0.0,
-    peak_error=0.05,
     step_error=0.3,
 )
 
@@ -257,22 +243,15 @@ def test_later_microbatches_count() -> None:
     found = throughput(step, TABLE, AMPERE)
     assert found.model_flops == 1000 + 3 * 2000
     assert found.step_seconds == pytest.approx(7 * 2e-3) and found.tokens_per_second is None
-
-
-def test_a_last_microbatch_of_fewer_samples_counts_as_a_part() -> None:
-    step = made([op(MM, "forward", 0), op(MM, "forward", 0, 1), op(MM, "backward", 0, 1)], scale=4)
+    # a last microbatch of fewer samples counts as a part
     found = throughput(replace(step, batch_size=7), TABLE, AMPERE)
     assert found.model_flops == 1000 + 2.5 * 2000
     assert found.step_seconds == pytest.approx(6 * 2e-3)
 
 
-def test_a_given_time_replaces_the_sum() -> None:
+def test_a_given_time_replaces_the_sum_and_unknown_rates_have_no_utilisation() -> None:
     assert throughput(TRACE, TABLE, AMPERE, step_seconds=1.0).samples_per_second == 8
-
-
-def test_a_device_of_unknown_rates_has_no_utilisation() -> None:
-    unknown = replace(AMPERE, matrix_flops={}, vector_flops={})
-    found = throughput(TRACE, TABLE, unknown)
+    found = throughput(TRACE, TABLE, replace(AMPERE, matrix_flops={}, vector_flops={}))
     assert found.model_utilisation is None and found.hardware_utilisation is None and found.peak_flops == 0
 
 
@@ -300,15 +279,10 @@ def test_equal_rates_of_fp32_and_tf32_are_not_taken_for_one_another(kind: str, m
 ADD_TEXT, MUL_TEXT, MM_TEXT = (
     f'{{"op":"aten.{name}","args":[]}}' for name in ("add.Tensor", "mul.Tensor", "mm.default")
 )
-KERNELS = CostTable(
-    device="cpu",
-    torch_version="",
-    threads=1,
+KERNELS = replace(
+    COSTS,
     ops={ADD_TEXT: OpCost(1.0, 10, True), MUL_TEXT: OpCost(2.0, 20, True), MM_TEXT: OpCost(5.0, 50, True)},
     dispatch_seconds=0.5,
-    checkpoint_seconds=0.0,
-    selective_op_seconds=0.0,
-    peak_error=0.0,
 )
 
 
@@ -347,8 +321,3 @@ def test_the_operators_of_kernels_are_there_for_their_costs() -> None:
     assert alone.signatures == [*trace.signatures, ADD_TEXT, MUL_TEXT]
     assert [op.name for op in alone.ops] == ["aten.add.Tensor", "aten.mul.Tensor", *(op.name for op in trace.ops[1:])]
     assert [alone.signatures[op.signature] for op in alone.ops[:2]] == [ADD_TEXT, MUL_TEXT]
-
-
-def test_the_operations_of_a_kernel_are_counted() -> None:
-    work = Work(12, 0, 0, "float32", True)
-    assert call_flops("aten.mm.default", kernel_text((MM_TEXT,)), work).model == 12

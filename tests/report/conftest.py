@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_origin
 
 import msgspec
 import pytest
@@ -18,7 +18,6 @@ from memfit.ir import (
     Evaluation,
     Event,
     Levers,
-    LeverUse,
     MeasuredStep,
     ModuleRow,
     Numerics,
@@ -30,6 +29,7 @@ from memfit.ir import (
     Solution,
     Throughput,
     Timeline,
+    Verification,
     Views,
 )
 from memfit.levers import LeversOn, lever_uses
@@ -228,58 +228,28 @@ def metrics() -> list[dict[str, Any]]:
     ]
 
 
-def hostile_records(
-    text: str, plan: Plan, views: Views, run: RunRecord
-) -> tuple[Plan, Views, RunRecord, list[dict[str, Any]]]:
-    """Return records in which every free text is the one given."""
-
-    def timeline(of: Timeline) -> Timeline:
-        live = {**of.live_bytes, text: of.live_bytes["inputs"]}
-        several = [text] * len(of.labels)
-        return msgspec.structs.replace(of, live_bytes=live, labels=several, modules=several, phases=several)
-
-    predicted = msgspec.structs.replace(plan.predicted, where=text, by_category={text: 1})
-    plan = msgspec.structs.replace(
-        plan,
-        workload=text,
-        fingerprint=text,
-        device=text,
-        torch_version=text,
-        memfit_version=text,
-        uses=(LeverUse(name=text, setting=text, brief=text, numerics="exact"),),
-        notes=[text],
-        measured=(
-            MeasuredStep(
-                levers=Levers(microbatch_size=1),
-                uses=(LeverUse(name=text, setting=text, brief=text, numerics="exact"),),
-                predicted_seconds=1.0,
-                measured_seconds=2.0,
-                steps=3,
-            ),
-        ),
-        levers=Levers(microbatch_size=4, regions=(Region((text,), (text,)),)),
-        plain=predicted,
-        predicted=predicted,
-    )
-    candidates = [msgspec.structs.replace(c, levers=plan.levers, uses=plan.uses) for c in plan.frontier]
-    run = msgspec.structs.replace(
-        run, fingerprint=text + "2", machine=text, started=text, torch_version=text, memfit_version=text, error=text
-    )
-    views = msgspec.structs.replace(
-        views,
-        plain=timeline(views.plain),
-        planned=timeline(views.planned),
-        modules=[ModuleRow(text, text, 1, 1, 1, 1.0, text)],
-    )
-    run.evaluations[0].values[text] = 1.0
-    run.events[0] = Event(1, text, text)
-    return msgspec.structs.replace(plan, frontier=candidates), views, run, []
-
-
 @pytest.fixture
 def hostile(plan: Plan, views: Views, run: RunRecord) -> Callable[[str], Any]:
     """Make records in which every free text is the one given."""
-    return lambda text: hostile_records(text, plan, views, run)
+
+    def replaced(value: Any, text: str) -> Any:
+        if isinstance(value, str):
+            return text
+        if isinstance(value, list | tuple):
+            return (tuple if isinstance(value, tuple) else list)(replaced(item, text) for item in value)
+        if isinstance(value, dict):
+            return {**value, **({text: [*value.values()][-1]} if value else {})}
+        if not isinstance(value, msgspec.Struct):
+            return value
+        fields = {field.name: field.type for field in msgspec.structs.fields(value)}
+        free = {name: kind for name, kind in fields.items() if name != "schema" and get_origin(kind) is not Literal}
+        return msgspec.structs.replace(value, **{name: replaced(getattr(value, name), text) for name in free})
+
+    def records(text: str) -> Any:
+        of_run = msgspec.structs.replace(replaced(run, text), error=text, fingerprint=f"{text}2", command=[])
+        return replaced(run_before(plan), text), replaced(views, text), of_run, []
+
+    return records
 
 
 SPEED = Throughput(
@@ -295,6 +265,23 @@ SPEED = Throughput(
     peak_flops=312e12,
     model_utilisation=0.41,
     hardware_utilisation=0.5,
+)
+
+
+VERIFIED = Verification(
+    failures=[],
+    numerics="exact",
+    plain_loss=1.0,
+    planned_loss=1.0,
+    loss_difference=0.0,
+    gradient_difference=0.0,
+    bitwise=True,
+    gradients=[],
+    predicted_peak_bytes=99 * MIB,
+    measured_peak_bytes=98 * MIB,
+    plain_measured_peak_bytes=None,
+    budget_bytes=100 * MIB,
+    notes=[],
 )
 
 

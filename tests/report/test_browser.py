@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import sync_playwright
 
+from memfit import ir
 from memfit.foundations import format_bytes
 from memfit.ir import Plan, RunRecord, Views
-from memfit.report import write, write_ladder
+from memfit.report import Report, ladder_page, plan_page
 from tests.covering import some
 from tests.report.test_notebook import a_ladder
 
@@ -28,16 +28,8 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
+Opened = Callable[..., Any]
 CHARTS = ("before", "after", "frontier", "loss", "seconds")
-
-
-@dataclass
-class Opened:
-    """A page in the browser, what it asked for, and what it complained of."""
-
-    page: Any
-    requests: list[str] = field(default_factory=list)
-    complaints: list[str] = field(default_factory=list)
 
 
 @pytest.fixture(scope="module")
@@ -56,33 +48,33 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def file(tmp_path: Path, plan: Plan, views: Views, run: RunRecord, metrics: list[dict[str, Any]]) -> Path:
-    return write(tmp_path / "report.html", plan, views, run, metrics)
+    return ir.codec.write_atomic(tmp_path / "report.html", plan_page(Report(plan, views, run, metrics)).encode())
 
 
-def opened(browser: Any, file: Path, width: int = 1280, scheme: str = "light") -> Opened:
-    """Open a file, with every request but for the file itself blocked."""
-    context = browser.new_context(
-        viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce"
-    )
-    result = Opened(context.new_page())
+@pytest.fixture
+def opened(browser: Any) -> Iterator[Opened]:
+    """Open a file; in the end, nothing but files may have been asked for, and no page may have complained."""
+    contexts, wanted, requests, complaints = [], [], [], []
 
     def route(route: Any) -> None:
-        result.requests.append(route.request.url)
-        if route.request.url == file.as_uri():
-            route.continue_()
-        else:
-            route.abort()
+        requests.append(route.request.url)
+        route.continue_() if route.request.url in wanted else route.abort()
 
-    context.route("**/*", route)
-    result.page.on("console", lambda message: result.complaints.append(f"{message.type}: {message.text}"))
-    result.page.on("pageerror", lambda error: result.complaints.append(str(error)))
-    result.page.goto(file.as_uri())
-    return result
+    def open_(file: Path, width: int = 1280, height: int = 900, **options: Any) -> Any:
+        context = browser.new_context(viewport={"width": width, "height": height}, reduced_motion="reduce", **options)
+        contexts.append(context)
+        wanted.append(file.as_uri())
+        context.route("**/*", route)
+        page = context.new_page()
+        page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(file.as_uri())
+        return page
 
-
-def assert_quiet(result: Opened, file: Path) -> None:
-    assert result.requests == [file.as_uri()]
-    assert result.complaints == []
+    yield open_
+    for context in contexts:
+        context.close()
+    assert (requests, complaints) == (wanted, [])
 
 
 def told(page: Any) -> str:
@@ -103,19 +95,16 @@ def shown(page: Any, name: str) -> list[float]:
     return [float(part) for part in page.locator(f"#{name} .shapes").get_attribute("viewBox").split()]
 
 
-def test_the_charts_are_drawn_without_a_request_or_a_complaint(browser: Any, file: Path) -> None:
-    result = opened(browser, file)
-    page = result.page
+def test_the_charts_are_drawn_without_a_request_or_a_complaint(opened: Opened, file: Path) -> None:
+    page = opened(file)
     drawn = {name: [page.locator(f"#{name} {part}").count() for part in (".area", ".line", ".mark")] for name in CHARTS}
     wanted = {"before": [8, 0, 1], "after": [8, 0, 1], "frontier": [0, 1, 10], "loss": [0, 1, 0], "seconds": [0, 1, 0]}
     assert drawn == wanted
     assert page.locator("#before .area").first.bounding_box()["height"] > 200
-    assert_quiet(result, file)
-    page.context.close()
 
 
-def test_a_pointer_is_told_what_runs_and_what_is_held(browser: Any, file: Path, views: Views) -> None:
-    page = opened(browser, file).page
+def test_a_pointer_is_told_what_runs_and_what_is_held(opened: Opened, file: Path, views: Views) -> None:
+    page = opened(file)
     timeline = views.plain
     for index in (0, timeline.peak_index, len(timeline.labels) - 1):
         page.mouse.move(*at(page, "before", (index + 0.5) / len(timeline.labels)))
@@ -133,12 +122,10 @@ def test_a_pointer_is_told_what_runs_and_what_is_held(browser: Any, file: Path, 
     star = page.locator("#frontier .mark.star").bounding_box()
     page.mouse.move(star["x"] + 3, star["y"] + 3)
     assert "25 % slower than plain" in told(page) and "blocks 0 to 7" in told(page)
-    page.context.close()
 
 
-def test_a_chart_zooms_and_shows_the_whole_again(browser: Any, file: Path, metrics: list[dict[str, Any]]) -> None:
-    result = opened(browser, file)
-    page = result.page
+def test_a_chart_zooms_and_shows_the_whole_again(opened: Opened, file: Path, metrics: list[dict[str, Any]]) -> None:
+    page = opened(file)
     whole = shown(page, "loss")
     page.mouse.move(*at(page, "loss", 0.5))
     page.mouse.down()
@@ -166,23 +153,19 @@ def test_a_chart_zooms_and_shows_the_whole_again(browser: Any, file: Path, metri
     assert shown(page, "frontier") == pytest.approx([2000, 1000, 4000, 5000], abs=60)
     page.mouse.dblclick(*at(page, "frontier", 0.5))
     assert shown(page, "frontier") == [0, 0, 10_000, 10_000]
-    assert_quiet(result, file)
-    page.context.close()
 
 
 @pytest.mark.parametrize("name", some(["before", "after"], ["after"]))
-def test_the_budget_is_drawn_at_its_bytes(browser: Any, file: Path, plan: Plan, name: str) -> None:
-    page = opened(browser, file).page
+def test_the_budget_is_drawn_at_its_bytes(opened: Opened, file: Path, plan: Plan, name: str) -> None:
+    page = opened(file)
     line, box = (page.locator(f"#{name} {part}").bounding_box() for part in (".rule.budget", ".box"))
     low, high = (float(part) for part in page.locator(f"#{name} .box").get_attribute("data-y").split())
     wanted = box["y"] + box["height"] * (1 - (plan.budget_bytes / 1024**3 - low) / (high - low))
     assert line["width"] > 300 and line["y"] == pytest.approx(wanted, abs=2)
-    page.context.close()
 
 
-def test_a_click_on_a_header_sorts(browser: Any, file: Path, views: Views) -> None:
-    result = opened(browser, file)
-    page = result.page
+def test_a_click_on_a_header_sorts(opened: Opened, file: Path, views: Views) -> None:
+    page = opened(file)
     table = page.locator("table.sortable")
 
     def names() -> list[str]:
@@ -199,14 +182,11 @@ def test_a_click_on_a_header_sorts(browser: Any, file: Path, views: Views) -> No
     table.get_by_role("button", name="Module").click()
     assert names().index("blocks.2") < names().index("blocks.10") and len(names()) == len(views.modules)
     assert table.locator("th[aria-sort]").count() == 1
-    assert_quiet(result, file)
-    page.context.close()
 
 
 @pytest.mark.parametrize("width", some([320, 400, 768, 1280], [320]))
-def test_no_width_scrolls_the_page_sideways(browser: Any, file: Path, width: int) -> None:
-    result = opened(browser, file, width)
-    page = result.page
+def test_no_width_scrolls_the_page_sideways(opened: Opened, file: Path, width: int) -> None:
+    page = opened(file, width)
     widths = "[document.documentElement.scrollWidth, document.body.scrollWidth]"
     assert page.evaluate(widths) == [width, width]
     for part in [*(f"#{name} .box" for name in CHARTS), "pre.command >> nth=0"]:
@@ -217,15 +197,13 @@ def test_no_width_scrolls_the_page_sideways(browser: Any, file: Path, width: int
         ".map(e => parseFloat(getComputedStyle(e).fontSize))"
     )
     assert min(sizes) >= 12
-    assert_quiet(result, file)
-    page.context.close()
 
 
 @pytest.mark.parametrize("width", some([320, 400, 1280], [320]))
-def test_a_ladder_is_read_on_any_width(browser: Any, tmp_path: Path, width: int) -> None:
+def test_a_ladder_is_read_on_any_width(opened: Opened, tmp_path: Path, width: int) -> None:
     ladder = a_ladder("recompute all of the normalisations, and every one of the activations")
-    result = opened(browser, write_ladder(tmp_path / "ladder.html", ladder), width)
-    page = result.page
+    file = ir.codec.write_atomic(tmp_path / "ladder.html", ladder_page(ladder).encode())
+    page = opened(file, width)
     assert page.evaluate("document.documentElement.scrollWidth") == width
     assert page.locator(".mark").count() == 2 and page.locator("ol.next li").count() == 1
     mark = page.locator(".mark").last
@@ -234,54 +212,39 @@ def test_a_ladder_is_read_on_any_width(browser: Any, tmp_path: Path, width: int)
     box = mark.locator("svg").bounding_box()
     page.mouse.move(box["x"] + 5, box["y"] + 5)
     assert "every one of the activations: kept" in told(page) and "90.0 MiB, 200.0 ms" in told(page)
-    assert_quiet(result, tmp_path / "ladder.html")
-    page.context.close()
 
 
-def test_a_finger_is_told_too_and_the_tip_stays_on_a_narrow_page(browser: Any, file: Path) -> None:
-    context = browser.new_context(
-        viewport={"width": 400, "height": 800}, has_touch=True, is_mobile=True, reduced_motion="reduce"
-    )
-    page = context.new_page()
-    page.goto(file.as_uri())
+def test_a_finger_is_told_too_and_the_tip_stays_on_a_narrow_page(opened: Opened, file: Path) -> None:
+    page = opened(file, 400, 800, has_touch=True, is_mobile=True)
     for x in (0.02, 0.98):
         page.touchscreen.tap(*at(page, "after", x))
         tip = page.locator(".tip").bounding_box()
         assert "GiB" in told(page) and tip["x"] >= 0 and tip["x"] + tip["width"] <= 400
-    context.close()
 
 
-def test_the_pictures_and_the_tables_need_no_script(browser: Any, file: Path) -> None:
-    context = browser.new_context(viewport={"width": 400, "height": 800}, java_script_enabled=False)
-    page = context.new_page()
-    page.goto(file.as_uri())
+def test_the_pictures_and_the_tables_need_no_script(opened: Opened, file: Path) -> None:
+    page = opened(file, 400, 800, java_script_enabled=False)
     assert page.locator("#before .area").first.bounding_box()["height"] > 100
     assert page.locator("#before .tx").count() >= 3 and page.locator(".zoom").count() == 0
-    context.close()
 
 
-def test_colours_follow_the_scheme(browser: Any, file: Path) -> None:
-    result = opened(browser, file)
-    page = result.page
+def test_colours_follow_the_scheme(opened: Opened, file: Path) -> None:
+    page = opened(file)
     fill = "() => getComputedStyle(document.querySelector('#before .area[data-name=parameters]')).fill"
     assert page.evaluate(fill) == "rgb(0, 114, 178)"
     page.emulate_media(color_scheme="dark")
     assert page.evaluate(fill) == "rgb(47, 134, 193)"
     assert page.evaluate("() => getComputedStyle(document.body).backgroundColor") == "rgb(15, 20, 25)"
-    assert_quiet(result, file)
-    page.context.close()
 
 
 @pytest.mark.ci
-def test_hostile_names_run_nothing(browser: Any, tmp_path: Path, hostile: Any) -> None:
+def test_hostile_names_run_nothing(opened: Opened, tmp_path: Path, hostile: Any) -> None:
     image, link = "<img src=x onerror=window.ran=1>", "<a href='javascript:window.ran=1'>z</a>"
     text = f"</script><script>window.ran=1</script>{image}{link}"
-    file = write(tmp_path / "report.html", *hostile(text))
-    result = opened(browser, file)
-    result.page.mouse.move(*at(result.page, "before", 0.5))
-    assert "<script>" in told(result.page) or "<img" in told(result.page)
-    assert result.page.evaluate("window.ran") is None
-    assert result.page.locator(".plot a, .tip a, main img").count() == 0
-    assert result.page.locator("h1").inner_text() == text
-    assert_quiet(result, file)
-    result.page.context.close()
+    file = ir.codec.write_atomic(tmp_path / "report.html", plan_page(Report(*hostile(text))).encode())
+    page = opened(file)
+    page.mouse.move(*at(page, "before", 0.5))
+    assert "<script>" in told(page) or "<img" in told(page)
+    assert page.evaluate("window.ran") is None
+    assert page.locator(".plot a, .tip a, main img").count() == 0
+    assert page.locator("h1").inner_text() == text

@@ -26,7 +26,6 @@ from torch.cuda import _memory_viz as viz
 from memfit.errors import OutputError
 from memfit.ir import TIMELINE_CATEGORIES, AllocationEvent, AllocatorSettings, Timeline, replay
 from memfit.report import write_chrome_trace, write_snapshot
-from memfit.report.exports import stack
 from tests.report.conftest import make_timeline
 
 MIB = 2**20
@@ -41,26 +40,25 @@ VIEWER_READS = {  # the cases of `unpickle` in torch/utils/viz/MemoryViz.js
 
 def program(steps: int = 2) -> list[AllocationEvent]:
     """Return a program whose parameters stay and whose activations come and go, each step alike."""
-    label = "parameters"
-    events = [AllocationEvent(-1, i, (i + 1) * MIB + 4, True, "parameters", label) for i in range(8)]
+    events = [AllocationEvent(-1, i, (i + 1) * MIB + 4, True, "parameters", "parameters") for i in range(8)]
     for _ in range(steps):
         numbers = random.Random(3)
-        live: list[int] = []
+        live: dict[int, int] = {}  # bytes by storage
+
+        def free(storage: int, point: int, where: str, live: dict[int, int] = live) -> None:
+            events.append(AllocationEvent(point, storage, live.pop(storage), False, "activations", where))
+
         for point in range(120):
             phase = "forward" if point < 60 else "backward"
             where = f"{phase} · net.layers.{point % 4}.mlp · aten.mm.default"
             if point < 60 or numbers.random() < 0.3:
-                size = int(2 ** numbers.uniform(8, 25))
-                events.append(AllocationEvent(point, 100 + point, size, True, "activations", where))
-                live.append(100 + point)
+                live[100 + point] = int(2 ** numbers.uniform(8, 25))
+                events.append(AllocationEvent(point, 100 + point, live[100 + point], True, "activations", where))
             if point > 90 or numbers.random() < 0.3:
                 for _ in range(min(len(live), 2)):
-                    dead = live.pop(numbers.randrange(len(live)))
-                    size = next(e.nbytes for e in reversed(events) if e.storage == dead)
-                    events.append(AllocationEvent(point, dead, size, False, "activations", where))
-        for dead in live:
-            size = next(e.nbytes for e in reversed(events) if e.storage == dead)
-            events.append(AllocationEvent(119, dead, size, False, "activations", "optimizer · step"))
+                    free([*live][numbers.randrange(len(live))], point, where)
+        for dead in [*live]:
+            free(dead, 119, "optimizer · step")
     return events
 
 
@@ -80,10 +78,6 @@ def sizes(lines: str) -> int:
     return sum(int(line.rsplit(" ", 1)[1]) for line in lines.splitlines())
 
 
-def unchanged(lines: str) -> str:
-    return lines
-
-
 @pytest.mark.parametrize("count", [70, 400, 10_000])
 def test_pytorch_finds_what_the_simulator_counted(settings: AllocatorSettings, count: int) -> None:
     events = program()[:count]
@@ -96,7 +90,7 @@ def test_pytorch_finds_what_the_simulator_counted(settings: AllocatorSettings, c
     assert f"segments: {len(segments)}\n" in summary
     assert f"total_reserved: {viz.Bytes(report.reserved_bytes)}\n" in summary
     assert f"total_allocated: {viz.Bytes(requested)}\n" in summary
-    for listing in (viz.memory(data, unchanged), viz.segments(data, unchanged)):
+    for listing in (viz.memory(data, str), viz.segments(data, str)):
         assert sizes(listing) == report.reserved_bytes
         assert sizes("\n".join(line for line in listing.splitlines() if ";active_allocated;" in line)) == (
             report.allocated_bytes
@@ -142,9 +136,8 @@ def test_segments_are_as_pytorch_describes_them(settings: AllocatorSettings) -> 
         assert segment["frames"], "what the segment was made for"
 
 
-def test_plots_embed_the_snapshot(tmp_path: Path, settings: AllocatorSettings) -> None:
-    path = write_snapshot(program(), settings, tmp_path / "s.pickle")
-    data = pickle.loads(path.read_bytes())
+def test_plots_embed_the_snapshot(settings: AllocatorSettings) -> None:
+    data = snapshot(program(), settings)
     plots: list[Callable[[Any], str]] = [viz.trace_plot, viz.segment_plot]
     for plot in plots:
         embedded = json.loads(re.findall(r"const local_files = (.*)", plot(data))[0])[0]["base64"]
@@ -176,19 +169,14 @@ def test_the_command_line_reads_the_file(
     for options in (["trace_plot"], ["trace_plot", "-s"], ["trace_plot", "-f"], ["segment_plot"]):
         run(*options, path, "-o", output)
         assert "MemoryViz.js" in output.read_text()
-
-
-def test_the_command_line_runs_as_a_command(tmp_path: Path) -> None:
-    path = write_snapshot(program(), AllocatorSettings(), tmp_path / "s.pickle")
-    command = [sys.executable, "-m", "torch.cuda._memory_viz", "trace_plot", str(path), "-o", str(tmp_path / "o.html")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "Active Memory Timeline" in (tmp_path / "o.html").read_text()
+    command = [sys.executable, "-m", "torch.cuda._memory_viz", "trace_plot", str(path), "-o", str(output)]
+    subprocess.run(command, check=True)
+    assert "Active Memory Timeline" in output.read_text()
 
 
 def test_two_snapshots_are_compared(settings: AllocatorSettings, capsys: pytest.CaptureFixture[str]) -> None:
     first, last = (snapshot(program()[:n], settings)["segments"] for n in (40, 10_000))
-    listing = viz.compare(first, last, unchanged)
+    listing = viz.compare(first, last, str)
     known = {(segment["address"], segment["total_size"]) for segment in first}
     added = [segment for segment in last if (segment["address"], segment["total_size"]) not in known]
     assert f"only_after = {sorted(segment['address'] for segment in added)}" in re.sub(
@@ -232,17 +220,27 @@ def test_running_out_of_memory_ends_the_history() -> None:
     assert "raise OutOfMemoryError" in viz.trace(data)
 
 
-def test_stacks_lead_from_the_operator_to_the_phase() -> None:
-    frames = [(f["filename"], f["name"]) for f in stack("forward · h.0.attn · aten.mm.default")]
-    assert frames == [
-        ("h.0.attn", "aten.mm.default"),
-        ("forward", "h.0.attn"),
-        ("forward", "h.0"),
-        ("forward", "h"),
-        ("step", "forward"),
-    ]
-    assert [f["name"] for f in stack("optimizer · aten.add_.Tensor")] == ["aten.add_.Tensor", "optimizer"]
-    assert [f["name"] for f in stack("parameters")] == ["parameters"]
+@pytest.mark.parametrize(
+    ("label", "frames"),
+    [
+        (
+            "forward · h.0.attn · aten.mm.default",
+            [
+                ("h.0.attn", "aten.mm.default"),
+                ("forward", "h.0.attn"),
+                ("forward", "h.0"),
+                ("forward", "h"),
+                ("step", "forward"),
+            ],
+        ),
+        ("optimizer · aten.add_.Tensor", [("optimizer", "aten.add_.Tensor"), ("step", "optimizer")]),
+        ("parameters", [("step", "parameters")]),
+    ],
+)
+def test_stacks_lead_from_the_operator_to_the_phase(label: str, frames: list[tuple[str, str]]) -> None:
+    data = snapshot([AllocationEvent(0, 0, MIB, True, "activations", label)], AllocatorSettings())
+    (block,) = (block for block in data["segments"][0]["blocks"] if block["frames"])
+    assert [(frame["filename"], frame["name"]) for frame in block["frames"]] == frames
 
 
 def test_a_place_that_can_not_be_written_is_told(tmp_path: Path) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
+import pytest
 from msgspec.structs import replace
 
 from memfit.ir import Fleet, Misfit, Sharding
-from memfit.report import GRID, show_records
-from memfit.report.surveys import LogAxis, answer_lines, fleet_chart, fleet_page, shown_rows
+from memfit.report import fleet_page, fleet_table, text_of
 from tests.ir.test_fleet import fleet_of, row
 
 
@@ -25,33 +26,33 @@ def some() -> Fleet:
 
 
 def test_the_table_has_the_answers_and_the_front() -> None:
-    show_records()
-    text = str(some())
-    assert "Fewest cards: 1 × <big>, in 20.0 h (14.0 h to 26.0 h)" in text
-    assert "Cheapest: 8 × small, for 36.00 EUR" in text
-    assert "Fastest: 4 × <big>, in 6.0 h" in text
-    assert "tiny: no plan fits; the smallest one found needs 2.0 GiB of 1.0 GiB, on 8 ranks" in text
-    assert "zero3 in 2 copies" in text
-
-
-def test_every_card_has_a_row() -> None:
-    assert {each.device for each in shown_rows(some())} == {"small", "<big>"}
+    text = text_of(fleet_table(some()), width=140)
+    for part in (
+        "Fewest cards: 1 × <big>, in 20.0 h (14.0 h to 26.0 h)",
+        "Cheapest: 8 × small, for 36.00 EUR",
+        "Fastest: 4 × <big>, in 6.0 h",
+        "tiny: no plan fits; the smallest one found needs 2.0 GiB of 1.0 GiB, on 8 ranks",
+        "zero3 in 2 copies",
+    ):
+        assert part in text
+    assert set(re.findall("^.  (small|<big>) ", text, re.M)) == {"small", "<big>"}  # every card has a row
+    nearest = "No fleet finishes within 1.0 h. Fastest: 4 × <big>, in 6.0 h (4.2 h to 7.8 h)"
+    assert nearest in text_of(fleet_table(replace(some(), within_hours=1.0)), width=140)
 
 
 def test_the_page_escapes_names_and_has_a_mark_for_every_row() -> None:
-    found = some()
-    page = fleet_page(found)
+    page = fleet_page(some())
     assert "<big>" not in page and "&lt;big&gt;" in page
-    assert len(fleet_chart(found).marks) == len(found.rows)
+    assert page.count('<span class="mark ') == len(some().rows)
     assert "<script src" not in page and not re.search(r"https?://(?!www\.w3\.org)", page)
 
 
-def test_nothing_in_time_names_the_nearest() -> None:
-    late = replace(some(), within_hours=1.0)
-    assert answer_lines(late) == ["No fleet finishes within 1.0 h. Fastest: 4 × <big>, in 6.0 h (4.2 h to 7.8 h)"]
-
-
 def test_a_logarithmic_axis_has_its_powers() -> None:
-    axis = LogAxis(1.0, 64.0, "cards")
-    assert [text for _, text in axis.ticks()] == ["1", "2", "4", "8", "16", "32", "64"]
-    assert axis.at(1) == 0 and axis.at(8) == GRID / 2 and axis.at(64) == GRID
+    rows = [row("card", ranks, 64.0 / ranks, None) for ranks in (1, 2, 4, 8, 16, 32, 64)]
+    page = fleet_page(fleet_of(rows))
+    ticks = re.findall(r'<span class="tx" style="left:([\d.]+)%">(\d+)</span>', page)
+    assert [text for _, text in ticks] == ["1", "2", "4", "8", "16", "32", "64"]
+    marks = [float(at) for at in re.findall(r'<span class="mark [^"]*" style="left:([\d.]+)%', page)]
+    assert sorted(marks) == sorted(float(at) for at, _ in ticks)
+    places = [float(at) for at, _ in ticks]
+    assert places == pytest.approx(sorted(np.linspace(places[0], places[-1], len(places))), abs=0.02)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 import types
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -30,11 +31,9 @@ from memfit.ir import (
     Views,
     range_report,
 )
-from memfit.ir.run_record import ModuleRange
-from memfit.report import Bars, ReportFile, show_records, stages, text_of, with_bars, write
-from memfit.report.tables import html_of
+from memfit.report import Bars, Report, ReportFile, html_of, plan_page, show_records, stages, text_of, with_bars
+from tests.report.conftest import MIB, VERIFIED
 
-MIB = 1024**2
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>"
 VOID = {"path", "circle", "br", "img", "input", "meta"}
 
@@ -71,16 +70,11 @@ class Strict(HTMLParser):
 
 
 def verification(name: str = "blocks.0.weight") -> Verification:
-    return Verification(
+    return msgspec.structs.replace(
+        VERIFIED,
         failures=[f"the gradient of {name} differs"],
-        numerics="exact",
-        plain_loss=1.0,
-        planned_loss=1.5,
-        loss_difference=0.5,
-        gradient_difference=0.1,
         bitwise=False,
         gradients=[GradientDifference(parameter=name, relative=0.1, equal=False)],
-        predicted_peak_bytes=100 * MIB,
         measured_peak_bytes=101 * MIB,
         plain_measured_peak_bytes=200 * MIB,
         budget_bytes=128 * MIB,
@@ -187,7 +181,8 @@ def test_the_style_touches_nothing_else(plan: Plan) -> None:
 
 
 def test_a_report_is_shown_whole_and_is_a_path(tmp_path: Path, plan: Plan, views: Views) -> None:
-    found = ReportFile(write(tmp_path / "report.html", plan, views, None, []))
+    (tmp_path / "report.html").write_text(plan_page(Report(plan, views)))
+    found = ReportFile(tmp_path / "report.html")
     assert found == tmp_path / "report.html" and isinstance(found, Path) and found.read_text()
     shown = found._repr_html_()
     assert shown is not None and '<iframe srcdoc="&lt;!DOCTYPE html&gt;' in shown and 'sandbox="allow-scripts"' in shown
@@ -224,8 +219,7 @@ def test_a_workload_is_a_line() -> None:
 
 
 def test_ranges_of_the_model_itself_have_a_name() -> None:
-    found = ModuleRange(module="", activations=ValueStatistics(), gradients=ValueStatistics())
-    report = msgspec.structs.replace(range_report({}, {}), modules=[found])
+    report = range_report({"": ValueStatistics()}, {})
     assert "(the model and the loss)" in str(report) and report.advice() in " ".join(str(report).split())
 
 
@@ -309,7 +303,7 @@ def test_after_an_error_the_bars_say_how_far_it_was(notebook: list[Handle]) -> N
 
 def test_time_left_is_said_where_the_end_is_known(monkeypatch: pytest.MonkeyPatch, notebook: list[Handle]) -> None:
     now = [0.0]
-    monkeypatch.setattr("memfit.report.notebook.monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     with Bars("x") as bars:
         bars("train", 0, 10)
         now[0] = 8.0

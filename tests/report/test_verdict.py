@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from memfit.foundations import read_budget
 from memfit.ir import (
@@ -19,7 +19,6 @@ from memfit.ir import (
     Plan,
     Prediction,
     Sharding,
-    Verification,
 )
 from memfit.report import (
     enough_text,
@@ -29,9 +28,10 @@ from memfit.report import (
     prediction_verdict,
     verification_verdict,
 )
-from memfit.report.verdict import comparison_verdict, speed_text
+from memfit.report.summary import comparison_verdict, speed_text
+from tests.report.conftest import GIB, MIB, VERIFIED
 
-KIB, MIB, GIB = 1024, 1024**2, 1024**3
+KIB = 1024
 
 
 def step(peak_bytes: int, seconds: float = 1.0, upper_bytes: int | None = None, **more: Any) -> Prediction:
@@ -53,7 +53,7 @@ def planned(base: Plan, predicted: Prediction, *uses: LeverUse, **more: Any) -> 
     """Return a plan for 100 MiB whose plain step takes a second."""
     numerics = max((each.numerics for each in uses), default="exact", key=NUMERICS.index)
     given = {"levers": Levers(microbatch_size=16), "budget_bytes": 100 * MIB, "plain": step(133 * MIB)} | more
-    return msgspec.structs.replace(base, predicted=predicted, uses=uses, numerics=numerics, **given)
+    return replace(base, predicted=predicted, uses=uses, numerics=numerics, **given)
 
 
 EXACT = use("activation checkpointing", "exact")
@@ -61,53 +61,37 @@ REORDERED, REDUCED, CHANGED = use("microbatches", "reordered"), use("precision",
 BF16 = {"levers": Levers(microbatch_size=16, precision="bf16-mixed")}
 
 
+SHARED = {"levers": Levers(microbatch_size=4, sharding=Sharding(world_size=4, mode="zero3"))}
+DRAWS = {"notes": [f"{OTHER_DRAWS}microbatches differ"]}
+EIGHT_BIT = use("AdamW with 8-bit states", "reduced")
+
+
 @pytest.mark.parametrize(
-    ("predicted", "uses", "more", "verdict"),
+    ("predicted", "used", "more", "verdict"),
     [
-        (step(99 * MIB, 1.04), [EXACT], {}, "Fits: 99 of 100 MiB, 4 % slower, bit-identical."),
-        (step(99 * MIB, 0.97), [REORDERED], {}, "Fits: 99 of 100 MiB, 3 % faster, equal to rounding."),
-        (
-            step(99 * MIB),
-            [REORDERED],
-            {"notes": [f"{OTHER_DRAWS}microbatches differ"]},
-            "Fits: 99 of 100 MiB, as fast, equal to rounding but for dropout masks.",
-        ),
-        (step(99 * MIB, 1.001), [REORDERED], {}, "Fits: 99 of 100 MiB, as fast, equal to rounding."),
-        (step(99 * MIB, 2.5), [EXACT], {}, "Fits: 99 of 100 MiB, 2.5 times as long, bit-identical."),
-        (step(50 * MIB, 0.4), [REDUCED], BF16, "Fits: 50 of 100 MiB, 2.5 times as fast, fewer bits: bfloat16."),
-        (
-            step(50 * MIB),
-            [REORDERED, use("AdamW with 8-bit states", "reduced")],
-            {},
-            "Fits: 50 of 100 MiB, as fast, fewer bits: AdamW with 8-bit states.",
-        ),
-        (step(50 * MIB), [CHANGED], {}, "Fits: 50 of 100 MiB, as fast, another training: adafactor."),
-        (step(99 * MIB, 0.0), [EXACT], {}, "Fits: 99 of 100 MiB, bit-identical."),
-        (step(500 * KIB), [EXACT], {}, "Fits: 500 KiB of 100 MiB, as fast, bit-identical."),
-        (
-            step(98 * MIB, 1.04, 104 * MIB),
-            [EXACT],
-            {},
-            "May not fit: needs up to 104 of 100 MiB, 4 % slower, bit-identical.",
-        ),
-        (step(133 * MIB), [EXACT], {}, "Does not fit: needs 133 of 100 MiB, as fast, bit-identical."),
+        (step(99 * MIB, 1.04), EXACT, {}, "Fits: 99 of 100 MiB, 4 % slower, bit-identical."),
+        (step(99 * MIB, 0.97), REORDERED, {}, "Fits: 99 of 100 MiB, 3 % faster, equal to rounding."),
+        (step(99 * MIB), REORDERED, DRAWS, "Fits: 99 of 100 MiB, as fast, equal to rounding but for dropout masks."),
+        (step(99 * MIB, 1.001), REORDERED, {}, "Fits: 99 of 100 MiB, as fast, equal to rounding."),
+        (step(99 * MIB, 2.5), EXACT, {}, "Fits: 99 of 100 MiB, 2.5 times as long, bit-identical."),
+        (step(50 * MIB, 0.4), REDUCED, BF16, "Fits: 50 of 100 MiB, 2.5 times as fast, fewer bits: bfloat16."),
+        (step(50 * MIB), EIGHT_BIT, {}, "Fits: 50 of 100 MiB, as fast, fewer bits: AdamW with 8-bit states."),
+        (step(50 * MIB), CHANGED, {}, "Fits: 50 of 100 MiB, as fast, another training: adafactor."),
+        (step(99 * MIB, 0.0), EXACT, {}, "Fits: 99 of 100 MiB, bit-identical."),
+        (step(500 * KIB), EXACT, {}, "Fits: 500 KiB of 100 MiB, as fast, bit-identical."),
+        (step(98 * MIB, 1, 104 * MIB), EXACT, {}, "May not fit: needs up to 104 of 100 MiB, as fast, bit-identical."),
+        (step(133 * MIB), EXACT, {}, "Does not fit: needs 133 of 100 MiB, as fast, bit-identical."),
         (
             step(90 * MIB, 1.04, 97 * MIB, peak_reserved_bytes=95 * MIB),
-            [EXACT],
+            EXACT,
             {},
             "Fits: 97 of 100 MiB reserved (90.0 MiB allocated), 4 % slower, bit-identical.",
         ),
-        (
-            step(50 * MIB),
-            [REORDERED],
-            {"levers": Levers(microbatch_size=4, sharding=Sharding(world_size=4, mode="zero3"))},
-            "Fits: 50 of 100 MiB on each of 4 ranks, as fast, equal to rounding.",
-        ),
+        (step(50 * MIB), REORDERED, SHARED, "Fits: 50 of 100 MiB on each of 4 ranks, as fast, equal to rounding."),
     ],
 )
-def test_a_plans_verdict(
-    plan: Plan, predicted: Prediction, uses: list[LeverUse], more: dict[str, Any], verdict: str
-) -> None:
+def test_a_plans_verdict(plan: Plan, predicted: Prediction, used: LeverUse, more: dict[str, Any], verdict: str) -> None:
+    uses = [REORDERED, used] if used is EIGHT_BIT else [used]
     assert plan_verdict(planned(plan, predicted, *uses, **more)) == verdict
 
 
@@ -117,7 +101,7 @@ def test_times_that_were_measured_before_the_choice_count_where_the_plain_step_w
     other = MeasuredStep(levers=plain, uses=(), predicted_seconds=1.0, measured_seconds=2.5, steps=3)
     chosen = planned(plan, step(99 * MIB, 1.04), REORDERED, levers=ours, measured=(own,))
     assert "4 % slower" in plan_verdict(chosen)
-    assert "20 % slower" in plan_verdict(msgspec.structs.replace(chosen, measured=(own, other)))
+    assert "20 % slower" in plan_verdict(replace(chosen, measured=(own, other)))
 
 
 MEASURED = Comparison(
@@ -133,9 +117,9 @@ MEASURED = Comparison(
 def test_what_was_measured_is_told_in_place_of_what_is_predicted(plan: Plan) -> None:
     chosen = planned(plan, step(99 * MIB, 1.04), EXACT)
     assert plan_verdict(chosen, MEASURED) == "Fits: measured 98 of 100 MiB, 10 % slower, bit-identical."
-    apart = msgspec.structs.replace(MEASURED, planned_losses=[2.0, 1.6])
+    apart = replace(MEASURED, planned_losses=[2.0, 1.6])
     assert plan_verdict(chosen, apart) == "Fits: measured 98 of 100 MiB, 10 % slower, losses not identical."
-    larger = msgspec.structs.replace(MEASURED, planned_peak_bytes=101 * MIB)
+    larger = replace(MEASURED, planned_peak_bytes=101 * MIB)
     assert plan_verdict(chosen, larger) == "Does not fit: measured 101 of 100 MiB, 10 % slower, bit-identical."
 
 
@@ -149,33 +133,25 @@ def test_what_was_measured_is_told_in_place_of_what_is_predicted(plan: Plan) -> 
     ],
 )
 def test_a_comparisons_verdict(losses: list[float], words: str) -> None:
-    found = msgspec.structs.replace(MEASURED, planned_losses=losses)
+    found = replace(MEASURED, planned_losses=losses)
     assert comparison_verdict(found) == f"Measured: 98 MiB in place of 133 MiB, 10 % slower, {words}."
 
 
 @pytest.mark.parametrize(
-    ("prediction", "verdict"),
+    ("mib", "upper", "reserved", "device", "verdict"),
     [
-        (step(133 * MIB, upper_bytes=138 * MIB), "Needs 133 MiB, at most 138 MiB."),
-        (step(133 * MIB), "Needs 133 MiB."),
-        (step(133 * MIB, device_bytes=20 * GIB), "Fits: needs 133 MiB of 20 GiB."),
-        (step(133 * MIB, upper_bytes=138 * MIB, device_bytes=GIB), "Fits: needs 133 MiB, at most 138 MiB of 1 GiB."),
-        (
-            step(20 * GIB, upper_bytes=23 * GIB, peak_reserved_bytes=22 * GIB, device_bytes=24 * GIB),
-            "Fits: needs 22 GiB reserved, at most 23 of 24 GiB.",
-        ),
-        (
-            step(20 * GIB, upper_bytes=25 * GIB, peak_reserved_bytes=22 * GIB, device_bytes=24 * GIB),
-            "May not fit: needs 22 GiB reserved, up to 25 of 24 GiB.",
-        ),
-        (
-            step(30 * GIB, upper_bytes=35 * GIB, peak_reserved_bytes=32 * GIB, device_bytes=24 * GIB),
-            "Does not fit: needs 32 of 24 GiB reserved.",
-        ),
+        (133, 138, None, None, "Needs 133 MiB, at most 138 MiB."),
+        (133, 133, None, None, "Needs 133 MiB."),
+        (133, 133, None, 20_480, "Fits: needs 133 MiB of 20 GiB."),
+        (133, 138, None, 1024, "Fits: needs 133 MiB, at most 138 MiB of 1 GiB."),
+        (20_480, 23_552, 22_528, 24_576, "Fits: needs 22 GiB reserved, at most 23 of 24 GiB."),
+        (20_480, 25_600, 22_528, 24_576, "May not fit: needs 22 GiB reserved, up to 25 of 24 GiB."),
+        (30_720, 35_840, 32_768, 24_576, "Does not fit: needs 32 of 24 GiB reserved."),
     ],
 )
-def test_an_estimates_verdict(prediction: Prediction, verdict: str) -> None:
-    assert prediction_verdict(prediction) == verdict
+def test_an_estimates_verdict(mib: int, upper: int, reserved: int | None, device: int | None, verdict: str) -> None:
+    more = {"peak_reserved_bytes": reserved and reserved * MIB, "device_bytes": device and device * MIB}
+    assert prediction_verdict(step(mib * MIB, 1.0, upper * MIB, **more)) == verdict
 
 
 @pytest.mark.parametrize(
@@ -196,37 +172,16 @@ def test_a_budget_that_is_named_is_no_less_than_what_is_needed(nbytes: int) -> N
     assert nbytes <= read_budget(enough_text(nbytes)).nbytes() <= 1.01 * nbytes + 1
 
 
-def a_verification(**more: Any) -> Verification:
-    given: dict[str, Any] = {
-        "failures": [],
-        "numerics": "exact",
-        "plain_loss": 1.0,
-        "planned_loss": 1.0,
-        "loss_difference": 0.0,
-        "gradient_difference": 0.0,
-        "bitwise": True,
-        "gradients": [],
-        "predicted_peak_bytes": 99 * MIB,
-        "measured_peak_bytes": 98 * MIB,
-        "plain_measured_peak_bytes": None,
-        "budget_bytes": 100 * MIB,
-        "notes": [],
-    }
-    return Verification(**(given | more))
+def apart(numerics: Numerics, difference: float) -> dict[str, Any]:
+    return {"numerics": numerics, "bitwise": False, "gradient_difference": difference}
 
 
 @pytest.mark.parametrize(
     ("more", "verdict"),
     [
         ({}, "Verified: measured 98 of 100 MiB, bit-identical."),
-        (
-            {"numerics": "reordered", "bitwise": False, "gradient_difference": 3e-7},
-            "Verified: measured 98 of 100 MiB, equal to rounding (gradients 3e-07 apart).",
-        ),
-        (
-            {"numerics": "reduced", "bitwise": False, "gradient_difference": 0.01},
-            "Verified: measured 98 of 100 MiB, fewer bits (gradients 1e-02 apart).",
-        ),
+        (apart("reordered", 3e-7), "Verified: measured 98 of 100 MiB, equal to rounding (gradients 3e-07 apart)."),
+        (apart("reduced", 0.01), "Verified: measured 98 of 100 MiB, fewer bits (gradients 1e-02 apart)."),
         ({"measured_reserved_bytes": 99 * MIB}, "Verified: measured 99 of 100 MiB, bit-identical."),
         ({"rank_peaks_bytes": [MIB, 98 * MIB]}, "Verified: measured 98 of 100 MiB on each of 2 ranks, bit-identical."),
         ({"failures": ["measured peak is high"]}, "Verification failed: measured peak is high."),
@@ -234,7 +189,7 @@ def a_verification(**more: Any) -> Verification:
     ],
 )
 def test_a_verifications_verdict(more: dict[str, Any], verdict: str) -> None:
-    assert verification_verdict(a_verification(**more)) == verdict
+    assert verification_verdict(replace(VERIFIED, **more)) == verdict
 
 
 def test_what_is_over_never_looks_as_if_it_fitted() -> None:

@@ -16,7 +16,7 @@ from memfit.errors import BudgetError, UsageError, WorkloadError
 from memfit.hardware import find_device
 from memfit.ir import Ladder, Levers, Rung
 from memfit.levers import NotOffered
-from memfit.report.surveys import ladder_page
+from memfit.report import ladder_page
 from memfit.tools._ladder import PAYS, LadderClimb, pays
 from memfit.workload import Workload
 from tests.measuring import step_peak_bytes

@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from memfit._torch import FakeTensor, packet_of, ranks_of, schema_of, storage_key_of
-from memfit.ir import Work, collective_text, is_collective
+from memfit.ir import Collective, Work, is_collective
 from memfit.workload import is_dense, parts, signature
 
 
@@ -86,7 +86,7 @@ def text_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     if not is_collective(str(func)):
         return signature(func, args, kwargs)
     nbytes = max((t.numel() * t.itemsize for t in tensors_in((args, kwargs))), default=0)
-    return collective_text(str(func), nbytes, ranks_of((args, kwargs)))
+    return Collective(str(func), nbytes, ranks_of((args, kwargs))).text
 
 
 def draws_random_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -116,7 +116,7 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
     if count is not None:
         with contextlib.suppress(
             AssertionError
-        ):  # grouped queries before torch 2.12; `ir.throughputs` counts attention itself
+        ):  # grouped queries before torch 2.12; `ir.costs` counts attention itself
             flops = int(count(*args, **kwargs, out_val=out))
     write_bytes = sum(map(_covered_bytes, written))
     read_bytes = sum(map(_covered_bytes, given)) if written else 0

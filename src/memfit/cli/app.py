@@ -258,13 +258,13 @@ def fleet(
     cards = check_cards(options.devices, cast("Path | None", options.prices), options.within)
     options = replace(options, world_sizes=numbers, precisions=searched, devices=options.devices or None)
     from memfit import pipeline
-    from memfit.report import fleet_table, write_fleet
+    from memfit.report import fleet_page, fleet_table
 
     loaded = load_for(workload, cards[0])
     with stages() as progress:
         found = pipeline.fleet(loaded, **vars(options), progress=progress)
     if page is not None:
-        write_fleet(page, found)
+        ir.codec.write_atomic(page, fleet_page(found).encode())
     show({**msgspec.to_builtins(found), "answers": found.answers()}, as_json, fleet_table(with_options(found)))
     tell_written(page, as_json)
 
@@ -449,7 +449,7 @@ def ladder(
     check_new("--html", page, overwrite)
     if options.budget is not None:
         read_budget(options.budget)
-    from memfit.report import ladder_table, write_ladder
+    from memfit.report import ladder_page, ladder_table
     from memfit.tools import ladder as climb
 
     loaded = load(workload)
@@ -458,7 +458,7 @@ def ladder(
     if output is not None:
         ir.codec.write_atomic(output, ir.codec.encode(climbed))
     if page is not None:
-        write_ladder(page, climbed)
+        ir.codec.write_atomic(page, ladder_page(climbed).encode())
     show(climbed, as_json, ladder_table(climbed))
 
 

@@ -31,7 +31,7 @@ from memfit.cost.error_bars import calibration
 from memfit.cost.links import fixed_source, keep, kept
 from memfit.foundations import Progress, StageProgress, safe_point, silent
 from memfit.hardware import allocated_by_name, cache_folder, host_name
-from memfit.ir import CostTable, OpCost, Trace, is_unmeasurable, share_on_paper, simulate
+from memfit.ir import CostTable, OpCost, Share, Trace, among_ranks, is_unmeasurable, simulate
 from memfit.workload import parts, rebuild
 
 _MARK = "memfit-op-"
@@ -95,7 +95,8 @@ def calibrate(traces: Iterable[Trace], progress: StageProgress | None = None) ->
     )
     seen = _seen.setdefault(path, set())
     traces = list(traces)
-    shares = [share.whole for trace in traces for s in trace.signatures if (share := share_on_paper(s)) is not None]
+    found = (among_ranks(s) for trace in traces for s in trace.signatures)
+    shares = [share.whole for share in found if isinstance(share, Share)]
     whole = (s for trace in traces for s in trace.signatures if not is_unmeasurable(s))
     wanted = dict.fromkeys([*whole, *shares])
     uses = Counter(trace.signatures[op.signature] for trace in traces for op in trace.ops)

@@ -27,15 +27,14 @@ from memfit.hardware import cache_folder
 from memfit.ir import (
     COPIES,
     Collective,
+    Copy,
     CostTable,
     Device,
     OpCost,
     Sharding,
+    Share,
     Trace,
-    collective,
-    copy_on_paper,
-    share_on_paper,
-    waited,
+    among_ranks,
 )
 
 _GPU_LATENCY_SECONDS = 5e-6  # estimate: of one hop of a ring, which NCCL's tests show at 3 to 10 µs within a node
@@ -161,17 +160,16 @@ def with_collectives(costs: CostTable, traces: Iterable[Trace], links: Links) ->
     for trace in traces:
         replicas = trace.sharding.replicas if trace.sharding else 1
         for text in trace.signatures:
-            if (sent := collective(text)) is not None:
-                spread = replicas > 1 and sent.ranks == replicas
-                ops[text] = OpCost(links.of(sent.ranks, spread=spread).seconds(sent), 0, False)
-            elif (copied := copy_on_paper(text)) is not None:
-                padded_bytes = copied.padded_bytes if links.pads else 0
-                ops[text] = OpCost(2 * copied.nbytes / links.copy_bytes_per_second, padded_bytes, False)
-            elif (waiting := waited(text)) is not None:
-                ops[text] = OpCost(links.of(waiting.ranks).seconds(waiting), 0, False)
-            elif text not in ops and (share := share_on_paper(text)) is not None:
-                whole = ops.get(share.whole) or costs.of(share.whole)
-                ops[text] = OpCost(whole.seconds / share.ranks, whole.workspace_bytes // share.ranks, whole.measured)
+            match among_ranks(text):
+                case Collective() as sent:
+                    spread = not sent.is_waited and replicas > 1 and sent.ranks == replicas
+                    ops[text] = OpCost(links.of(sent.ranks, spread=spread).seconds(sent), 0, False)
+                case Copy(nbytes, padded_bytes):
+                    padded_bytes = padded_bytes if links.pads else 0
+                    ops[text] = OpCost(2 * nbytes / links.copy_bytes_per_second, padded_bytes, False)
+                case Share(whole, ranks) if text not in ops:
+                    cost = ops.get(whole) or costs.of(whole)
+                    ops[text] = OpCost(cost.seconds / ranks, cost.workspace_bytes // ranks, cost.measured)
     return msgspec.structs.replace(costs, ops=ops)
 
 

@@ -171,6 +171,7 @@ class CachingAllocator:
         num_ooms: Number of requests that failed.
         segments: The first block of each segment, by address. An expandable segment includes unmapped blocks.
         blocks: The blocks of the storages alive, by their numbers, of events that were applied.
+        pools: The free blocks, by whether they are small and by stream.
         oom: The event that failed, which ends a `replay`.
     """
 
@@ -190,13 +191,13 @@ class CachingAllocator:
         self.num_alloc_retries = self.num_ooms = 0
         self.segments: dict[int, MemoryBlock] = {}
         self.blocks: dict[int, MemoryBlock] = {}
+        self.pools: dict[tuple[bool, int], Pool] = {}
         self.oom: AllocationEvent | None = None
         total = capacity_bytes if total_bytes is None else total_bytes
         limited = settings.memory_fraction < 1 and total is not None
         self._allowed_bytes = int(settings.memory_fraction * total) if limited and total is not None else None
         self._total_bytes = _UNKNOWN_TOTAL_BYTES if total is None else total
         self._trace: Tracer = trace or (lambda *_: None)
-        self._pools: dict[tuple[bool, int], Pool] = {}
         self._next_address = _FIRST_ADDRESS
         self._lookups = 0
 
@@ -226,10 +227,24 @@ class CachingAllocator:
         if nbytes < 1:
             raise ValueError(f"nbytes={nbytes} must be at least 1")
         size = self.settings.rounded_bytes(nbytes)
-        pool = self._pool(size <= SMALL_BYTES, stream)
+        key = size <= SMALL_BYTES, stream
+        if key not in self.pools:
+            self.pools[key] = Pool(*key, SMALL_SEGMENT_BYTES if key[0] else self.settings.large_segment_bytes)
+        pool = self.pools[key]
         block = self._take_free(pool, size) or self._take_new(pool, size)
         if block is None:
-            raise self._out_of_memory(size, stream)
+            self.num_ooms += 1
+            capacity = min(n for n in (self.capacity_bytes, self._allowed_bytes) if n is not None)
+            self._trace("oom", capacity - self.reserved_bytes, size, stream)
+            raise SimulatedOutOfMemoryError(
+                f"the simulated device is full: {format_bytes(size)} requested, {format_bytes(self.allocated_bytes)} "
+                f"allocated and {format_bytes(self.reserved_bytes)} reserved of capacity_bytes={capacity} "
+                f"({format_bytes(capacity)}); lower the step's peak, or raise capacity_bytes=",
+                requested_bytes=size,
+                allocated_bytes=self.allocated_bytes,
+                reserved_bytes=self.reserved_bytes,
+                capacity_bytes=capacity,
+            )
         block.allocated = True
         rest, most = block.size - size, self.settings.max_split_bytes
         if pool.small or self.settings.expandable_segments:
@@ -260,19 +275,12 @@ class CachingAllocator:
 
     def empty_cache(self) -> None:
         """Return free memory to the device: whole segments, or whole pages of expandable ones."""
-        for key in sorted(self._pools):
-            for _, _, block in list(self._pools[key].free):
+        for key in sorted(self.pools):
+            for _, _, block in list(self.pools[key].free):
                 if self.settings.expandable_segments:
                     self._unmap(block)
                 elif not block.is_split:
                     self._release(block)
-
-    def _pool(self, small: bool, stream: int) -> Pool:
-        pool = self._pools.get((small, stream))
-        if pool is None:
-            page_bytes = SMALL_SEGMENT_BYTES if small else self.settings.large_segment_bytes
-            pool = self._pools[small, stream] = Pool(small, stream, page_bytes)
-        return pool
 
     def _take_free(self, pool: Pool, size: int) -> MemoryBlock | None:
         """Take the best fit: the smallest free block that is large enough, at the lowest address."""
@@ -358,7 +366,7 @@ class CachingAllocator:
         """Release large segments that were unused for longer than the mean, until the threshold is met."""
         threshold = int(self.settings.garbage_collection_threshold * allowed_bytes)
         excess = self.reserved_bytes - threshold
-        large = [self._pools[key] for key in sorted(self._pools) if not key[0]]
+        large = [self.pools[key] for key in sorted(self.pools) if not key[0]]
         unused = [block for pool in large for _, _, block in pool.free if not block.is_split]
         while excess > 0 and unused:
             mean = sum(self._lookups - block.freed_at for block in unused) / len(unused)
@@ -434,21 +442,6 @@ class CachingAllocator:
         if not middle.is_split:
             pool.remove(middle)
             del self.segments[middle.address]
-
-    def _out_of_memory(self, size: int, stream: int) -> SimulatedOutOfMemoryError:
-        self.num_ooms += 1
-        limits = [limit for limit in (self.capacity_bytes, self._allowed_bytes) if limit is not None]
-        capacity = min(limits)
-        self._trace("oom", capacity - self.reserved_bytes, size, stream)
-        return SimulatedOutOfMemoryError(
-            f"the simulated device is full: {format_bytes(size)} requested, {format_bytes(self.allocated_bytes)} "
-            f"allocated and {format_bytes(self.reserved_bytes)} reserved of capacity_bytes={capacity} "
-            f"({format_bytes(capacity)}); lower the step's peak, or raise capacity_bytes=",
-            requested_bytes=size,
-            allocated_bytes=self.allocated_bytes,
-            reserved_bytes=self.reserved_bytes,
-            capacity_bytes=capacity,
-        )
 
 
 def replay(

@@ -132,11 +132,8 @@ class AllocatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             steps = self.roundup_power2_divisions
             each = "" if isinstance(steps, int) else ",".join(f"{2**i}:{n}" for i, n in enumerate(steps))
             parts.append(f"roundup_power2_divisions:{steps if isinstance(steps, int) else f'[{each}]'}")
-        if self.garbage_collection_threshold:
-            parts.append(f"garbage_collection_threshold:{self.garbage_collection_threshold}")
-        if self.memory_fraction < 1:
-            parts.append(f"per_process_memory_fraction:{self.memory_fraction}")
-        return ",".join(parts)
+        shares = {key: (getattr(self, name), getattr(default, name)) for key, name in _SHARES.items()}
+        return ",".join([*parts, *(f"{key}:{share}" for key, (share, usual) in shares.items() if share != usual)])
 
     def divisions(self) -> tuple[int, ...]:
         """Return `roundup_power2_divisions` for each interval of sizes."""

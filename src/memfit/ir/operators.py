@@ -108,7 +108,7 @@ COPIES = "copies"
 ELEMENTWISE = "elementwise"
 OTHER = "other"
 
-_NAMES: dict[str, str] = {
+OPERATORS: dict[str, str] = {
     MATRIX: """
         _addmm_activation _grouped_mm _int_mm _scaled_grouped_mm _scaled_mm _weight_int4pack_mm addbmm addmm
         addmv addr baddbmm bmm dot einsum ger linear matmul mkldnn_linear mm mv vdot
@@ -201,7 +201,8 @@ _NAMES: dict[str, str] = {
         xlogy
     """,
 }
-_CLASS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
+"""Names of operators by class."""
+_CLASS = {name: kind for kind, names in OPERATORS.items() for name in names.split()}
 
 
 def base_name(name: str) -> str:
@@ -232,6 +233,8 @@ SHARDS_IN, SCATTER = "fsdp.chunk_cat.default", "c10d._reduce_scatter_base_.defau
 REDUCE, BROADCAST = "c10d.allreduce_.default", "c10d.broadcast_.default"
 _SENT_SHARE = {GATHER: 1.0, SCATTER: 1.0, REDUCE: 2.0, BROADCAST: 1.0, "_c10d_functional.all_reduce.default": 2.0}
 """What each rank of N sends, as a multiple of B·(N−1)/N of B bytes: ring algorithms."""
+COPY_OUT, COPY_IN, WAIT = "memfit.copy_out.default", "memfit.copy_in.default", "memfit.wait.default"
+"""The operators of an applied step that copy to the host and back, and that wait for a copy."""
 SUM, RING, BUBBLE = "memfit.sum", "memfit.ring", "memfit.bubble"
 """Operators put into a trace on paper, for which ranks that share a model wait at once: sums of activations, keys and
 values that go round, and a pipeline that fills and drains."""
@@ -258,25 +261,15 @@ class Collective(NamedTuple):
         share = _WAITED_SHARE.get(self.name) or _SENT_SHARE[self.name]
         return share * self.nbytes * (self.ranks - 1) / self.ranks
 
+    @property
+    def is_waited(self) -> bool:
+        """Whether it was put in on paper, on the critical path."""
+        return self.name in _WAITED_SHARE
 
-def collective_text(name: str, nbytes: int, ranks: int) -> str:
-    """Return the signature of a collective."""
-    return json.dumps({"op": name, "args": [nbytes, ranks]}, separators=(",", ":"))
-
-
-def is_collective(name: str) -> bool:
-    """Tell whether an operator sends."""
-    return name in _SENT_SHARE
-
-
-def collective(signature: str) -> Collective | None:
-    """Return the collective of a signature; None for other operators."""
-    if not signature.startswith(('{"op":"c10d.', '{"op":"_c10d_functional.')):
-        return None
-    body = json.loads(signature)
-    if body["op"] not in _SENT_SHARE or len(body.get("args", ())) != 2:
-        return None
-    return Collective(body["op"], *body["args"])
+    @property
+    def text(self) -> str:
+        """Its signature."""
+        return json.dumps({"op": self.name, "args": [self.nbytes, self.ranks]}, separators=(",", ":"))
 
 
 class Copy(NamedTuple):
@@ -291,15 +284,6 @@ class Copy(NamedTuple):
     padded_bytes: int
 
 
-def copy_on_paper(signature: str) -> Copy | None:
-    """Return the copy of a signature that was put in on paper; None for other operators, and for captured ones."""
-    if not signature.startswith(('{"op":"' + SHARDS_OUT, '{"op":"' + SHARDS_IN)):
-        return None
-    body = json.loads(signature)
-    args = body.get("args", ())
-    return Copy(args[0], body.get("padded", 0)) if len(args) == 1 and isinstance(args[0], int) else None
-
-
 class Share(NamedTuple):
     """One rank's share of an operator, put into a trace on paper.
 
@@ -311,33 +295,66 @@ class Share(NamedTuple):
     whole: str
     ranks: int
 
-
-_SHARE_KEY = '"kwargs":{"share_of":'
-
-
-def share_text(name: str, share: Share) -> str:
-    """Return the signature of a share."""
-    kwargs = {"share_of": share.whole, "ranks": share.ranks}
-    return json.dumps({"op": name, "kwargs": kwargs}, separators=(",", ":"))
+    def text(self, name: str) -> str:
+        """Return its signature, for an operator."""
+        kwargs = {_SHARE: self.whole, "ranks": self.ranks}
+        return json.dumps({"op": name, "kwargs": kwargs}, separators=(",", ":"))
 
 
-def share_on_paper(signature: str) -> Share | None:
-    """Return the share of a signature that was put in on paper; None for other operators."""
-    if _SHARE_KEY not in signature:
-        return None
-    kwargs = json.loads(signature)["kwargs"]
-    return Share(kwargs["share_of"], kwargs["ranks"])
+_SHARE = "share_of"
+_STARTS = tuple(f'{{"op":"{name}' for name in ("c10d.", "_c10d_functional.", SHARDS_OUT, SHARDS_IN, *_WAITED_SHARE))
 
 
-def waited(signature: str) -> Collective | None:
-    """Return the collective of a signature that was put in on paper, on the critical path; None for others."""
-    if not signature.startswith(tuple(f'{{"op":"{name}"' for name in _WAITED_SHARE)) or _SHARE_KEY in signature:
+def is_collective(name: str) -> bool:
+    """Tell whether an operator sends."""
+    return name in _SENT_SHARE
+
+
+def among_ranks(signature: str) -> Collective | Copy | Share | None:
+    """Return what a signature has of other ranks, captured or put in on paper; None for operators by themselves."""
+    is_share = f'"kwargs":{{"{_SHARE}":' in signature
+    if not is_share and not signature.startswith(_STARTS):
         return None
     body = json.loads(signature)
-    return Collective(body["op"], *body["args"])
+    args = body.get("args", ())
+    if is_share:
+        return Share(body["kwargs"][_SHARE], body["kwargs"]["ranks"])
+    if body["op"] in (*_SENT_SHARE, *_WAITED_SHARE) and len(args) == 2:
+        return Collective(body["op"], *args)
+    if body["op"] in (SHARDS_OUT, SHARDS_IN) and len(args) == 1 and isinstance(args[0], int):
+        return Copy(args[0], body.get("padded", 0))
+    return None
 
 
 def is_unmeasurable(signature: str) -> bool:
     """Tell whether an operator can't be measured by itself: it takes other ranks, or was put in on paper."""
-    on_paper = any(of(signature) is not None for of in (collective, copy_on_paper, share_on_paper, waited))
-    return on_paper or signature.startswith('{"op":"' + BUBBLE)
+    return among_ranks(signature) is not None or signature.startswith('{"op":"' + BUBBLE)
+
+
+_KERNEL = "kernel\n"
+_IN_PLACE = " bytes in place"
+
+
+def kernel_text(members: tuple[str, ...], reused_bytes: int = 0) -> str:
+    """Return the signature of a kernel.
+
+    Args:
+        members: The signatures of its operators.
+        reused_bytes: The bytes that it writes over its dying inputs, less what it holds for others in its function.
+    """
+    return _KERNEL + "\n".join([*members, f"{reused_bytes}{_IN_PLACE}"])
+
+
+def is_kernel(signature: str) -> bool:
+    """Tell whether a signature is a kernel's."""
+    return signature.startswith(_KERNEL)
+
+
+def members_of(signature: str) -> tuple[str, ...]:
+    """Return the signatures of a kernel's operators."""
+    return tuple(signature.removeprefix(_KERNEL).split("\n")[:-1])
+
+
+def reused_bytes_of(signature: str) -> int:
+    """Return the bytes that a kernel writes over its dying inputs."""
+    return int(signature.rpartition("\n")[2].removesuffix(_IN_PLACE))

@@ -13,8 +13,8 @@ from memfit.errors import InfeasibleError
 from memfit.foundations import Budget, format_bytes, public, read_budget
 from memfit.ir import codec
 from memfit.ir.codec import Shown, ShownList
+from memfit.ir.costs import Throughput
 from memfit.ir.regions import Region
-from memfit.ir.throughputs import Throughput
 from memfit.ir.timeline import PeakPart
 from memfit.ir.trace import Sharding
 

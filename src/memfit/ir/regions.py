@@ -30,8 +30,9 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ import numpy.typing as npt
 
 from memfit.ir.codec import Shown
 from memfit.ir.costs import CostTable
-from memfit.ir.trace import Trace, later_microbatches
+from memfit.ir.trace import Trace
 
 Keep = tuple[str, ...]
 """Operators whose outputs a region keeps, each as "overload#occurrence" within one call of the region."""
@@ -63,12 +64,8 @@ class Region(Shown, frozen=True, forbid_unknown_fields=True):
     prefetch: str = ""
 
 
-def enclosing(fqn: str) -> set[str]:
-    """Return the FQNs of a module and of those around it, the model's own, "", included."""
-    parts = fqn.split(".")
-    return {"", *(".".join(parts[: n + 1]) for n in range(len(parts)))}
-
-
+LEAST_BYTES = 2**16
+"""Smaller storages stay on the device: the launch of a copy costs more than it saves."""
 _GENERATOR_STATE_BYTES = 5056
 
 
@@ -95,6 +92,82 @@ class RegionCall:
     end: int
     saves: tuple[int, ...]
     inputs: tuple[int, ...]
+
+
+class RecomputedCopy(NamedTuple):
+    """A storage that a recomputation allocates again.
+
+    Attributes:
+        storage: The storage that it is a copy of.
+        born: The forward operator that allocates it again.
+        released: The last forward operator of the recomputation at which it is alive.
+        death: The backward operator after which it is released; -1 if none needs it.
+        taken_by: The last inner region call to run again that takes it as an argument: it lives until then.
+    """
+
+    storage: int
+    born: int
+    released: int
+    death: int
+    taken_by: RegionCall | None = None
+
+    @property
+    def survives(self) -> bool:
+        return self.death >= 0 or self.taken_by is not None
+
+
+@dataclass(frozen=True, eq=False)
+class Recomputation:
+    """One recomputation of a region call.
+
+    Attributes:
+        depth: Number of regions around it.
+        cut: One past the last operator that runs again.
+        kept: Operators before `cut` that do not run again.
+        copies: The storages that it allocates again.
+        states: Number of random generator states that it saves: one, and one for each call of the regions inside.
+    """
+
+    region: RegionCall
+    depth: int
+    cut: int
+    kept: frozenset[int]
+    copies: tuple[RecomputedCopy, ...]
+    states: int
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """The sort key for the order in which recomputations run."""
+        return (self.region.recompute_at, self.depth, -self.region.start)
+
+    def overhead_seconds(self, costs: CostTable) -> float:
+        """Return its overhead beyond the operators that run again."""
+        selective = costs.selective_op_seconds * (self.region.stop - self.region.start) if self.kept else 0.0
+        return costs.checkpoint_seconds + selective
+
+    @property
+    def rerun(self) -> list[int]:
+        """The operators that run again."""
+        return [op for op in range(self.region.start, self.cut) if op not in self.kept]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A storage that waits in host memory.
+
+    Attributes:
+        storage: Index into `Trace.storages`.
+        call: The module call that sends it.
+        landed: The last forward operator at which the copy to the host holds it.
+        fetched: The backward operator just before which it is copied back; -1 when the recomputation starts.
+        death: The last backward operator at which the recomputation's saves hold it; -1 if none does.
+    """
+
+    storage: int
+    call: int
+    landed: int
+    fetched: int
+    death: int
 
 
 class Regions:
@@ -219,117 +292,120 @@ class Regions:
             return False
         return not set(outer.calls).isdisjoint(self.trace.call_chain(inner.calls[0]))
 
+    def recomputations(
+        self,
+        region: RegionCall,
+        kept: frozenset[int] = frozenset(),
+        inside: Sequence[RegionCall] = (),
+        depth: int = 0,
+    ) -> Iterator[Recomputation]:
+        """Yield the recomputations of a region call, which keeps operators, and of those inside it, which keep none."""
+        children = [c for c in inside if not any(self.contains(other, c) for other in inside)]
+        saves = self.trace.saves
+        elsewhere = {save for child in children for save in child.saves}
+        own = [index for index in region.saves if index not in elsewhere]
+        taken = [i for child in children for i in child.saves if saves[i].storage in child.inputs]
+        deaths = self._deaths([*own, *taken])
+        in_order = sorted(children, key=lambda child: child.recompute_at)
+        taken_by = {storage: child for child in in_order for storage in child.inputs}
+        ends = [region.start, *(child.start for child in children), *(saves[index].at for index in own)]
+        cut = min(max(ends), region.stop)
+        copies = tuple(
+            RecomputedCopy(storage, op, self.released(storage, cut), deaths.get(storage, -1), taken_by.get(storage))
+            for op in range(region.start, cut)
+            if op not in kept
+            for storage in self.trace.births[op]
+        )
+        yield Recomputation(region, depth, cut, kept, copies, states=1 + sum(len(child.calls) for child in children))
+        for child in children:
+            within = [c for c in inside if self.contains(child, c)]
+            yield from self.recomputations(child, frozenset(), within, depth + 1)
 
-class RecomputedCopy(NamedTuple):
-    """A storage that a recomputation allocates again.
+    def _deaths(self, saves: Iterable[int]) -> dict[int, int]:
+        """Return the last operator at which saves hold a storage, by the storage."""
+        deaths: dict[int, int] = {}
+        for save in (self.trace.saves[index] for index in saves):
+            deaths[save.storage] = max(save.death, deaths.get(save.storage, -1))
+        return deaths
 
-    Attributes:
-        storage: The storage that it is a copy of.
-        born: The forward operator that allocates it again.
-        released: The last forward operator of the recomputation at which it is alive.
-        death: The backward operator after which it is released; -1 if none needs it.
-        taken_by: The last inner region call to run again that takes it as an argument: it lives until then.
-    """
+    def released(self, storage: int, cut: int) -> int:
+        """Return the last forward operator of a recomputation that holds a storage allocated or kept in the region."""
+        record = self.trace.storages[storage]
+        return min(max(record.release, record.birth), cut - 1)
 
-    storage: int
-    born: int
-    released: int
-    death: int
-    taken_by: RegionCall | None = None
+    def added_bytes(
+        self, again: Recomputation, workspace: Sequence[int], moved: frozenset[int] = frozenset()
+    ) -> npt.NDArray[np.int64]:
+        """Return the bytes that a recomputation adds, at each of its operators, to those alive when it starts."""
+        region, storages = again.region, self.trace.storages
+        change = np.zeros(again.cut - region.start + 1, np.int64)
+        for copy in again.copies:
+            change[copy.born - region.start] += storages[copy.storage].nbytes
+            if not copy.survives:
+                change[copy.released - region.start + 1] -= storages[copy.storage].nbytes
+        saved = {self.trace.saves[s].storage for s in region.saves} | moved
+        for storage in (s for op in again.kept for s in self.trace.births[op] if s not in saved):
+            change[0] += storages[storage].nbytes
+            change[self.released(storage, region.cut) - region.start + 1] -= storages[storage].nbytes
+        runs = [0 if op in again.kept else workspace[op] for op in range(region.start, again.cut)]
+        added: npt.NDArray[np.int64] = np.cumsum(change)[:-1] + np.array(runs, np.int64)
+        return added
 
-    @property
-    def survives(self) -> bool:
-        return self.death >= 0 or self.taken_by is not None
+    def transfers(self, region: RegionCall, kept: frozenset[int], prefetch: str) -> tuple[Transfer, ...]:
+        """Return the storages of a region call that wait in host memory."""
+        trace = self.trace
+        later = next((call for call in self.later_siblings(region) if trace.fqn_of(call) == prefetch), -1)
+        start = self.backward_start.get(later, -1)
+        fetched = start if start < region.recompute_at else -1
+        deaths = self._deaths(region.saves)
+        moved: dict[int, Transfer] = {}
+        for call in region.calls:
+            start, end = trace.calls[call].start, trace.calls[call].end
+            arguments = [s for s in trace.calls[call].activations if s in region.inputs]
+            outputs = [s for op in sorted(kept) if start <= op < end for s in trace.births[op]]
+            for storage in (*arguments, *outputs):
+                if trace.storages[storage].nbytes >= LEAST_BYTES and storage not in moved:
+                    moved[storage] = Transfer(storage, call, end - 1, fetched, deaths.get(storage, -1))
+        return tuple(moved.values())
 
+    def host_bytes(self, moved: Sequence[Transfer]) -> int:
+        """Return the pinned memory of transfers, for the microbatch with the most.
 
-@dataclass(frozen=True, eq=False)
-class Recomputation:
-    """One recomputation of a region call.
+        PyTorch's allocator of pinned memory rounds each tensor up to a power of two.
+        """
+        total: Counter[int] = Counter()
+        for transfer in moved:
+            nbytes = self.trace.storages[transfer.storage].nbytes
+            total[self.trace.calls[transfer.call].microbatch] += 1 << (nbytes - 1).bit_length()
+        return max(total.values(), default=0)
 
-    Attributes:
-        depth: Number of regions around it.
-        cut: One past the last operator that runs again.
-        kept: Operators before `cut` that do not run again.
-        copies: The storages that it allocates again.
-        states: Number of random generator states that it saves: one, and one for each call of the regions inside.
-    """
+    def stall_seconds(
+        self, costs: CostTable, seconds: npt.NDArray[np.float64], region: RegionCall, moved: Sequence[Transfer]
+    ) -> float:
+        """Return how long one run of a region call waits for transfers that the computation does not hide."""
+        total = self.fetch_stall_seconds(costs, seconds, region, moved)
+        for call in region.calls:
+            hidden = seconds[self.trace.calls[call].start : self.trace.calls[call].end].sum()
+            total += max(0.0, self._copy_seconds(costs, [t for t in moved if t.call == call]) - hidden)
+        return float(total)
 
-    region: RegionCall
-    depth: int
-    cut: int
-    kept: frozenset[int]
-    copies: tuple[RecomputedCopy, ...]
-    states: int
+    def fetch_stall_seconds(
+        self, costs: CostTable, seconds: npt.NDArray[np.float64], region: RegionCall, moved: Sequence[Transfer]
+    ) -> float:
+        """Return how long the recomputation of a region call waits for copies back; see `stall_seconds`."""
+        hidden = seconds[moved[0].fetched : region.recompute_at].sum() if moved and moved[0].fetched >= 0 else 0.0
+        return float(max(0.0, self._copy_seconds(costs, moved) - hidden))
 
-    @property
-    def order(self) -> tuple[int, int, int]:
-        """The sort key for the order in which recomputations run."""
-        return (self.region.recompute_at, self.depth, -self.region.start)
+    def _copy_seconds(self, costs: CostTable, moved: Sequence[Transfer]) -> float:
+        """Return the time of copies in one direction; infinite where nothing is known of the link."""
+        nbytes = sum(self.trace.storages[m.storage].nbytes for m in moved)
+        if not nbytes:
+            return 0.0
+        return nbytes / costs.link_bytes_per_second if costs.link_bytes_per_second else math.inf
 
-    @property
-    def rerun(self) -> list[int]:
-        """The operators that run again."""
-        return [op for op in range(self.region.start, self.cut) if op not in self.kept]
-
-
-def recomputations(
-    regions: Regions,
-    region: RegionCall,
-    kept: frozenset[int] = frozenset(),
-    inside: Sequence[RegionCall] = (),
-    depth: int = 0,
-) -> Iterator[Recomputation]:
-    """Yield the recomputations of a region call, which keeps operators, and of the calls inside it, which keep none."""
-    trace = regions.trace
-    children = [c for c in inside if not any(regions.contains(other, c) for other in inside)]
-    deaths: dict[int, int] = {}
-    taken_by: dict[int, RegionCall] = {}
-    cut = max((child.start for child in children), default=region.start)
-    elsewhere = {save for child in children for save in child.saves}
-    for save in (trace.saves[index] for index in region.saves if index not in elsewhere):
-        deaths[save.storage] = max(save.death, deaths.get(save.storage, -1))
-        cut = max(cut, save.at)
-    for child in sorted(children, key=lambda child: child.recompute_at):
-        taken_by |= dict.fromkeys(child.inputs, child)
-        for save in (trace.saves[index] for index in child.saves):
-            if save.storage in child.inputs:
-                deaths[save.storage] = max(save.death, deaths.get(save.storage, -1))
-    cut = min(cut, region.stop)
-    copies = tuple(
-        RecomputedCopy(storage, op, released(regions, storage, cut), deaths.get(storage, -1), taken_by.get(storage))
-        for op in range(region.start, cut)
-        if op not in kept
-        for storage in trace.births[op]
-    )
-    yield Recomputation(region, depth, cut, kept, copies, states=1 + sum(len(child.calls) for child in children))
-    for child in children:
-        within = [c for c in inside if regions.contains(child, c)]
-        yield from recomputations(regions, child, frozenset(), within, depth + 1)
-
-
-def released(regions: Regions, storage: int, cut: int) -> int:
-    """Return the last forward operator of a recomputation that holds a storage allocated or kept in the region."""
-    record = regions.trace.storages[storage]
-    return min(max(record.release, record.birth), cut - 1)
-
-
-def added_bytes(
-    regions: Regions, again: Recomputation, workspace: Sequence[int], moved: frozenset[int] = frozenset()
-) -> npt.NDArray[np.int64]:
-    """Return the bytes that a recomputation adds, at each of its operators, to those alive when it starts."""
-    region, storages = again.region, regions.trace.storages
-    change = np.zeros(again.cut - region.start + 1, np.int64)
-    for copy in again.copies:
-        change[copy.born - region.start] += storages[copy.storage].nbytes
-        if not copy.survives:
-            change[copy.released - region.start + 1] -= storages[copy.storage].nbytes
-    saved = {regions.trace.saves[s].storage for s in region.saves} | moved
-    for storage in (s for op in again.kept for s in regions.trace.births[op] if s not in saved):
-        change[0] += storages[storage].nbytes
-        change[released(regions, storage, region.cut) - region.start + 1] -= storages[storage].nbytes
-    runs = [0 if op in again.kept else workspace[op] for op in range(region.start, again.cut)]
-    added: npt.NDArray[np.int64] = np.cumsum(change)[:-1] + np.array(runs, np.int64)
-    return added
+    def repeats_of(self, region: RegionCall) -> float:
+        """Return how often a region call runs in the real step: the second microbatch stands for later ones."""
+        return self.trace.later_microbatches if self.trace.calls[region.calls[0]].microbatch == 1 else 1.0
 
 
 @dataclass(frozen=True)
@@ -379,96 +455,3 @@ class Keepers:
     def around(self, call: int) -> list[RegionCall]:
         """Return the candidates that hold a module call."""
         return [region for one in self.regions.trace.call_chain(call) for region in self._around.get(one, ())]
-
-
-Floats = npt.NDArray[np.float64]
-
-LEAST_BYTES = 2**16
-"""Smaller storages stay on the device: the launch of a copy costs more than it saves."""
-
-COPY_OUT, COPY_IN, WAIT = "memfit.copy_out.default", "memfit.copy_in.default", "memfit.wait.default"
-"""The operators of an applied step that copy to the host and back, and that wait for a copy."""
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """A storage that waits in host memory.
-
-    Attributes:
-        storage: Index into `Trace.storages`.
-        call: The module call that sends it.
-        landed: The last forward operator at which the copy to the host holds it.
-        fetched: The backward operator just before which it is copied back; -1 when the recomputation starts.
-        death: The last backward operator at which the recomputation's saves hold it; -1 if none does.
-    """
-
-    storage: int
-    call: int
-    landed: int
-    fetched: int
-    death: int
-
-
-def transfers(regions: Regions, region: RegionCall, kept: frozenset[int], prefetch: str) -> tuple[Transfer, ...]:
-    """Return the storages of a region call that wait in host memory."""
-    trace = regions.trace
-    later = next((call for call in regions.later_siblings(region) if trace.fqn_of(call) == prefetch), -1)
-    start = regions.backward_start.get(later, -1)
-    fetched = start if start < region.recompute_at else -1
-    deaths: dict[int, int] = {}
-    for save in (trace.saves[index] for index in region.saves):
-        deaths[save.storage] = max(save.death, deaths.get(save.storage, -1))
-    moved: dict[int, Transfer] = {}
-    for call in region.calls:
-        start, end = trace.calls[call].start, trace.calls[call].end
-        arguments = [s for s in trace.calls[call].activations if s in region.inputs]
-        outputs = [s for op in sorted(kept) if start <= op < end for s in trace.births[op]]
-        for storage in (*arguments, *outputs):
-            if trace.storages[storage].nbytes >= LEAST_BYTES and storage not in moved:
-                moved[storage] = Transfer(storage, call, end - 1, fetched, deaths.get(storage, -1))
-    return tuple(moved.values())
-
-
-def host_bytes(regions: Regions, moved: Sequence[Transfer]) -> int:
-    """Return the pinned memory of transfers, for the microbatch with the most.
-
-    PyTorch's allocator of pinned memory rounds each tensor up to a power of two.
-    """
-    total: dict[int, int] = {}
-    for transfer in moved:
-        microbatch = regions.trace.calls[transfer.call].microbatch
-        rounded = 1 << (regions.trace.storages[transfer.storage].nbytes - 1).bit_length()
-        total[microbatch] = total.get(microbatch, 0) + rounded
-    return max(total.values(), default=0)
-
-
-def stall_seconds(
-    regions: Regions, costs: CostTable, seconds: Floats, region: RegionCall, moved: Sequence[Transfer]
-) -> float:
-    """Return how long one run of a region call waits for transfers that the computation does not hide."""
-    total = fetch_stall_seconds(regions, costs, seconds, region, moved)
-    for call in region.calls:
-        hidden = seconds[regions.trace.calls[call].start : regions.trace.calls[call].end].sum()
-        total += max(0.0, _copy_seconds(regions, costs, [t for t in moved if t.call == call]) - hidden)
-    return float(total)
-
-
-def fetch_stall_seconds(
-    regions: Regions, costs: CostTable, seconds: Floats, region: RegionCall, moved: Sequence[Transfer]
-) -> float:
-    """Return how long the recomputation of a region call waits for copies back; see `stall_seconds`."""
-    hidden = seconds[moved[0].fetched : region.recompute_at].sum() if moved and moved[0].fetched >= 0 else 0.0
-    return float(max(0.0, _copy_seconds(regions, costs, moved) - hidden))
-
-
-def _copy_seconds(regions: Regions, costs: CostTable, moved: Sequence[Transfer]) -> float:
-    """Return the time of copies in one direction; infinite where nothing is known of the link."""
-    nbytes = sum(regions.trace.storages[m.storage].nbytes for m in moved)
-    if not nbytes:
-        return 0.0
-    return nbytes / costs.link_bytes_per_second if costs.link_bytes_per_second else float("inf")
-
-
-def repeats_of(trace: Trace, region: RegionCall) -> float:
-    """Return how often a region call runs in the real step: the second microbatch stands for later ones."""
-    return later_microbatches(trace) if trace.calls[region.calls[0]].microbatch == 1 else 1.0

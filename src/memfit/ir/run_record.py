@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from memfit.ir.codec import Shown
 from memfit.ir.costs import CostTable
 from memfit.ir.plan import Numerics, Precision
-from memfit.ir.regions import Region, enclosing
+from memfit.ir.regions import Region
 from memfit.ir.timeline import Timeline
-from memfit.ir.trace import Trace, repeats
+from memfit.ir.trace import Trace, enclosing
 
 
 class Comparison(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -123,7 +123,7 @@ def module_table(plain: Trace, planned: Trace, costs: CostTable, regions: Iterab
             for fqn in enclosing(plain.modules[storage.owner].fqn):
                 parameters[fqn] += storage.nbytes
     seconds: dict[str, float] = defaultdict(float)
-    for op, of_op in zip(plain.ops, (repeats(plain) * costs.op_seconds(plain)).tolist(), strict=True):
+    for op, of_op in zip(plain.ops, (plain.repeats * costs.op_seconds(plain)).tolist(), strict=True):
         for fqn in _around(plain, op.call) if op.phase == "forward" else ():
             seconds[fqn] += of_op
     actions: dict[str, str] = {}
@@ -149,7 +149,7 @@ def _kept_bytes(trace: Trace) -> dict[str, int]:
 
 
 def _around(trace: Trace, call: int) -> set[str]:
-    return {trace.modules[trace.calls[c].module].fqn for c in trace.call_chain(call)}
+    return set(map(trace.fqn_of, trace.call_chain(call)))
 
 
 class GradientDifference(Shown, frozen=True, kw_only=True):
@@ -291,7 +291,10 @@ def range_report(activations: Mapping[str, ValueStatistics], gradients: Mapping[
         ModuleRange(module=name, activations=seen, gradients=gradients.get(name, ValueStatistics()))
         for name, seen in activations.items()
     ]
-    scale = _scale([module.gradients for module in modules])
+    # The largest power of two that leaves the largest gradient some headroom.
+    largest = max((module.gradients.largest for module in modules), default=0.0)
+    exponent = math.floor(math.log2(FP16_LARGEST / largest)) - _HEADROOM_EXPONENT if largest else 0
+    scale = 2.0 ** min(max(exponent, 0), _MOST_EXPONENT)
     overflowing = [
         m.module
         for m in modules
@@ -308,12 +311,3 @@ def range_report(activations: Mapping[str, ValueStatistics], gradients: Mapping[
         overflowing=overflowing,
         flushing=flushing,
     )
-
-
-def _scale(gradients: Sequence[ValueStatistics]) -> float:
-    """Return the largest power of two that leaves the largest gradient some headroom."""
-    largest = max((seen.largest for seen in gradients), default=0.0)
-    if largest == 0.0:
-        return 1.0
-    exponent = math.floor(math.log2(FP16_LARGEST / largest)) - _HEADROOM_EXPONENT
-    return 2.0 ** min(max(exponent, 0), _MOST_EXPONENT)

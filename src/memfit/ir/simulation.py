@@ -5,36 +5,34 @@ from __future__ import annotations
 import copy as copies
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from memfit.ir.costs import CostTable, is_kernel
-from memfit.ir.operators import GATHER, SHARDS_IN, SHARDS_OUT, SMALL_BYTES, collective, is_collective
-from memfit.ir.regions import (
+from memfit.ir.caching_allocator import AllocationEvent
+from memfit.ir.costs import CostTable
+from memfit.ir.operators import (
     COPY_IN,
     COPY_OUT,
+    GATHER,
+    SHARDS_IN,
+    SHARDS_OUT,
+    SMALL_BYTES,
     WAIT,
-    Keepers,
-    Recomputation,
-    Region,
-    RegionCall,
-    Regions,
-    Transfer,
-    enclosing,
-    recomputations,
-    released,
-    repeats_of,
-    stall_seconds,
-    transfers,
+    Collective,
+    among_ranks,
+    is_collective,
 )
+from memfit.ir.regions import Keepers, Recomputation, Region, RegionCall, Regions, Transfer
 from memfit.ir.timeline import TIMELINE_CATEGORIES, WORKSPACE, Timeline
-from memfit.ir.trace import Trace, later_microbatches
+from memfit.ir.trace import Trace
 
-_AMID_RECOMPUTATION = frozenset({"aten.detach.default", COPY_OUT, COPY_IN, WAIT, SHARDS_OUT, SHARDS_IN})
-_OF_THE_PROGRAM = ("_spans", "_is_run", "_meets", "_copies_out", "_repeated", "_own_recomputations")
+_SCRATCH = -1  # names of storages that are not in the trace
+_RESIDENT = -2
+_SECOND = -10  # numbers from here down are of storages whose own number is that of the last step's
+_OF_THE_PROGRAM = ("_spans", "_is_run", "_meets", "_copies_out", "_repeated")
 
 
 def simulate(trace: Trace, costs: CostTable, regions: Sequence[Region] = ()) -> Timeline:
@@ -47,6 +45,25 @@ def simulate(trace: Trace, costs: CostTable, regions: Sequence[Region] = ()) -> 
         KeyError: A region has no forward call that could be checkpointed.
     """
     return Replay(trace, costs, regions).timeline()
+
+
+def allocations(
+    trace: Trace, costs: CostTable, regions: Sequence[Region] = (), steps: int = 2
+) -> list[AllocationEvent]:
+    """Return the allocations and frees of a program that runs steps, in order, for `replay`.
+
+    Parameters, buffers and the batch come first; the optimizer makes its state in the first step, and the backward pass
+    the gradients that stay. What a step leaves to the next stays where it was made, such as gradients that are dropped
+    later, or outputs that the loop holds: elsewhere it would leave other gaps.
+
+    Args:
+        trace: A steady step, without `regions`.
+        regions: Regions to checkpoint; regions with others inside keep nothing.
+
+    Raises:
+        KeyError: A region has no forward call that could be checkpointed.
+    """
+    return list(Replay(trace, costs, regions).allocations(steps))
 
 
 class Life(NamedTuple):
@@ -74,14 +91,14 @@ class Replay:
         outermost = [call for call in named if not any(self.regions.contains(outer, call) for outer in named)]
         self.kept = {call: self.regions.kept_ops(call, named[call].keep) for call in outermost}
         self.moved = {
-            call: transfers(self.regions, call, self.kept[call], named[call].prefetch)
+            call: self.regions.transfers(call, self.kept[call], named[call].prefetch)
             for call in outermost
             if named[call].offload
         }
         found: list[Recomputation] = []
         for region in outermost:
             inside = [call for call in named if self.regions.contains(region, call)]
-            found += recomputations(self.regions, region, self.kept[region], inside)
+            found += self.regions.recomputations(region, self.kept[region], inside)
         self.recomputations = sorted(found, key=lambda again: again.order)
         self.points: list[tuple[int, Recomputation | None]] = []
         self.position: list[int] = []
@@ -155,7 +172,7 @@ class Replay:
                 ends.append(self.position[keeper.end])
         for region, kept in self.kept.items():  # kept outputs live until the recomputation takes them
             if storage.birth in kept and region not in moves:
-                ends.append(self.segment[region] + released(self.regions, index, region.cut) - region.start)
+                ends.append(self.segment[region] + self.regions.released(index, region.cut) - region.start)
         return max(ends)
 
     def under(self, costs: CostTable, trace: Trace | None = None) -> Replay:
@@ -179,6 +196,14 @@ class Replay:
                 vars(other).pop(name, None)
         return other
 
+    def allocations(self, steps: int = 2, *, is_labelled: bool = True) -> Iterator[AllocationEvent]:
+        """Yield the allocations and frees of a program that runs steps, as `allocations` returns them.
+
+        Args:
+            is_labelled: Whether events say which operator they belong to, which takes a while to find.
+        """
+        return _Program(self, is_labelled).events(steps)
+
     @functools.cached_property
     def _ops(self) -> npt.NDArray[np.int64]:
         return np.array([op for op, _ in self.points], np.int64)
@@ -191,10 +216,6 @@ class Replay:
     def _repeated(self) -> npt.NDArray[np.bool_]:
         """Whether the operator of each point stands for those of later microbatches too."""
         return self.trace.is_of_second[self._ops]
-
-    @functools.cached_property
-    def _own_recomputations(self) -> list[list[int]]:
-        return recomputed_runs(self.trace)
 
     @functools.cached_property
     def _copies_out(self) -> bool:
@@ -268,12 +289,12 @@ class Replay:
         return self._step_seconds(self._seconds())
 
     def _step_seconds(self, seconds: npt.NDArray[np.float64]) -> float:
-        total = float(seconds @ np.where(self._repeated, later_microbatches(self.trace), 1.0))
+        total = float(seconds @ np.where(self._repeated, self.trace.later_microbatches, 1.0))
         if not self.moved:
             return total
         of_ops = self.costs.op_seconds(self.trace)
         return total + sum(
-            repeats_of(self.trace, call) * stall_seconds(self.regions, self.costs, of_ops, call, moved)
+            self.regions.repeats_of(call) * self.regions.stall_seconds(self.costs, of_ops, call, moved)
             for call, moved in self.moved.items()
         )
 
@@ -306,10 +327,10 @@ class Replay:
             if self._copies_out:
                 self._wait_for_copies(seconds)
             found = np.array(seconds, np.float64)
-        for op, overhead in captured_overheads(self.trace, self.costs, self._own_recomputations).items():
+        for op, overhead in self.costs.captured_overheads(self.trace).items():
             found[self.position[op]] += overhead
         for again in self.recomputations:
-            found[self.segment[again.region]] += overhead_seconds(self.costs, again)
+            found[self.segment[again.region]] += again.overhead_seconds(self.costs)
         return found
 
     def _wait_for_copies(self, seconds: list[float]) -> None:
@@ -338,8 +359,8 @@ class Replay:
         for point in self._meets:
             op = self.trace.ops[self._ops[point]]
             own, now = seconds[point], float(before[point]) + shift
-            sent = collective(self.trace.signatures[op.signature]) if is_collective(op.name) else None
-            if sent is not None and sent.nbytes > SMALL_BYTES:
+            sent = among_ranks(self.trace.signatures[op.signature]) if is_collective(op.name) else None
+            if isinstance(sent, Collective) and sent.nbytes > SMALL_BYTES:
                 free, own = max(free, now) + own, 0.0
                 if op.name == GATHER:
                     gathers.append(free)
@@ -355,45 +376,104 @@ class Replay:
             seconds[point] = own
 
 
-def overhead_seconds(costs: CostTable, again: Recomputation) -> float:
-    """Return the overhead of one recomputation of a region call beyond the operators that run again."""
-    region = again.region
-    return costs.checkpoint_seconds + (costs.selective_op_seconds * (region.stop - region.start) if again.kept else 0.0)
+class _Program:
+    """The events of a program: a step's storages in the order in which they are allocated and freed."""
 
+    def __init__(self, replay: Replay, is_labelled: bool) -> None:
+        self.replay = replay
+        count = len(replay.points)
+        self.labels = replay.labels if is_labelled else [""] * count
+        self.before: list[Life] = []
+        self.state: list[Life] = []
+        self.born: list[list[Life]] = [[] for _ in range(count)]
+        self.accumulated: list[list[Life]] = [[] for _ in range(count)]
+        self.dead: list[list[Life]] = [[] for _ in range(count)]
+        self.ids: dict[int, int] = {}
+        left = []
+        for life in replay.lives():
+            if life.first >= 0:
+                self.born[life.first].append(life)
+            else:
+                (self.state if life.category == "optimizer state" else self.before).append(life)
+            if life.last < count:
+                self.dead[life.last].append(life)
+            elif life.first >= 0:
+                left.append(life)
+        self.carried: dict[int, int] = {}  # the name in the next step, of the name in this
+        self._carry(left, count)
 
-def captured_overheads(trace: Trace, costs: CostTable, runs: Iterable[list[int]]) -> dict[int, float]:
-    """Return the overhead of a captured step's own recomputations beyond their operators, by their first operator.
+    def _carry(self, left: list[Life], count: int) -> None:
+        """Find what the next step has of each storage that a step leaves, and where gradients that stay are made."""
+        trace = self.replay.trace
 
-    A compiled graph computes again by operators of its own, with no call around them that costs any.
+        def kind(life: Life) -> tuple[object, ...]:
+            return life.category, life.nbytes, trace.storages[life.name].parameter
 
-    Args:
-        runs: The recomputations (`recomputed_runs`).
-    """
-    selective, found = set(trace.selective), {}
-    for run in runs:
-        if is_kernel(trace.signatures[trace.ops[run[0]].signature]):
-            continue
-        seconds = costs.checkpoint_seconds
-        modules = {trace.fqn_of(trace.ops[index].call) for index in run} if selective else set()
-        if any(not selective.isdisjoint(enclosing(fqn)) for fqn in modules):
-            seconds += costs.selective_op_seconds * len(run)
-        found[run[0]] = seconds
-    return found
+        alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
+        for life in left:
+            if life.name < len(trace.storages):  # not made by a recomputation
+                alike[kind(life)].append(life.name)
+        for life in self.before:
+            if life.last < count and alike[kind(life)]:
+                self.carried[alike[kind(life)].pop(0)] = life.name
+        for life in left:
+            if life.name not in self.carried:
+                self.dead[-1].append(life)
+        writes: dict[int, int] = {}  # where the backward pass first adds to a storage
+        for index, op in enumerate(trace.ops):
+            if op.phase == "backward":
+                for storage in op.mutates:
+                    writes.setdefault(storage, self.replay.position[index])
+        made_later = set(self.carried.values())
+        for life in self.before:
+            if life.category == "gradients" and life.last >= count and life.name in writes:
+                self.accumulated[writes[life.name]].append(life)
+                made_later.add(life.name)
+        self.before = [life for life in self.before if life.name not in made_later]
 
+    def events(self, steps: int) -> Iterator[AllocationEvent]:
+        phases = [self.replay.trace.ops[op].phase for op, _ in self.replay.points]
+        last = max((point for point, phase in enumerate(phases) if phase == "backward"), default=-1)
+        makes_state = min(last + 1, len(phases) - 1)
+        half = self.replay.costs.resident_workspace_bytes // 2  # half at the first operator of each pass
+        firsts = [phases.index(phase) for phase in ("forward", "backward") if half and phase in phases]
+        resident = {at: Life(_RESIDENT - i, half, WORKSPACE, at, at) for i, at in enumerate(firsts)}
+        workspaces = self.replay.workspaces().tolist()
+        at_points = list(zip(self.born, workspaces, self.dead, self.accumulated, strict=True))
+        for step in range(steps):
+            yield from self._made(-1, self.before)
+            for point, (born, workspace, dead, accumulated) in enumerate(at_points):
+                if point == makes_state:
+                    yield from self._made(point, self.state)
+                if point in resident and not step:
+                    yield self._event(point, resident[point], True)
+                written_over = -workspace  # bytes of dying storages that a kernel writes its outputs over
+                for life in sorted(dead, key=lambda life: -life.nbytes) if written_over > 0 else ():
+                    if written_over >= life.nbytes > 0 and life.first < point:
+                        written_over -= life.nbytes
+                        yield self._event(point, life, False)
+                for life in born:
+                    yield self._event(point, life, True)
+                if workspace > 0:
+                    scratch = Life(_SCRATCH, workspace, WORKSPACE, point, point)
+                    yield self._event(point, scratch, True)
+                    yield self._event(point, scratch, False)
+                for life in dead:
+                    if life.name in self.ids:
+                        yield self._event(point, life, False)
+                yield from self._made(point, accumulated)
+            for name, following in self.carried.items():
+                self.ids[following] = self.ids.pop(name)
 
-def recomputed_runs(trace: Trace) -> list[list[int]]:
-    """Return the operators that a captured step recomputes: a list for each recomputation.
+    def _made(self, point: int, lives: list[Life]) -> Iterator[AllocationEvent]:
+        return (self._event(point, life, True) for life in lives if life.name not in self.ids)
 
-    Saved tensors are detached, and shards and copies from the host arrive, amid a recomputation.
-    """
-    runs: list[list[int]] = []
-    follows = False
-    for index, op in enumerate(trace.ops):
-        if op.phase == "recompute":
-            if not follows:
-                runs.append([])
-            runs[-1].append(index)
-            follows = True
-        elif op.name not in _AMID_RECOMPUTATION and not is_collective(op.name):
-            follows = False
-    return runs
+    def _event(self, point: int, life: Life, alloc: bool) -> AllocationEvent:
+        if alloc:  # under another number than its own where the last step's still has that
+            following = self.carried.get(life.name)
+            is_taken = following is not None and self.ids.get(following) == life.name
+            number = self.ids[life.name] = _SECOND - life.name if is_taken else life.name
+        else:
+            number = self.ids.pop(life.name)
+        label = self.labels[point] if point >= 0 else life.category
+        return AllocationEvent(point, number, life.nbytes, alloc, life.category, label)

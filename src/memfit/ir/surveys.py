@@ -189,10 +189,7 @@ class Fleet(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def cheapest(self) -> FleetRow | None:
         """The cheapest row with a price that is done in time; None where there is none, or in several currencies."""
-        priced = [row for row in self.in_time if row.cost is not None]
-        if len({row.currency for row in priced}) > 1:
-            return None
-        return min(priced, key=lambda row: (row.cost or 0.0, row.hours), default=None)
+        return min(_priced(self.in_time), key=lambda row: (row.cost or 0.0, row.hours), default=None)
 
     @property
     def fastest(self) -> FleetRow | None:
@@ -207,25 +204,25 @@ class Fleet(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def front_by_cost(self) -> list[FleetRow]:
         """The rows with a price than which no other costs as little in as few hours, the cheapest first."""
-        priced = [row for row in self.rows if row.cost is not None]
-        if len({row.currency for row in priced}) > 1:
-            return []
-        return pareto(priced, lambda row: row.cost or 0.0, lambda row: row.hours)
+        return pareto(_priced(self.rows), lambda row: row.cost or 0.0, lambda row: row.hours)
 
     def answers(self) -> dict[str, object]:
-        """Return the answers as plain values, for JSON."""
+        """Return the answers as plain values, for JSON: what tells a row from others, which stands among `rows`."""
+        names = ("device", "ranks", "nodes", "step_seconds", "hours", "cost", "currency")
+
+        def plain(row: FleetRow | None) -> dict[str, object] | None:
+            return None if row is None else {name: msgspec.to_builtins(getattr(row, name)) for name in names}
+
         return {
-            "fewest": _plain(self.fewest),
-            "cheapest": _plain(self.cheapest),
-            "fastest": _plain(self.fastest),
-            "front": [_plain(row) for row in self.front],
-            "front_by_cost": [_plain(row) for row in self.front_by_cost],
+            "fewest": plain(self.fewest),
+            "cheapest": plain(self.cheapest),
+            "fastest": plain(self.fastest),
+            "front": [plain(row) for row in self.front],
+            "front_by_cost": [plain(row) for row in self.front_by_cost],
         }
 
 
-def _plain(row: FleetRow | None) -> dict[str, object] | None:
-    """Return what tells a row from others: the row itself stands among `rows`."""
-    if row is None:
-        return None
-    names = ("device", "ranks", "nodes", "step_seconds", "hours", "cost", "currency")
-    return {name: msgspec.to_builtins(getattr(row, name)) for name in names}
+def _priced(rows: list[FleetRow]) -> list[FleetRow]:
+    """Return the rows with a price; none where these are in several currencies."""
+    priced = [row for row in rows if row.cost is not None]
+    return priced if len({row.currency for row in priced}) <= 1 else []

@@ -19,7 +19,16 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from memfit.ir.codec import Shown
-from memfit.ir.operators import RECURRENT, operator_class
+from memfit.ir.operators import (
+    COPY_IN,
+    COPY_OUT,
+    RECURRENT,
+    SHARDS_IN,
+    SHARDS_OUT,
+    WAIT,
+    is_collective,
+    operator_class,
+)
 
 Mode = Literal["ddp", "zero1", "zero2", "zero3"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -84,6 +93,12 @@ Category = Literal["parameters", "buffers", "gradients", "optimizer state", "inp
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 BETWEEN_STEPS: tuple[Category, ...] = ("parameters", "buffers", "optimizer state", "inputs")
 """The categories of memory that is held between two steps too."""
+
+
+def enclosing(fqn: str) -> set[str]:
+    """Return the FQNs of a module and of those around it, the model's own, "", included."""
+    parts = fqn.split(".")
+    return {"", *(".".join(parts[: n + 1]) for n in range(len(parts)))}
 
 
 class Module(msgspec.Struct, frozen=True, array_like=True):
@@ -222,6 +237,9 @@ class Save(msgspec.Struct, frozen=True, array_like=True):
     death: int
 
 
+_AMID_RECOMPUTATION = frozenset({"aten.detach.default", COPY_OUT, COPY_IN, WAIT, SHARDS_OUT, SHARDS_IN})
+
+
 class Trace(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """A steady step, recorded.
 
@@ -302,46 +320,58 @@ class Trace(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=T
                 born[storage.birth].append(index)
         return born
 
+    @functools.cached_property
+    def recomputed_runs(self) -> list[list[int]]:
+        """The operators that a captured step recomputes: a list for each recomputation.
 
-def repeats(trace: Trace) -> npt.NDArray[np.float64]:
-    """Return how often each operator runs in the real step: the second microbatch stands for later ones."""
-    return np.where(trace.is_of_second, later_microbatches(trace), 1.0)
+        Saved tensors are detached, and shards and copies from the host arrive, amid a recomputation.
+        """
+        runs: list[list[int]] = []
+        follows = False
+        for index, op in enumerate(self.ops):
+            if op.phase == "recompute":
+                if not follows:
+                    runs.append([])
+                runs[-1].append(index)
+                follows = True
+            elif op.name not in _AMID_RECOMPUTATION and not is_collective(op.name):
+                follows = False
+        return runs
 
+    @property
+    def later_microbatches(self) -> float:
+        """The microbatches of the real step that the second one stands for, itself included.
 
-def later_microbatches(trace: Trace) -> float:
-    """Return the microbatches of the real step that the second one stands for, itself included.
+        A last one of fewer samples is a part of one.
+        """
+        if self.microbatches == self.scale_microbatches:  # all were captured, each as it is
+            return 1.0
+        return self.batch_size / self.microbatch_size + 1 - self.microbatches
 
-    A last one of fewer samples is a part of one.
-    """
-    if trace.microbatches == trace.scale_microbatches:  # all were captured, each as it is
-        return 1.0
-    return trace.batch_size / trace.microbatch_size + 1 - trace.microbatches
+    @property
+    def repeats(self) -> npt.NDArray[np.float64]:
+        """How often each operator runs in the real step: the second microbatch stands for later ones."""
+        return np.where(self.is_of_second, self.later_microbatches, 1.0)
+
+    def is_program_of(self, other: Trace) -> bool:
+        """Tell whether two steps run the same operators, with storages that live as long."""
+        alike = ("precision", "microbatches", "calls", "modules", "parameters", "saves")
+        return (
+            all(getattr(self, name) == getattr(other, name) for name in alike)
+            and len(self.ops) == len(other.ops)
+            and all(map(operator.eq, map(_op_key, self.ops), map(_op_key, other.ops)))
+            and len(self.storages) == len(other.storages)
+            and all(map(operator.eq, map(_life, self.storages), map(_life, other.storages)))
+        )
+
+    def of_samples(self, batch_size: int) -> Trace:
+        """Return a step of two microbatches that stands for one of more samples: as many microbatches as they need."""
+        count = -(-batch_size // self.microbatch_size)
+        return replace(self, batch_size=batch_size, scale_microbatches=count)
 
 
 _op_key = operator.attrgetter("name", "call", "phase", "microbatch", "mutates", "random")
 _life = operator.attrgetter("birth", "death", "release", "category", "owner", "parameter")
-
-
-def is_one_program(one: Trace, other: Trace) -> bool:
-    """Tell whether two steps run the same operators, with storages that live as long."""
-    return (
-        one.precision == other.precision
-        and one.microbatches == other.microbatches
-        and one.calls == other.calls
-        and one.modules == other.modules
-        and one.parameters == other.parameters
-        and one.saves == other.saves
-        and len(one.ops) == len(other.ops)
-        and all(map(operator.eq, map(_op_key, one.ops), map(_op_key, other.ops)))
-        and len(one.storages) == len(other.storages)
-        and all(map(operator.eq, map(_life, one.storages), map(_life, other.storages)))
-    )
-
-
-def of_samples(trace: Trace, batch_size: int) -> Trace:
-    """Return a step of two microbatches that stands for one of more samples: as many microbatches as they need."""
-    count = -(-batch_size // trace.microbatch_size)
-    return replace(trace, batch_size=batch_size, scale_microbatches=count)
 
 
 class _NotWholeError(Exception):
@@ -361,7 +391,7 @@ def between(low: Trace, high: Trace, microbatch_size: int) -> Trace | None:
         microbatch_size: Samples of the wanted step's microbatch; `batch_size` is then that of as many microbatches
             as `high` has.
     """
-    if not is_one_program(low, high) or any(operator_class(op.name) == RECURRENT for op in low.ops):
+    if not low.is_program_of(high) or any(operator_class(op.name) == RECURRENT for op in low.ops):
         return None
     part, whole = microbatch_size - low.microbatch_size, high.microbatch_size - low.microbatch_size
 

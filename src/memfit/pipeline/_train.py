@@ -25,8 +25,7 @@ from memfit.pipeline.placement import check_runs_here, placed, ranks_of
 from memfit.pipeline.verbs import checked, uninterrupted, verb
 from memfit.planner import capture_each, costs_of, options_of
 from memfit.ranks import launched_rank, once
-from memfit.report import Bars, ReportFile, with_bars
-from memfit.report import write as write_html
+from memfit.report import Bars, Report, ReportFile, plan_page, with_bars
 from memfit.training import (
     MANIFEST,
     METRICS,
@@ -254,15 +253,14 @@ def write_report(run: str | Path, path: str | Path | None = None) -> Path:
             f"{folder} has no {VIEWS}: its ranks were joined before memfit.train, so it can't predict the"
             " step. Leave out torch.distributed.init_process_group: memfit.train joins the ranks"
         )
-    written = write_html(
-        path or folder / REPORT,
+    data = Report(
         ir.codec.read(folder / PLAN, Plan),
         ir.codec.read(folder / VIEWS, Views, error=UsageError),
         ir.codec.read(folder / RUN, RunRecord, error=UsageError),
         read_lines(folder / METRICS),
         folder,
     )
-    return ReportFile(written)
+    return ReportFile(ir.codec.write_atomic(path or folder / REPORT, plan_page(data).encode()))
 
 
 def consolidate(

@@ -52,13 +52,10 @@ from memfit.ir import (
     Regions,
     Replay,
     Trace,
-    allocations_of,
     allows,
     between,
     enclosing,
     freest,
-    is_one_program,
-    of_samples,
 )
 from memfit.ir import replay as replay_allocations
 from memfit.levers import LeversOn, lever_uses
@@ -290,7 +287,7 @@ class _Group:
             if levers.sharding is not None:
                 trace = with_share_of_update(shard(trace, levers.sharding), levers.sharding)
             alike = self._programs[trace.precision, len(trace.ops), len(trace.storages)]
-            program = next((known for known in alike if is_one_program(known.trace, trace)), None)
+            program = next((known for known in alike if known.trace.is_program_of(trace)), None)
             if program is None:
                 alike.append(program := _Program(trace, self.menus[levers.precision]))
             self._steps[key] = _RankStep(trace, program)
@@ -429,7 +426,7 @@ class ScaledTrace:
         half = min(self.most, samples_of(self.workload)) // 2
         trace = self._sized(self._of_two, size, half, lambda size: self._captures(self._levers(size)))
         if trace.microbatches == 2:
-            return of_samples(trace, samples)
+            return trace.of_samples(samples)
         return self._part(samples)(self._levers(size))  # microbatches differ: all of them are captured
 
     def _sized(self, known: dict[int, Trace], size: int, most: int, captured: Callable[[int], Trace]) -> Trace:
@@ -533,7 +530,7 @@ class _RankStep:
         if key not in held:
             if most <= exceeded.get(key, -1):
                 return None
-            events = allocations_of(self.replay(point, device), is_labelled=False)
+            events = self.replay(point, device).allocations(is_labelled=False)
             report = replay_allocations(events, settings, total_bytes=device.memory_bytes, until_reserved_bytes=most)
             if report.peak_reserved_bytes > most:
                 exceeded[key] = most

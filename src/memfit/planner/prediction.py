@@ -26,7 +26,6 @@ from memfit.ir import (
     allocations,
     is_kernel,
     peak_parts,
-    repeats,
     replay,
     simulate,
     throughput,
@@ -84,7 +83,7 @@ def predict(
                 full = replay(events, device.allocator, device.usable_bytes, total_bytes=device.memory_bytes)
                 retries = None if full.num_ooms else full.num_alloc_retries
     phase_seconds = dict.fromkeys(("forward", "backward", "recompute", "optimizer"), 0.0)
-    for phase, seconds, times in zip(timeline.phases, timeline.seconds, repeats(trace).tolist(), strict=True):
+    for phase, seconds, times in zip(timeline.phases, timeline.seconds, trace.repeats.tolist(), strict=True):
         phase_seconds[phase] += seconds * times
     prediction = Prediction(
         peak_bytes=allocated,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from memfit.ir import Call, Category, Op, Share, Storage, Trace, Work, enclosing, share_text
+from memfit.ir import Call, Category, Op, Share, Storage, Trace, Work, enclosing
 
 _CONTAINERS = ("ModuleList", "Sequential")
 ITEMSIZES = (1, 2, 4, 8)
@@ -144,7 +144,7 @@ def with_shares(trace: Trace, positions: Iterable[int], ranks: int) -> Trace:
         op = ops[index]
         if op.signature not in of_share:
             of_share[op.signature] = len(signatures)
-            signatures.append(share_text(op.name, Share(signatures[op.signature], ranks)))
+            signatures.append(Share(signatures[op.signature], ranks).text(op.name))
             work = works[op.signature]
             flops, read_bytes, write_bytes = (-(-n // ranks) for n in (work.flops, work.read_bytes, work.write_bytes))
             works.append(Work(flops, read_bytes, write_bytes, work.dtype, work.kernel))

@@ -39,7 +39,6 @@ from memfit.ir import (
     Parameter,
     Storage,
     Trace,
-    repeats,
 )
 from memfit.ir import MODES as MODES
 from memfit.ir import Mode as Mode
@@ -158,7 +157,7 @@ def _moved(trace: Trace, name: str) -> float:
     """Return the bytes that all collectives of a name move in the real step: as many for a smaller microbatch."""
     return sum(
         trace.works[op.signature].write_bytes * float(math.ceil(times))
-        for op, times in zip(trace.ops, repeats(trace), strict=True)
+        for op, times in zip(trace.ops, trace.repeats, strict=True)
         if op.name == name
     )
 

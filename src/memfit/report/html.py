@@ -12,11 +12,11 @@ import importlib.resources
 import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from memfit.foundations import __version__, format_bytes
-from memfit.ir import ModuleRow, Plan, RunRecord, Views, write_atomic
+from memfit.ir import Views
+from memfit.report import summary
 from memfit.report.charts import (
     MAX_POINTS,
     Bar,
@@ -24,35 +24,18 @@ from memfit.report.charts import (
     bars_html,
     chart_html,
     css_name,
+    curve_chart,
     draws_budget,
+    frontier_chart,
     key_html,
     second_axis,
+    shown_categories,
+    timeline_chart,
 )
-from memfit.report.figures import curve_chart, frontier_chart, shown_categories, timeline_chart
-from memfit.report.next_steps import Report, next_steps
-from memfit.report.summary import (
-    MISSING,
-    change_text,
-    clean,
-    comparison_lines,
-    comparison_rows,
-    lever_rows,
-    loss_rows,
-    measured_plan_rows,
-    microbatches,
-    place_lines,
-    ratio_text,
-    region_groups,
-    retries_text,
-    seconds_text,
-    share_text,
-    solver_text,
-    waiting_text,
-)
-from memfit.report.verdict import offers, plan_verdict
+from memfit.report.next_steps import Report
+from memfit.report.summary import clean, ratio_text, seconds_text
 
 _MAX_ROWS, _MAX_MODULES = 400, 1000
-_Row = TypeVar("_Row")
 
 
 def render_page(template: str, charts: Mapping[str, Chart], **context: Any) -> str:
@@ -70,8 +53,9 @@ def render_page(template: str, charts: Mapping[str, Chart], **context: Any) -> s
         "bytes": format_bytes,
         "clean": clean,
         "css_name": css_name,
+        "ends": lambda rows: [*rows[: _MAX_ROWS // 2], *rows[-_MAX_ROWS // 2 :]] if len(rows) > _MAX_ROWS else rows,
         "hash": lambda script: f"sha256-{base64.b64encode(hashlib.sha256(str(script).encode()).digest()).decode()}",
-        "number": lambda value: MISSING if value is None or not math.isfinite(value) else f"{value:.5g}",
+        "number": lambda value: summary.MISSING if value is None or not math.isfinite(value) else f"{value:.5g}",
         "seconds": seconds_text,
     }
     hover = json.dumps({name: c.hover for name, c in charts.items()}, allow_nan=False, separators=(",", ":"))
@@ -107,35 +91,10 @@ def resource(name: str) -> str:
     return importlib.resources.files("memfit.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def write(
-    path: str | Path,
-    plan: Plan,
-    views: Views,
-    run: RunRecord | None,
-    metrics: list[dict[str, Any]],
-    folder: Path | None = None,
-) -> Path:
-    """Write the page to a file; see `render`.
-
-    Raises:
-        OutputError: The file can't be written.
-    """
-    return write_atomic(path, render(plan, views, run, metrics, folder).encode())
-
-
-def render(
-    plan: Plan, views: Views, run: RunRecord | None, metrics: list[dict[str, Any]], folder: Path | None = None
-) -> str:
-    """Return the page.
-
-    Args:
-        views: Its timelines before and after, its modules, and the comparison of both steps if there is one.
-        metrics: A line for each step of the run, with the keys step, loss, grad_norm, skipped, loss_scale,
-            seconds and peak_bytes, of which any but step may be missing or None. A line without a key, as
-            that of an evaluation, is no gap in the curve; one with None is.
-        folder: The run's folder, which commands name and whose checkpoints are named; None where it is not known.
-    """
-    report, comparison = Report(plan, views, run, metrics, folder), views.comparison
+def plan_page(report: Report) -> str:
+    """Return a plan's page."""
+    plan, views, run, metrics = report.plan, report.views, report.run, report.metrics
+    comparison = views.comparison
     tallest_bytes = max(views.plain.peak_bytes, views.planned.peak_bytes)
     categories = shown_categories(views.plain, views.planned)
     shared: dict[str, Any] = {"categories": categories, "budget_bytes": plan.budget_bytes, "peak_bytes": tallest_bytes}
@@ -161,44 +120,28 @@ def render(
         "ratio": ratio or None,
         "step": None if seconds is None else seconds_text(seconds),
     }
-    evaluations = run.evaluations if run else []
-    verdict = plan_verdict(plan, comparison)
+    sizes = [max(row.saved_bytes, row.parameter_bytes) for row in views.modules]
+    largest = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    verdict = summary.plan_verdict(plan, comparison)
     return render_page(
         "page.html.j2",
         charts,
+        words=summary,
         plan=plan,
         run=run,
+        views=views,
+        metrics=metrics,
         fits=verdict.startswith("Fits"),
         verdict=verdict,
-        ratio=ratio_text(plan.predicted.step_seconds, plan.plain.step_seconds),
-        change=change_text(plan.predicted.peak_bytes, plan.plain.peak_bytes),
         measured=measured,
         bars=markup(bars_html(bars, plan.budget_bytes)),
-        gap=share_text(plan.solution.gap, 1),
-        solver=solver_text(plan),
-        levers=lever_rows(plan),
-        regions=region_groups(plan.levers.regions),
-        plans_run=measured_plan_rows(plan),
-        offers=offers(plan),
-        places=(place_lines(plan.plain), place_lines(plan.predicted)),
         budget_is_far=not draws_budget(plan.budget_bytes, tallest_bytes),
-        microbatches=microbatches(plan),
         thinned=max(len(views.plain.labels), len(views.planned.labels)) > MAX_POINTS,
         categories=_category_rows(views, categories),
-        views=views,
-        views_change=change_text(views.planned.peak_bytes, views.plain.peak_bytes),
         largest_saved=max([1, *(max(row.saved_bytes, row.planned_saved_bytes) for row in views.modules)]),
-        comparison=comparison_rows(plan, comparison, run),
-        comparison_lines=comparison_lines(comparison, plan) if comparison else [],
-        loss_rows=_ends(loss_rows(comparison), _MAX_ROWS) if comparison else [],
-        evaluation_keys=sorted({key for evaluation in evaluations for key in evaluation.values}),
-        waiting=waiting_text(run) if run else None,
-        retries=retries_text(run) if run else None,
-        skipped=sum(bool(line.get("skipped")) for line in metrics),
-        modules=_largest_modules(views.modules),
-        events=_ends(run.events if run else [], _MAX_ROWS),
-        evaluations=_ends(evaluations, _MAX_ROWS),
-        steps=next_steps(report),
+        evaluation_keys=sorted({key for evaluation in run.evaluations for key in evaluation.values} if run else ()),
+        modules=[views.modules[i] for i in sorted(largest[:_MAX_MODULES])],
+        steps=report.next_steps(),
     )
 
 
@@ -211,14 +154,3 @@ def _category_rows(views: Views, categories: Sequence[str]) -> list[tuple[str, s
         change = "unchanged" if new == old else format_bytes(new - old).replace("-", "−")
         rows.append((name, format_bytes(old), format_bytes(new), f"+{change}" if new > old else change))
     return rows
-
-
-def _largest_modules(modules: Sequence[ModuleRow]) -> list[ModuleRow]:
-    """Return the modules that hold the most, in the order of the model: all, unless there are very many."""
-    most = sorted(range(len(modules)), key=lambda i: -max(modules[i].saved_bytes, modules[i].parameter_bytes))
-    return [modules[i] for i in sorted(most[:_MAX_MODULES])]
-
-
-def _ends(rows: Sequence[_Row], limit: int) -> list[_Row]:
-    """Return the first and the last of many rows, and all of few."""
-    return list(rows) if len(rows) <= limit else [*rows[: limit // 2], *rows[-limit // 2 :]]

@@ -10,15 +10,16 @@ import functools
 import html
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic
 from typing import Any, ParamSpec, TypeVar
 
 from rich.console import RenderableType
 from rich.text import Text
 
+from memfit import ir
 from memfit.foundations import format_bytes, format_seconds, is_called_by_memfit
 from memfit.ir import (
     Candidate,
@@ -35,18 +36,26 @@ from memfit.ir import (
     Timeline,
     Trace,
     Verification,
-    View,
     Views,
-    show_with,
 )
-from memfit.report.charts import Bar, Chart, bars_html, chart_html, key_html, stack_html
-from memfit.report.figures import frontier_chart
+from memfit.report.charts import Bar, Chart, bars_html, chart_html, frontier_chart, key_html, stack_html
 from memfit.report.html import resource
-from memfit.report.listings import device_page, device_table, estimate_page, range_table, run_table, verification_table
-from memfit.report.summary import clean, levers_text, seconds_text
+from memfit.report.summary import beside_text, clean, levers_text, plan_verdict, seconds_text
 from memfit.report.surveys import answer_lines, fleet_table, ladder_chart, ladder_table
-from memfit.report.tables import comparison_table, frontier_table, html_of, plan_table, text_of, verdict_text
-from memfit.report.verdict import beside_text, plan_verdict
+from memfit.report.tables import (
+    comparison_table,
+    device_page,
+    device_table,
+    estimate_page,
+    frontier_table,
+    html_of,
+    plan_table,
+    range_table,
+    run_table,
+    text_of,
+    verdict_text,
+    verification_table,
+)
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -86,25 +95,29 @@ class ReportFile(type(Path())):  # type: ignore[misc]  # Path itself can be subc
 
 def show_records() -> None:
     """Have records shown as the terminal and the page show them."""
-    show_with(Plan, _view(_plan_line, _plan, width=100))
-    show_with(Candidate, View(_candidate_line))
     frontier = _view(None, lambda found: [verdict_text(plan_verdict(found.plan)), *_frontier(found.plan)])
-    show_with(Frontier, frontier._replace(text=lambda found: text_of(frontier_table(found.plan))))
-    show_with(Prediction, _view(_prediction_line, _prediction))
-    show_with(Verification, _view(_verification_line, _verification))
-    show_with(Comparison, _view(_comparison_line, _comparison))
-    show_with(Ladder, _view(_ladder_line, _ladder))
-    show_with(Fleet, _view(_fleet_line, lambda fleet: [fleet_table(fleet)], width=140))
-    show_with(RunRecord, _view(_run_line, lambda run: [run_table(run)]))
-    show_with(RangeReport, _view(_range_line, lambda report: [range_table(report)]))
-    show_with(Device, _view(_device_line, lambda device: [device_page(device, ())]))
-    show_with(Devices, _view(None, lambda devices: [device_table(devices, "Devices")]))
-    show_with(Timeline, View(_timeline_line))
-    show_with(Views, View(lambda views: f"of {len(views.modules):,} modules: {_timeline_line(views.planned)}"))
-    show_with(Trace, View(lambda trace: f"of {len(trace.ops):,} operators"))
+    views = {
+        Plan: _view(_plan_line, _plan, width=100),
+        Candidate: ir.codec.View(_candidate_line),
+        Frontier: frontier._replace(text=lambda found: text_of(frontier_table(found.plan))),
+        Prediction: _view(_prediction_line, _prediction),
+        Verification: _view(_verification_line, _verification),
+        Comparison: _view(_comparison_line, _comparison),
+        Ladder: _view(_ladder_line, _ladder),
+        Fleet: _view(_fleet_line, lambda fleet: [fleet_table(fleet)], width=140),
+        RunRecord: _view(_run_line, lambda run: [run_table(run)]),
+        RangeReport: _view(_range_line, lambda report: [range_table(report)]),
+        Device: _view(_device_line, lambda device: [device_page(device, ())]),
+        Devices: _view(None, lambda devices: [device_table(devices, "Devices")]),
+        Timeline: ir.codec.View(_timeline_line),
+        Views: ir.codec.View(lambda found: f"of {len(found.modules):,} modules: {_timeline_line(found.planned)}"),
+        Trace: ir.codec.View(lambda trace: f"of {len(trace.ops):,} operators"),
+    }
+    for kind, view in views.items():
+        ir.codec.show_with(kind, view)
 
 
-def _view(line: _Line, parts_of: Callable[[Any], list[_Part]], width: int = 120) -> View:
+def _view(line: _Line, parts_of: Callable[[Any], list[_Part]], width: int = 120) -> ir.codec.View:
     """Return the view of a record: its line, and its parts as text of a width and as HTML."""
 
     def text(record: Any) -> str:
@@ -113,7 +126,7 @@ def _view(line: _Line, parts_of: Callable[[Any], list[_Part]], width: int = 120)
     def page(record: Any) -> str:
         return _framed("".join(part() if callable(part) else html_of(part) for part in parts_of(record)))
 
-    return View(line, text, page)
+    return ir.codec.View(line, text, page)
 
 
 # The parts of records
@@ -258,14 +271,14 @@ class _Stage:
     done: int = 0
     total: int | None = None
     note: str = ""
-    begun: float = field(default_factory=lambda: monotonic())
+    begun: float = field(default_factory=lambda: time.monotonic())
 
     def row(self, name: str) -> str:
         """Return its bar with the time left, at the speed so far."""
         state = f' value="{self.done}" max="{self.total}"' if self.total else ""
         told = [f"{self.done:,} of {self.total:,}" if self.total else f"{self.done:,}"]
         if self.total and 0 < self.done < self.total:
-            left = (monotonic() - self.begun) * (self.total - self.done) / self.done
+            left = (time.monotonic() - self.begun) * (self.total - self.done) / self.done
             told += [f"{format_seconds(left)} left"] if left >= 1 else []
         info = " · ".join([*told, *([self.note] if self.note else [])])
         bar = f"<td>{html.escape(name)}</td><td><progress{state}></progress></td><td>{html.escape(info)}</td>"
@@ -280,7 +293,7 @@ class Bars:
         self._stages: dict[str, _Stage] = {}
         self._handle: Any = None
         self._shown = -1.0
-        self._begun = monotonic()
+        self._begun = time.monotonic()
 
     def __enter__(self) -> Bars:
         return self
@@ -289,7 +302,7 @@ class Bars:
         if self._handle is None:
             return
         if error is None:
-            text = f"{self._name}: {format_seconds(monotonic() - self._begun)}"
+            text = f"{self._name}: {format_seconds(time.monotonic() - self._begun)}"
             self._show(text, f'<span style="opacity:.7">{html.escape(text)}</span>')
         else:
             self._show_bars()
@@ -298,11 +311,11 @@ class Bars:
         """Report the progress of a stage."""
         state = self._stages.setdefault(stage, _Stage())
         state.done, state.total, state.note = done, total, note
-        if done == total or monotonic() - self._shown >= _SECONDS_BETWEEN:
+        if done == total or time.monotonic() - self._shown >= _SECONDS_BETWEEN:
             self._show_bars()
 
     def _show_bars(self) -> None:
-        self._shown = monotonic()
+        self._shown = time.monotonic()
         text = ", ".join(f"{name} {stage.done}/{stage.total or '?'}" for name, stage in self._stages.items())
         rows = "".join(stage.row(name) for name, stage in self._stages.items())
         self._show(text, _framed(f"<table>{rows}</table>"))

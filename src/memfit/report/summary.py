@@ -1,7 +1,8 @@
-"""A plan and its run in words, for the terminal and the page alike."""
+"""A plan and its run in words, for the terminal and the page alike, and the verdict that each answer begins with."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -11,22 +12,32 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from memfit.foundations import format_bytes, format_seconds
-from memfit.ir import Candidate, Comparison, LeverUse, Plan, Prediction, Region, RunRecord, uses_text
+from memfit.ir import (
+    NUMERICS,
+    OTHER_DRAWS,
+    Candidate,
+    Comparison,
+    LeverUse,
+    Plan,
+    Prediction,
+    Region,
+    RunRecord,
+    Verification,
+    uses_text,
+)
 
 MISSING = "—"
 _MUCH_WAITING = 0.2
 _MANY_TIMES = 2.0  # from here on times are told as multiples
 _NO_GAP = 1e-3  # as near as the solver goes
+_AS_FAST = 0.005
+_UNITS = (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024), ("B", 1))
+_BITS = {"bf16-mixed": "bfloat16", "bf16-true": "bfloat16", "16-mixed": "float16", "tf32": "TF32"}
 _Group = tuple[tuple[str, ...], str]  # the parts of an FQN, and what is done with the module
 
 
-class MeasuredRow(NamedTuple):
-    """A plan that was run before one was chosen."""
-
-    measured: str
-    predicted: str
-    levers: str
-    is_this: bool
+ComparisonRow = tuple[str, str, str, str]
+"""A line of predicted against measured: the quantity, the plain step's, the planned one's, and their ratio."""
 
 
 class RegionGroup(NamedTuple):
@@ -37,18 +48,15 @@ class RegionGroup(NamedTuple):
     action: str
 
 
-class ComparisonRow(NamedTuple):
-    """A line of predicted against measured, for the plain step and the planned one."""
-
-    what: str
-    plain: str
-    planned: str
-    change: str
-
-
 def clean(text: str) -> str:
     """Return text on one line, with characters that a terminal would obey replaced."""
     return "".join(c if c.isprintable() else "\ufffd" for c in " ".join(text.split()))
+
+
+def byte_unit(nbytes: float, largest: str = "GiB") -> tuple[str, int]:
+    """Return the unit that a size is written in, and its bytes."""
+    units = _UNITS[[name for name, _ in _UNITS].index(largest) :]
+    return next((name, size) for name, size in units if nbytes >= size or size == 1)
 
 
 def seconds_text(seconds: float) -> str:
@@ -82,12 +90,6 @@ def change_text(new: float, old: float) -> str:
     return sign + share
 
 
-def budget_text(plan: Plan) -> str:
-    """Return the budget in bytes, and what it was a share of."""
-    share = f", {clean(plan.budget_share)}" if plan.budget_share else ""
-    return format_bytes(plan.budget_bytes) + share
-
-
 def microbatches(plan: Plan) -> int:
     """Return how many microbatches the planned step has."""
     return -(-plan.batch_size // max(1, plan.levers.microbatch_size))
@@ -98,10 +100,13 @@ def lever_rows(plan: Plan) -> list[LeverUse]:
     return [replace(use, name=clean(use.name), setting=clean(use.setting)) for use in plan.uses]
 
 
-def measured_plan_rows(plan: Plan) -> list[MeasuredRow]:
-    """Return the plans that were run to choose this one, the fastest first; empty where none was."""
+def measured_plan_rows(plan: Plan) -> list[tuple[str, str, str, bool]]:
+    """Return the plans that were run to choose this one, the fastest first; empty where none was.
+
+    Each by its measured time, its predicted one, its levers, and whether it is this plan.
+    """
     return [
-        MeasuredRow(
+        (
             seconds_text(step.measured_seconds),
             seconds_text(step.predicted_seconds),
             clean(uses_text(step.uses)),
@@ -163,12 +168,9 @@ def _fold(groups: dict[_Group, int], position: int) -> dict[_Group, int]:
     for members in families.values():
         fqn, action = members[0]
         if len(members) > 1:
-            runs: list[list[int]] = []  # of ascending numbers: "0 to 2, 5"
-            for number in sorted(int(member[position]) for member, _ in members):
-                if runs and number == runs[-1][-1] + 1:
-                    runs[-1].append(number)
-                else:
-                    runs.append([number])
+            numbers = enumerate(sorted(int(member[position]) for member, _ in members))
+            ascending = itertools.groupby(numbers, lambda item: item[1] - item[0])  # "0 to 2, 5"
+            runs = [[number for _, number in run] for _, run in ascending]
             said = ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
             fqn = (*fqn[:position], said, *fqn[position + 1 :])
         folded[fqn, action] = sum(groups[member] for member in members)
@@ -256,15 +258,15 @@ def comparison_rows(plan: Plan, comparison: Comparison | None, run: RunRecord | 
         measured = comparison.plain_peak_bytes, comparison.planned_peak_bytes
         errors = change_text(plain.peak_bytes, measured[0]), change_text(planned.peak_bytes, measured[1])
         fits = fit_text(measured[0], budget), fit_text(measured[1], budget)
-        rows += [peaks, ComparisonRow("Prediction error", *errors, "")]
-        rows.append(ComparisonRow(f"Budget {format_bytes(budget)}", *fits, ""))
+        rows += [peaks, ("Prediction error", *errors, "")]
+        rows.append((f"Budget {format_bytes(budget)}", *fits, ""))
     if run_peak_bytes is not None:
-        rows.append(ComparisonRow("Peak, training run", "", format_bytes(run_peak_bytes), ""))
-        rows.append(ComparisonRow("Prediction error", "", change_text(planned.peak_bytes, run_peak_bytes), ""))
+        rows.append(("Peak, training run", "", format_bytes(run_peak_bytes), ""))
+        rows.append(("Prediction error", "", change_text(planned.peak_bytes, run_peak_bytes), ""))
     rows.append(_both("Step, predicted", plain.step_seconds, planned.step_seconds, seconds_text))
     rows += [steps] if steps else []
     if run_seconds is not None:
-        rows.append(ComparisonRow("Step, training run", "", seconds_text(run_seconds), ""))
+        rows.append(("Step, training run", "", seconds_text(run_seconds), ""))
     return rows
 
 
@@ -276,7 +278,7 @@ def measured_rows(comparison: Comparison) -> list[ComparisonRow]:
 
 
 def _both(what: str, plain: float, planned: float, shown: Callable[[float], str]) -> ComparisonRow:
-    return ComparisonRow(what, shown(plain), shown(planned), ratio_text(planned, plain))
+    return what, shown(plain), shown(planned), ratio_text(planned, plain)
 
 
 def waiting_text(run: RunRecord) -> str | None:
@@ -348,3 +350,168 @@ def loss_text(comparison: Comparison) -> str:
     step, (a, b) = max(enumerate(pairs), key=lambda item: abs(item[1][0] - item[1][1]))
     relative = f", {abs(b - a) / abs(a):.1e} of the loss" if a else ""
     return f"largest difference over {steps}: {abs(b - a):.1e}{relative}, at step {step + 1:,}"
+
+
+def plan_verdict(plan: Plan, comparison: Comparison | None = None) -> str:
+    """Return whether a plan fits, its time beside the plain step's, and what it does to the numbers.
+
+    Args:
+        comparison: What was measured of it, which is told in place of what is predicted; None for nothing.
+    """
+    ours = plan.predicted
+    if comparison is not None:
+        plain_seconds, seconds = comparison.plain_step_seconds, comparison.planned_step_seconds
+        peak_bytes = upper_bytes = comparison.planned_peak_bytes
+    else:
+        # Measured ones where both steps were run, else predicted ones.
+        plain_seconds, seconds = plan.plain.step_seconds, ours.step_seconds
+        run = next((step.measured_seconds for step in plan.measured if not step.uses), None)
+        if run is not None and plan.measured_seconds is not None:
+            plain_seconds, seconds = run, plan.measured_seconds
+        peak_bytes, upper_bytes = ours.peak_reserved_bytes or ours.peak_bytes, ours.peak_upper_bytes
+    said = "measured " if comparison is not None else ""
+    if upper_bytes <= plan.budget_bytes:
+        parts = [f"Fits: {said}{of_text(upper_bytes, plan.budget_bytes)}"]
+    elif peak_bytes <= plan.budget_bytes:
+        parts = [f"May not fit: needs up to {of_text(upper_bytes, plan.budget_bytes)}"]
+    else:
+        parts = [f"Does not fit: {said or 'needs '}{of_text(peak_bytes, plan.budget_bytes)}"]
+    if comparison is None and ours.peak_reserved_bytes is not None:
+        parts[0] += f" reserved ({format_bytes(ours.peak_bytes)} allocated)"
+    if (sharding := plan.levers.sharding or plan.engine) is not None and sharding.world_size > 1:
+        parts[0] += f" on each of {sharding.world_size} ranks"
+    if not plan.uses:
+        return f"{parts[0].replace('Fits', 'Fits as it is')}."
+    differs = comparison is not None and comparison.plain_losses != comparison.planned_losses
+    said = "losses not identical" if differs and plan.numerics == "exact" else numerics_text(plan)
+    parts += [speed_text(seconds, plain_seconds), said]
+    return f"{', '.join(filter(None, parts))}."
+
+
+def of_text(part: int, whole: int) -> str:
+    """Return "99 of 100 MiB"; in bytes where rounding would hide that the part is larger."""
+    said, of = _short(part), _short(whole)
+    if said == of and part > whole:
+        return f"{part:,} of {whole:,} bytes"
+    number, unit = said.rsplit(" ", 1)
+    return f"{number if unit == of.rsplit(' ', 1)[1] else said} of {of}"
+
+
+def _short(nbytes: float) -> str:
+    return format_bytes(nbytes).replace(".0 ", " ")
+
+
+def speed_text(seconds: float, plain_seconds: float) -> str:
+    """Return "4 % slower", "3 % faster", "as fast", or "" where a time is not known."""
+    if not (math.isfinite(seconds) and math.isfinite(plain_seconds)) or seconds <= 0 or plain_seconds <= 0:
+        return ""
+    ratio = seconds / plain_seconds
+    if abs(ratio - 1) < _AS_FAST:
+        return "as fast"
+    if ratio >= _MANY_TIMES:
+        return f"{ratio:,.1f} times as long"
+    if 1 / ratio >= _MANY_TIMES:
+        return f"{1 / ratio:,.1f} times as fast"
+    return f"{abs(ratio - 1) * 100:.0f} % {'slower' if ratio > 1 else 'faster'}"
+
+
+def beside_text(seconds: float, other_seconds: float, other: str) -> str:
+    """Return "4 % slower than plain", "as fast as plain", or a dash where a time is not known."""
+    speed = speed_text(seconds, other_seconds)
+    return f"{speed} {'than' if speed.endswith('er') else 'as'} {other}" if speed else MISSING
+
+
+def numerics_text(point: Plan | Candidate) -> str:
+    """Return what the levers of a plan do to the numbers, in words."""
+    if point.numerics == "exact":
+        return "bit-identical"
+    if point.numerics == "reordered":
+        draws = isinstance(point, Plan) and any(note.startswith(OTHER_DRAWS) for note in point.notes)
+        return "equal to rounding but for dropout masks" if draws else "equal to rounding"
+    bits = _BITS.get(point.levers.precision)
+    used = [
+        bits if bits and use.name == "precision" else clean(use.name)
+        for use in point.uses
+        if use.numerics == point.numerics
+    ]
+    said = {"reduced": "fewer bits", "changed": "another training"}[point.numerics]
+    return f"{said}: {', '.join(dict.fromkeys(used))}" if used else said
+
+
+def prediction_verdict(prediction: Prediction) -> str:
+    """Return what a step needs, and whether the device has that, where it is known what it has."""
+    peak_bytes = prediction.peak_reserved_bytes or prediction.peak_bytes
+    upper_bytes, room_bytes = prediction.peak_upper_bytes, prediction.device_bytes
+    reserved = "" if prediction.peak_reserved_bytes is None else " reserved"
+    needs = f"needs {_short(peak_bytes)}{reserved}"
+    is_wide = _short(peak_bytes) != _short(upper_bytes)
+    if room_bytes is None:
+        return f"N{needs[1:]}{f', at most {_short(upper_bytes)}' * is_wide}."
+    if upper_bytes <= room_bytes:
+        least = f"{needs}, at most" if is_wide else "needs"
+        return f"Fits: {least} {of_text(upper_bytes, room_bytes)}."
+    if peak_bytes <= room_bytes:
+        return f"May not fit: {needs}, up to {of_text(upper_bytes, room_bytes)}."
+    return f"Does not fit: needs {of_text(peak_bytes, room_bytes)}{reserved}."
+
+
+def infeasible_verdict(
+    budget_bytes: int, smallest_bytes: int, *, plain_bytes: int | None = None, is_proven: bool = False
+) -> str:
+    """Return that no plan fits a budget, and the smallest one that works.
+
+    Args:
+        plain_bytes: What the step needs as it is; None where that is not known.
+        is_proven: Whether no plan can do with less; else the budget works, and a smaller one may.
+    """
+    needed_bytes = smallest_bytes if plain_bytes is None else plain_bytes
+    smallest = "Smallest budget that works" if is_proven else "Smallest budget found that works"
+    return f"Does not fit: needs {of_text(needed_bytes, budget_bytes)}. {smallest}: {enough_text(smallest_bytes)}"
+
+
+def enough_text(nbytes: int) -> str:
+    """Return bytes rounded up to three digits or more: a budget of that much is no less."""
+    unit, size = byte_unit(nbytes)
+    parts = 100 if nbytes < 10 * size else 10
+    return f"{math.ceil(parts * nbytes / size) / parts:g} {unit}"
+
+
+def verification_verdict(found: Verification) -> str:
+    """Return whether a plan is what it says."""
+    if not found.holds:
+        more = f" (and {len(found.failures) - 1} more)" if len(found.failures) > 1 else ""
+        return f"Verification failed: {clean(found.failures[0])}{more}."
+    taken = found.measured_peak_bytes if found.measured_reserved_bytes is None else found.measured_reserved_bytes
+    ranks = f" on each of {len(found.rank_peaks_bytes)} ranks" if found.rank_peaks_bytes else ""
+    if found.bitwise:
+        said = "bit-identical"
+    else:
+        equal = {"exact": "bit-identical", "reordered": "equal to rounding", "reduced": "fewer bits"}
+        apart = f"gradients {found.gradient_difference:.0e} apart"
+        said = f"{equal.get(found.numerics, 'another training')} ({apart})"
+    return f"Verified: measured {of_text(taken, found.budget_bytes)}{ranks}, {said}."
+
+
+def comparison_verdict(comparison: Comparison) -> str:
+    """Return what was measured of the planned step beside the plain one."""
+    peaks = f"Measured: {_short(comparison.planned_peak_bytes)} in place of {_short(comparison.plain_peak_bytes)}"
+    speed = speed_text(comparison.planned_step_seconds, comparison.plain_step_seconds)
+    pairs = list(zip(comparison.plain_losses, comparison.planned_losses, strict=False))
+    apart = max((abs(a - b) for a, b in pairs), default=0.0)
+    if not all(math.isfinite(a) and math.isfinite(b) for a, b in pairs):
+        losses = "a loss is not finite"
+    else:
+        losses = f"losses at most {apart:.1e} apart" if apart else "losses bit-identical"
+    return f"{', '.join(filter(None, [peaks, speed, losses if pairs else 'losses not compared']))}."
+
+
+def offers(plan: Plan) -> list[str]:
+    """Return what each class beyond the allowed one would buy within the budget, where it buys time."""
+    ours, texts = plan.predicted.step_seconds, []
+    for numerics in NUMERICS[NUMERICS.index(plan.allowed) + 1 :]:
+        fitting = [c for c in plan.frontier if c.numerics == numerics and c.held_bytes <= plan.budget_bytes]
+        best = min(fitting, key=lambda c: c.step_seconds, default=None)
+        if best is not None and best.step_seconds < ours:
+            speed = speed_text(best.step_seconds, ours)
+            texts.append(f"numerics='{numerics}' would need {_short(best.held_bytes)}, {speed} ({levers_text(best)})")
+    return texts

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Group
 from rich.text import Text
 
 from memfit.foundations import format_bytes, format_hours
-from memfit.ir import Fleet, FleetRow, Ladder, Rung, uses_text, write_atomic
+from memfit.ir import Fleet, FleetRow, Ladder, Rung, uses_text
 from memfit.report.charts import GRID, Axis, Chart, ChartRule, Mark, Shape, byte_axis, second_axis
 from memfit.report.html import render_page
 from memfit.report.next_steps import NextStep, budget_argument
@@ -41,15 +40,6 @@ def ladder_table(ladder: Ladder) -> Group:
     said = (Text(clean(f"{rung.name}: {rung.why}")) for rung in measured)
     unmeasured = (Text(clean(f"{rung.name}: {rung.outcome}; {rung.why}"), "dim") for rung in _rest(ladder))
     return Group(table, Text(), *said, *unmeasured)
-
-
-def write_ladder(path: str | Path, ladder: Ladder) -> Path:
-    """Write a ladder's page to a file.
-
-    Raises:
-        OutputError: The file can't be written.
-    """
-    return write_atomic(path, ladder_page(ladder).encode())
 
 
 def ladder_page(ladder: Ladder) -> str:
@@ -202,15 +192,6 @@ def _settings(row: FleetRow) -> str:
     if sharding is not None:
         parts.append(sharding.mode + (f" in {sharding.replicas} copies" if sharding.replicas > 1 else ""))
     return ", ".join([*parts, *([uses_text(kept)] if kept else [])])
-
-
-def write_fleet(path: str | Path, fleet: Fleet) -> Path:
-    """Write a fleet's page to a file.
-
-    Raises:
-        OutputError: The file can't be written.
-    """
-    return write_atomic(path, fleet_page(fleet).encode())
 
 
 def fleet_page(fleet: Fleet) -> str:

@@ -21,16 +21,7 @@ from memfit.ir import (
     Regions,
     Trace,
     Transfer,
-    added_bytes,
-    fetch_stall_seconds,
-    host_bytes,
-    overhead_seconds,
     pareto,
-    recomputations,
-    repeats,
-    repeats_of,
-    stall_seconds,
-    transfers,
 )
 
 Ints = npt.NDArray[np.int64]
@@ -136,7 +127,7 @@ class _Finder:
         refused = refusals(regions)
         self.allowed = {fqn for fqn in regions.calls if fqn and fqn not in refused and fqn not in excluded}
         self.seconds, self.workspace = costs.op_seconds(trace), costs.op_workspaces(trace).tolist()
-        self.weighted = self.seconds * repeats(trace)
+        self.weighted = self.seconds * trace.repeats
         self.forward_bytes = sum(s.nbytes for s in trace.storages if s.category == "activations")
         self.mutated = {m for op in trace.ops for m in op.mutates}
         self.keeps_like: dict[tuple[object, ...], list[Keep]] = {}
@@ -182,10 +173,10 @@ class _Finder:
         module = ""
         later = [set(map(self.trace.fqn_of, self.regions.later_siblings(call))) for call in later_calls]
         for fqn in map(self.trace.fqn_of, self.regions.later_siblings(first)):
-            moved = transfers(self.regions, first, kept, fqn)
+            moved = self.regions.transfers(first, kept, fqn)
             if moved and moved[0].fetched >= 0 and all(fqn in followers for followers in later):
                 module = fqn
-                if fetch_stall_seconds(self.regions, self.costs, self.seconds, first, moved) == 0:
+                if self.regions.fetch_stall_seconds(self.costs, self.seconds, first, moved) == 0:
                     break
         return module
 
@@ -252,21 +243,21 @@ class _Finder:
         reruns = tuple(
             rerun
             for call in calls
-            for rerun in recomputations(
-                self.regions, call, kept[call], [c for c in inside if self.regions.contains(call, c)]
+            for rerun in self.regions.recomputations(
+                call, kept[call], [c for c in inside if self.regions.contains(call, c)]
             )
         )
         seconds = sum(float(self.weighted[r.rerun].sum()) for r in reruns)
-        seconds += sum(repeats_of(self.trace, r.region) * overhead_seconds(self.costs, r) for r in reruns)
+        seconds += sum(self.regions.repeats_of(r.region) * r.overhead_seconds(self.costs) for r in reruns)
         if not chosen[0].offload:
             return Option(chosen, kept, reruns, seconds)
-        moved = {call: transfers(self.regions, call, kept[call], chosen[0].prefetch) for call in calls}
+        moved = {call: self.regions.transfers(call, kept[call], chosen[0].prefetch) for call in calls}
         seconds += sum(
-            repeats_of(self.trace, call) * stall_seconds(self.regions, self.costs, self.seconds, call, moved[call])
+            self.regions.repeats_of(call) * self.regions.stall_seconds(self.costs, self.seconds, call, moved[call])
             for call in calls
         )
         sent = tuple(transfer for call in calls for transfer in moved[call])
-        return Option(chosen, kept, reruns, seconds, sent, host_bytes(self.regions, sent))
+        return Option(chosen, kept, reruns, seconds, sent, self.regions.host_bytes(sent))
 
     def _keeps(self, region: RegionCall, most: int) -> list[Keep]:
         """Return the sets of operators to keep; regions with the same operators share them."""
@@ -277,8 +268,8 @@ class _Finder:
             found: list[tuple[int, ...]] = []
             if 0 < len(worth) <= FEW_OPERATORS:
                 kept_sets = [frozenset[int](), *(frozenset({w.op}) for w in worth)]
-                reruns = (again for kept in kept_sets for again in recomputations(self.regions, region, kept))
-                nothing, *each = np.array([added_bytes(self.regions, again, self.workspace) for again in reruns])
+                reruns = (again for kept in kept_sets for again in self.regions.recomputations(region, kept))
+                nothing, *each = np.array([self.regions.added_bytes(again, self.workspace) for again in reruns])
                 found = every_keep_set(worth, nothing, np.array(each) - nothing)
             found = found if 0 < len(worth) <= FEW_OPERATORS and len(found) <= most else keep_sets(worth, most)
             names = (sorted(self.regions.op_key(region, op) for op in kept) for kept in found)

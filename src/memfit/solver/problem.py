@@ -28,10 +28,6 @@ from memfit.ir import (
     Region,
     RegionCall,
     Regions,
-    added_bytes,
-    captured_overheads,
-    recomputed_runs,
-    repeats,
 )
 from memfit.solver.candidates import Ints, Option
 
@@ -195,7 +191,7 @@ class _Builder:
     def build(self, host_budget_bytes: int) -> Problem:
         workspaces, seconds = self.costs.op_workspaces(self.trace), self.costs.op_seconds(self.trace)
         workspace: list[int] = workspaces.tolist()
-        for op, overhead in captured_overheads(self.trace, self.costs, recomputed_runs(self.trace)).items():
+        for op, overhead in self.costs.captured_overheads(self.trace).items():
             seconds[op] += overhead
         for index in range(len(self.trace.storages)):
             self._add_original(index)
@@ -205,7 +201,7 @@ class _Builder:
             moved = frozenset(transfer.storage for transfer in option.transfers)
             for again in option.recomputations:
                 self._add_copies(j, again, gaps)
-                added = added_bytes(self.regions, again, workspace, moved).max(initial=0)
+                added = self.regions.added_bytes(again, workspace, moved).max(initial=0)
                 peak = int(added) + self.regions.generator_state_bytes * again.states
                 rows.append(Row(self.gap_axis[again.order], j, peak))
         base = np.cumsum(self.base)[: self.length] + self.costs.resident_workspace_bytes
@@ -213,7 +209,7 @@ class _Builder:
         columns = np.empty((len(self.options) + len(self.z), self.length), np.int64)
         for changes, line in zip(itertools.chain(self.x, self.z.values()), columns, strict=True):
             np.cumsum(changes[: self.length], out=line)
-        plain_seconds = float(np.dot(seconds, repeats(self.trace)))
+        plain_seconds = float(np.dot(seconds, self.trace.repeats))
         reasons = list(self.z)
         return Problem(self.options, reasons, self.conflicts, base, columns, rows, plain_seconds, host_budget_bytes)
 
