@@ -19,8 +19,8 @@ from torch import fx, nn
 import memfit
 from memfit._torch import compilers
 from memfit.capture import Recorder, measure_peak_bytes
-from memfit.compiled import FUSED_ERROR, CompiledLoss, PlannedBackend
-from memfit.compiled.compiled_loss import MOST_SHAPES, unwatched
+from memfit.recomputation import FUSED_ERROR, CompiledLoss, PlannedBackend
+from memfit.recomputation.compiled_loss import MOST_SHAPES, unwatched
 from memfit.errors import InfeasibleError, MemfitError, PlanError, UsageError
 from memfit.hardware import find_device
 from memfit.ir import ChunkedLoss, Levers, Plan, Region, Regions, Trace, is_kernel, simulate

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from memfit._torch import FakeTensor
-from memfit.compiled import CompiledLoss, PlannedBackend
+from memfit.recomputation import CompiledLoss, PlannedBackend
 from memfit.ir import CONVOLUTIONS, CompilerLever, CostTable, Device, Levers, operator_class
 from memfit.levers.checkpointing import ACTIVATION_OFFLOAD, LEAN
 from memfit.levers.chunked_loss import CHUNKED_LOSS

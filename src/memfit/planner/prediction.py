@@ -8,7 +8,7 @@ from typing import get_args
 from msgspec.structs import replace
 
 from memfit import hardware
-from memfit.compiled import FUSED_ERROR
+from memfit.recomputation import FUSED_ERROR
 from memfit.cost import calibrate, kernels_bytes, links_of, measured_costs, roofline, with_collectives
 from memfit.errors import UsageError
 from memfit.foundations import StageProgress

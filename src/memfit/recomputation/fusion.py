@@ -67,11 +67,12 @@ def is_written_between(node: fx.Node, kernel: Set[fx.Node]) -> bool:
     """
     if len(node.users) < 2 or not any(map(reduces, node.users)):
         return False
-    return is_slow(computed_of(node, kernel)) or len(_read(node, kernel)) > 1
+    computed = computed_of(node, kernel)
+    read = {given for reader in computed for given in reader.all_input_nodes} - computed
+    return is_slow(computed) or len(read) > 1
 
 
 def reduces(node: fx.Node) -> bool:
-    """Tell whether a node is a reduction."""
     return operator_class(str(node.target)) == REDUCTIONS
 
 
@@ -96,11 +97,6 @@ def reached(starts: Iterable[T], leads_to: Callable[[T], Iterable[T]]) -> set[T]
     return found
 
 
-def _read(node: fx.Node, kernel: Set[fx.Node]) -> set[fx.Node]:
-    computed = computed_of(node, kernel)
-    return {given for reader in computed for given in reader.all_input_nodes} - computed
-
-
 def kernels(
     nodes: Sequence[fx.Node],
     sources: Mapping[fx.Node, fx.Node],
@@ -115,8 +111,7 @@ def kernels(
         place: Returns a node's place; nodes of different places are not fused, unless one is None.
         waits: Tells whether a node is fused with its first reader, where possible.
     """
-    fusion = _Fusion(nodes, sources, place, waits)
-    return [tuple(fusion.kernels[index].nodes) for index in fusion.order()]
+    return _Fusion(nodes, sources, place, waits).ordered()
 
 
 @dataclass
@@ -214,25 +209,23 @@ class _Fusion:
             if other.barred >> first & 1:
                 other.barred |= 1 << second
 
-    def order(self) -> list[int]:
+    def ordered(self) -> list[tuple[fx.Node, ...]]:
         """Return the kernels in an order in which they can run, close to the order of their first nodes."""
-        first = {index: self.position[kernel.nodes[0]] for index, kernel in self.kernels.items()}
         takes = {index: self._kernels_read(index) - {index} for index in self.kernels}
         after: dict[int, list[int]] = {index: [] for index in takes}
         for index, others in takes.items():
             for other in others:
                 after[other].append(index)
-        waiting = {index: len(others) for index, others in takes.items()}
-        ready = [(first[index], index) for index, count in waiting.items() if not count]
+        ready = [(self.position[self.kernels[index].nodes[0]], index) for index, others in takes.items() if not others]
         heapq.heapify(ready)
         order = []
         while ready:
             index = heapq.heappop(ready)[1]
-            order.append(index)
+            order.append(tuple(self.kernels[index].nodes))
             for other in after[index]:
-                waiting[other] -= 1
-                if not waiting[other]:
-                    heapq.heappush(ready, (first[other], other))
+                takes[other].remove(index)
+                if not takes[other]:
+                    heapq.heappush(ready, (self.position[self.kernels[other].nodes[0]], other))
         return order
 
 
