@@ -19,8 +19,6 @@ from torch import fx, nn
 import memfit
 from memfit._torch import compilers
 from memfit.capture import Recorder, measure_peak_bytes
-from memfit.recomputation import FUSED_ERROR, CompiledLoss, PlannedBackend
-from memfit.recomputation.compiled_loss import MOST_SHAPES, unwatched
 from memfit.errors import InfeasibleError, MemfitError, PlanError, UsageError
 from memfit.hardware import find_device
 from memfit.ir import ChunkedLoss, Levers, Plan, Region, Regions, Trace, is_kernel, simulate
@@ -28,6 +26,8 @@ from memfit.levers import LEVERS, applied, applied_to_copy, recomputes
 from memfit.levers.compilation import Compilation
 from memfit.pipeline.adaptive import Adaptive
 from memfit.planner import capture_levers, costs_of, predict
+from memfit.recomputation import FUSED_ERROR, CompiledLoss, PlannedBackend
+from memfit.recomputation.compiled_loss import MOST_SHAPES, unwatched
 from memfit.workload import Workload
 from tests import warm
 from tests.covering import some

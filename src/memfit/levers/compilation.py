@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from memfit._torch import FakeTensor
-from memfit.recomputation import CompiledLoss, PlannedBackend
 from memfit.ir import CONVOLUTIONS, CompilerLever, CostTable, Device, Levers, operator_class
 from memfit.levers.checkpointing import ACTIVATION_OFFLOAD, LEAN
 from memfit.levers.chunked_loss import CHUNKED_LOSS
 from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, NotOffered, Running, Setting
 from memfit.levers.optimizer_in_backward import IN_BACKWARD
 from memfit.levers.shared_by_ranks import SHARDING
+from memfit.recomputation import CompiledLoss, PlannedBackend
 from memfit.workload import LoopWorkload, Workload
 
 COMPILATION = "compilation"
