@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 from msgspec.structs import replace
@@ -19,7 +18,7 @@ from torch import nn
 from memfit._torch import FakeTensor
 from memfit.capture import is_compiled
 from memfit.foundations import format_bytes
-from memfit.ir import CONVOLUTIONS, CompilerLever, CostTable, Device, Levers, Trace, operator_class
+from memfit.ir import CONVOLUTIONS, CompilerLever, CostTable, Device, Levers, operator_class
 from memfit.levers.chunked_loss import CHUNKED_LOSS
 from memfit.levers.lever import (
     Circumstance,
@@ -27,7 +26,6 @@ from memfit.levers.lever import (
     Lever,
     LeversOn,
     NotOffered,
-    Rung,
     Running,
     Setting,
     least_bytes,
@@ -74,6 +72,7 @@ class Checkpointing(Lever):
     field = "regions"
     switchable = True
     recomputes = True
+    rungs = ("selective checkpointing", "full checkpointing")
 
     def words(self, on: LeversOn) -> tuple[str, str]:
         count = len(on.levers.regions)
@@ -86,18 +85,12 @@ class Checkpointing(Lever):
     def is_applied(self, workload: Workload) -> bool:
         return is_checkpointed(workload.model)
 
-    def rungs(self) -> Mapping[str, Rung]:
-        return {
-            "selective checkpointing": functools.partial(self._rung, is_full=False),
-            "full checkpointing": functools.partial(self._rung, is_full=True),
-        }
-
-    def _rung(self, step: Setting, levers: Levers, is_full: bool) -> tuple[Levers, str]:
+    def rung(self, name: str, step: Setting, levers: Levers) -> tuple[Levers, str]:
         """Checkpoint for the lowest peak; or as is fastest within the budget, halfway down where that is no bound."""
         combination = step.combination(replace(levers, regions=()))
         plain, leanest = combination.plain().peak_bytes, combination.leanest(_SOLVE_SECONDS)
         lowest, within = leanest.peak_bytes, step.budget_bytes
-        if is_full:
+        if name == "full checkpointing":
             chosen = combination.candidate(leanest, lowest).levers
         else:
             within = within if within is not None and lowest <= within < plain else (plain + lowest) // 2
@@ -115,6 +108,7 @@ class ActivationOffload(Lever):
     name = ACTIVATION_OFFLOAD
     field = "regions"
     switchable = True
+    rungs = ("offload",)
     conflicts = (
         Conflict(
             ACTIVATION_OFFLOAD,
@@ -132,15 +126,11 @@ class ActivationOffload(Lever):
     def without(self, on: LeversOn) -> Levers:
         return replace(on.levers, regions=tuple(replace(region, offload=False) for region in on.levers.regions))
 
-    def host_bytes(self, levers: Levers, state_bytes: int, host_budget_bytes: int) -> int:
+    def host_bytes(self, state_bytes: int, host_budget_bytes: int) -> int:
         return host_budget_bytes
 
-    def rungs(self) -> Mapping[str, Rung]:
-        return {"offload": _nowhere}
-
-
-def _nowhere(step: Setting, levers: Levers) -> tuple[Levers, str]:
-    raise NotOffered("for GPUs only, and not a rung: memfit.plan with host_budget= chooses the regions to offload")
+    def rung(self, name: str, step: Setting, levers: Levers) -> tuple[Levers, str]:
+        raise NotOffered("for GPUs only, and not a rung: memfit.plan with host_budget= chooses the regions to offload")
 
 
 class Lean(Lever):
@@ -148,6 +138,7 @@ class Lean(Lever):
 
     name = LEAN
     field = "lean"
+    rungs = (LEAN,)
     switchable = True
     recomputes = True
 
@@ -172,30 +163,24 @@ class Lean(Lever):
             lean = [levers for levers in lean if levers.chunked_loss]
         return [*wanted, *lean]
 
-    def rungs(self) -> Mapping[str, Rung]:
-        return {self.name: self._rung}
-
-    def _rung(self, step: Setting, levers: Levers) -> tuple[Levers, str]:
+    def rung(self, name: str, step: Setting, levers: Levers) -> tuple[Levers, str]:
         self._check(step)
         count = sum(is_lean(module) for module in step.workload.model.modules())
         return replace(levers, lean=_ALL_LEAN), f"{count} modules recomputed"
 
     def _check(self, step: Setting) -> None:
-        if not worthwhile(step.workload, step.trace(step.plain), least_bytes(step)):
-            raise NotOffered(f"norms, activations and dropouts keep less than {format_bytes(least_bytes(step))}")
-
-
-def worthwhile(workload: Workload, trace: Trace, least_bytes: float) -> bool:
-    """Tell whether a step's normalisations, activations and dropouts make so many bytes for its backward pass."""
-    names = {fqn for fqn, module in workload.model.named_modules() if is_lean(module)}
-    kept_bytes = sum(
-        storage.nbytes
-        for storage in trace.storages
-        if storage.category == "activations"
-        and trace.ops[storage.birth].phase == "forward"
-        and trace.fqn_of(trace.ops[storage.birth].call) in names
-    )
-    return kept_bytes > 0 and kept_bytes >= least_bytes and not is_compiled(workload)
+        """Check that normalisations, activations and dropouts make enough bytes for the backward pass."""
+        trace, least = step.trace(step.plain), least_bytes(step)
+        names = {fqn for fqn, module in step.workload.model.named_modules() if is_lean(module)}
+        kept_bytes = sum(
+            storage.nbytes
+            for storage in trace.storages
+            if storage.category == "activations"
+            and trace.ops[storage.birth].phase == "forward"
+            and trace.fqn_of(trace.ops[storage.birth].call) in names
+        )
+        if not kept_bytes or kept_bytes < least or is_compiled(step.workload):
+            raise NotOffered(f"norms, activations and dropouts keep less than {format_bytes(least)}")
 
 
 class Compilation(Lever):

@@ -18,7 +18,7 @@ import contextlib
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from memfit.capture import is_compiled
 from memfit.errors import PlanError, PlanMismatchError, UsageError
 from memfit.foundations import format_bytes
 from memfit.ir import ChunkedLoss, CostTable, Levers, Trace, enclosing
-from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, NotOffered, Rung, Setting, least_bytes
+from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, NotOffered, Setting, least_bytes
 from memfit.levers.precision import Casting
 from memfit.solver import SIMPLER_WITHIN
 from memfit.workload import Workload
@@ -68,6 +68,7 @@ class ChunkedLossLever(Lever):
     """A loss whose logits are never whole in memory."""
 
     name = CHUNKED_LOSS
+    rungs = (CHUNKED_LOSS,)
     field = "chunked_loss"
     switchable = True
     numerics_class = "reordered"
@@ -116,10 +117,7 @@ class ChunkedLossLever(Lever):
             wanted = [levers for levers in wanted if levers.precision == step.precisions[0] or levers == step.plain]
         return [*wanted, *with_it]
 
-    def rungs(self) -> Mapping[str, Rung]:
-        return {self.name: self._rung}
-
-    def _rung(self, step: Setting, levers: Levers) -> tuple[Levers, str]:
+    def rung(self, name: str, step: Setting, levers: Levers) -> tuple[Levers, str]:
         chunks = self._offered(step)
         return replace(levers, chunked_loss=chunks), f"{chunks.rows} rows of {chunks.head} at a time"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
@@ -30,7 +30,7 @@ from memfit.workload import Workload
 if TYPE_CHECKING:  # distributed packages take a second to import
     from torch.distributed.device_mesh import DeviceMesh
 
-LEAST_SHARE = 0.05
+_LEAST_SHARE = 0.05
 """Of what a step may hold: what a lever must be able to save before a step is captured with it, and then must save."""
 
 
@@ -143,7 +143,7 @@ def least_bytes(step: Setting) -> float:
     layers are recomputed, the same may be most.
     """
     held_bytes = step.predicted(step.plain).peak_bytes
-    return 0.0 if step.tries_all else LEAST_SHARE * min(held_bytes, step.budget_bytes or held_bytes)
+    return 0.0 if step.tries_all else _LEAST_SHARE * min(held_bytes, step.budget_bytes or held_bytes)
 
 
 @dataclass(frozen=True)
@@ -192,6 +192,7 @@ class Lever(ABC):
         compiles: Whether code is made for each step that it is put on, which takes longer than many steps.
         draws_otherwise: Whether a step under it draws as many random numbers, and as likely, but other ones.
         waits: Whether a step is captured without it first: where that one is slow, the lever is left out.
+        rungs: The names of the rungs of the ladder that it makes.
         numerics_class: Its numerics class, where that does not depend on the step.
         conflicts: What it does not go with.
     """
@@ -203,6 +204,7 @@ class Lever(ABC):
     compiles: ClassVar[bool] = False
     draws_otherwise: ClassVar[bool] = False
     waits: ClassVar[bool] = False
+    rungs: ClassVar[tuple[str, ...]] = ()
     numerics_class: ClassVar[Numerics] = "exact"
     conflicts: ClassVar[tuple[Conflict, ...]] = ()
 
@@ -273,7 +275,7 @@ class Lever(ABC):
         """Tell whether the optimizer holds another state under it."""
         return False
 
-    def host_bytes(self, levers: Levers, state_bytes: int, host_budget_bytes: int) -> int:
+    def host_bytes(self, state_bytes: int, host_budget_bytes: int) -> int:
         """Return the host memory that it takes, with an optimizer's state of some size, within what levers may take."""
         return 0
 
@@ -287,9 +289,13 @@ class Lever(ABC):
         """
         return wanted
 
-    def rungs(self) -> Mapping[str, Rung]:
-        """Return the rungs of the ladder that it makes, by name."""
-        return {}
+    def rung(self, name: str, step: Setting, levers: Levers) -> tuple[Levers, str]:
+        """Add it to others, as one of its rungs of the ladder; return them, and what was added in words.
+
+        Raises:
+            NotOffered: It adds nothing.
+        """
+        raise NotImplementedError
 
     def recomputing(self, levers: Levers, costs: CostTable) -> tuple[set[str], CostTable]:
         """Return the modules that can't be recomputed where it is used, and the costs of a step's operators then."""

@@ -36,7 +36,7 @@ from memfit import workload
 from memfit._torch import replaced
 from memfit.errors import PlanError
 from memfit.ir import Device, Levers, OptimizerLever, Trace
-from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, Rung, Running
+from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, Running, Setting
 from memfit.levers.microbatches import MICROBATCHES
 from memfit.recomputation import is_worth_moving
 from memfit.workload import Workload
@@ -117,8 +117,8 @@ class UpdateLever(Lever):
         """Return a bound on the bytes that it saves of a step."""
         return state_bytes(trace) + temporary_bytes(trace)
 
-    def rungs(self) -> Mapping[str, Rung]:
-        return {self.name: lambda step, levers: (self.fallback(levers), self.value)}
+    def rung(self, name: str, step: Setting, levers: Levers) -> tuple[Levers, str]:
+        return self.fallback(levers), self.value
 
 
 def update_conflicts(name: str, reasons: Mapping[str, str], *own: Conflict) -> tuple[Conflict, ...]:
@@ -159,6 +159,7 @@ class OptimizerInBackward(UpdateLever):
     """Each parameter updated as soon as its gradient is there, which is then freed."""
 
     name = IN_BACKWARD
+    rungs = (IN_BACKWARD,)
     value = "in-backward"
     conflicts = update_conflicts(
         IN_BACKWARD,
@@ -269,6 +270,7 @@ class FusedOptimizer(UpdateLever):
     """The user's own optimizer, with its fused step."""
 
     name = FUSED
+    rungs = (FUSED,)
     value = "fused"
     numerics_class = "reordered"
     conflicts = update_conflicts(
@@ -342,6 +344,7 @@ class OffloadedOptimizer(UpdateLever):
     """Optimizer states in pinned host memory between updates."""
 
     name = OFFLOADED
+    rungs = (OFFLOADED,)
     value = "offloaded"
     conflicts = update_conflicts(
         OFFLOADED,
@@ -359,7 +362,7 @@ class OffloadedOptimizer(UpdateLever):
         with contextlib.closing(OffloadedState(running.workload.optimizer)) as state:
             yield dataclasses.replace(running, options=dataclasses.replace(running.options, update=state.step))
 
-    def host_bytes(self, levers: Levers, state_bytes: int, host_budget_bytes: int) -> int:
+    def host_bytes(self, state_bytes: int, host_budget_bytes: int) -> int:
         return state_bytes
 
 

@@ -32,7 +32,7 @@ from memfit._torch import NormBase, foreach_copy_, own_parameters
 from memfit.errors import PlanError, WorkloadError
 from memfit.hardware import float32_precision, precisions, supports_tf32
 from memfit.ir import Device, Levers, enclosing
-from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, Rung, Running, Setting
+from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, Running, Setting
 from memfit.levers.parameter_updates import restricted
 from memfit.recomputation import mapped
 from memfit.training import LossScaler
@@ -52,6 +52,7 @@ class Precision(Lever):
 
     name = "precision"
     field = "precision"
+    rungs = ("precision",)
     numerics_class = "reduced"
     conflicts = (
         Conflict(
@@ -126,10 +127,7 @@ class Precision(Lever):
     def propose(self, step: Setting, wanted: list[Levers]) -> list[Levers]:
         return [msgspec.structs.replace(levers, precision=p) for p in step.precisions for levers in wanted]
 
-    def rungs(self) -> Mapping[str, Rung]:
-        return {"precision": self._advised}
-
-    def _advised(self, step: Setting, levers: Levers) -> tuple[Levers, str]:
+    def rung(self, name: str, step: Setting, levers: Levers) -> tuple[Levers, str]:
         chosen = precisions(step.device)[-1]
         return msgspec.structs.replace(levers, precision=chosen), chosen
 
@@ -368,6 +366,25 @@ def _without_masters(
             half.grad_dtype = _WIDE
     ours = set(halves.values())
 
+    def update_one(each: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> None:
+        if parameter not in ours:
+            with restricted(each, group, [parameter]):
+                each.step()
+            return
+        assert parameter.grad is not None
+        master = _wide(parameter)
+        master.grad, parameter.grad = parameter.grad.to(_WIDE), None
+        if parameter in each.state:
+            each.state[master] = each.state.pop(parameter)
+        try:
+            with restricted(each, group, [master]):
+                each.step()
+            with torch.no_grad():
+                parameter.copy_(stochastically_rounded(master.detach()))
+        finally:
+            if master in each.state:
+                each.state[parameter] = each.state.pop(master)
+
     def update() -> None:
         """Have each optimizer update one parameter at a time, widened meanwhile; what it counts by group, once."""
         for each in getattr(optimizer, "optimizers", [optimizer]):
@@ -377,31 +394,9 @@ def _without_masters(
                     if parameter.grad is not None:
                         group.clear()
                         group.update(before)
-                        _update_one(each, group, parameter, parameter in ours)
+                        update_one(each, group, parameter)
 
     return update
-
-
-def _update_one(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter, is_half: bool
-) -> None:
-    if not is_half:
-        with restricted(optimizer, group, [parameter]):
-            optimizer.step()
-        return
-    assert parameter.grad is not None
-    master = _wide(parameter)
-    master.grad, parameter.grad = parameter.grad.to(_WIDE), None
-    if parameter in optimizer.state:
-        optimizer.state[master] = optimizer.state.pop(parameter)
-    try:
-        with restricted(optimizer, group, [master]):
-            optimizer.step()
-        with torch.no_grad():
-            parameter.copy_(stochastically_rounded(master.detach()))
-    finally:
-        if master in optimizer.state:
-            optimizer.state[parameter] = optimizer.state.pop(master)
 
 
 def stochastically_rounded(values: torch.Tensor) -> torch.Tensor:

@@ -129,7 +129,7 @@ def lever_host_bytes(levers: Levers, state_bytes: int, host_budget_bytes: int) -
     taken: dict[str, int] = {}
     for lever in used_whole(levers):
         left = max(0, host_budget_bytes - sum(taken.values()))
-        taken[lever.name] = lever.host_bytes(levers, state_bytes, left)
+        taken[lever.name] = lever.host_bytes(state_bytes, left)
     return {name: nbytes for name, nbytes in taken.items() if nbytes}
 
 
@@ -138,7 +138,7 @@ def lever_rungs() -> Iterator[tuple[str, Rung]]:
     for kind in _ADVISED:
         for lever in LEVERS:
             if isinstance(lever, kind):
-                yield from lever.rungs().items()
+                yield from ((name, functools.partial(lever.rung, name)) for name in lever.rungs)
 
 
 def conflict_table() -> str:
@@ -152,6 +152,10 @@ def circumstances(workload: Workload, device: Device | None = None) -> set[str]:
     optimizer = workload.optimizer
     optimizers = [optimizer, *getattr(optimizer, "optimizers", [])]
     is_several = isinstance(optimizer, Optimizers)
+    # Copies between device and host run beside its work, at a rate that is known or measured.
+    has_link = device is None or (
+        pins_memory(device.kind) if device.is_here else device.kind != "cpu" and device.link_bytes_per_second > 0
+    )
     holds = {
         Circumstance.BATCH_NORM: any(isinstance(m, BatchNormBase) and m.training for m in workload.model.modules()),
         Circumstance.CLIPPING: workload.max_grad_norm is not None,
@@ -160,7 +164,7 @@ def circumstances(workload: Workload, device: Device | None = None) -> set[str]:
         Circumstance.FOREIGN_OPTIMIZER: not is_several and not type(optimizer).__module__.startswith("torch.optim"),
         Circumstance.OPTIMIZER_HOOKS: any(_is_users(hook) for each in optimizers for hook in step_hooks(each)),
         Circumstance.GRADIENT_HOOKS: any(map(has_gradient_hooks, workload.model.parameters())),
-        Circumstance.NO_LINK: device is not None and not _has_link(device),
+        Circumstance.NO_LINK: not has_link,
     }
     common = {name for name, does in holds.items() if does}
     return common.union(*(lever.circumstances(workload, device) for lever in LEVERS))
@@ -175,13 +179,6 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 
 def _is_users(hook: object) -> bool:
     return not str(getattr(hook, "__module__", "")).startswith("memfit.")
-
-
-def _has_link(device: Device) -> bool:
-    """Tell whether copies between a device and the host run beside its work, at a rate that is known or measured."""
-    if device.is_here:
-        return pins_memory(device.kind)
-    return device.kind != "cpu" and device.link_bytes_per_second > 0
 
 
 def check_combination(

@@ -52,6 +52,7 @@ class AdamW8bit(_ReplacedOptimizer):
     """AdamW with states of 8 bits."""
 
     name = ADAMW_8BIT
+    rungs = (ADAMW_8BIT,)
     value = "adamw-8bit"
     numerics_class = "reduced"
     conflicts = update_conflicts(
@@ -77,6 +78,7 @@ class Adafactor(_ReplacedOptimizer):
     """Adafactor, which keeps a row and a column of the second moment."""
 
     name = ADAFACTOR
+    rungs = (ADAFACTOR,)
     value = "adafactor"
     numerics_class = "changed"
     conflicts = (
