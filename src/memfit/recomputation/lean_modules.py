@@ -115,15 +115,15 @@ def within_region(module: nn.Module, forward: Callable[..., Any], args: Any, kwa
         layer.outputs.pop(storage_of(tensor), None)
     if layer.running and layer.running[-1].module is module:
         layer.running.pop()
-    return functools.partial(_in_layer, layer, forward)
 
+    def in_layer(*args: Any, **kwargs: Any) -> Any:
+        with _Layer() as inner:
+            out = forward(*args, **kwargs)
+            if layer.is_open:  # not in a recomputation, after the end of the layer around
+                layer.outputs |= inner.outputs
+        return out
 
-def _in_layer(around: _Layer, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _Layer() as layer:
-        out = forward(*args, **kwargs)
-        if around.is_open:  # not in a recomputation, after the end of the layer around
-            around.outputs |= layer.outputs
-    return out
+    return in_layer
 
 
 def _current() -> _Layer | None:
