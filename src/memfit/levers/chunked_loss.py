@@ -257,21 +257,13 @@ class Head:
 
 @dataclass(frozen=True, eq=False)
 class _Product:
-    """A product that is put off.
+    """A product that is put off."""
 
-    Attributes:
-        hidden: Input of the head, [..., features].
-        weight: Its weight, [classes, features].
-        bias: Its bias, [classes], or None.
-        dtype: What it is computed in.
-        rows: Rows of logits that there may be at a time.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    dtype: torch.dtype
-    rows: int
+    hidden: Tensor  # input of the head, [..., features]
+    weight: Tensor  # [classes, features]
+    bias: Tensor | None  # [classes]
+    dtype: torch.dtype  # what it is computed in
+    rows: int  # of logits that there may be at a time
 
     def value(self) -> Tensor:
         bias = None if self.bias is None else self.bias.to(self.dtype)
@@ -422,10 +414,10 @@ def _itself(logits: Any, *args: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class _Targets:
-    """The classes of rows, and whether each counts, both [rows, 1]; how far they are smoothed."""
+    """What a loss holds rows of logits against."""
 
-    classes: Tensor
-    valid: Tensor
+    classes: Tensor  # [rows, 1]
+    valid: Tensor  # whether each counts, [rows, 1]
     smoothing: float
     with_gradients: bool
 

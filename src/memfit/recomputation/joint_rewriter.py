@@ -49,17 +49,11 @@ _TAKES = {_aten.convolution.default: (0, 1), _aten.convolution_backward.default:
 
 @dataclass(frozen=True, eq=False)
 class GraphRegion:
-    """A part of the forward pass that the backward pass recomputes.
+    """A part of the forward pass that the backward pass recomputes."""
 
-    Attributes:
-        recomputed: The forward nodes that are recomputed where their values are needed.
-        users: The backward nodes that read the copies.
-        modules: The FQNs of its modules.
-    """
-
-    recomputed: frozenset[fx.Node]
-    users: frozenset[fx.Node]
-    modules: tuple[str, ...] = ()
+    recomputed: frozenset[fx.Node]  # the forward nodes that are recomputed where their values are needed
+    users: frozenset[fx.Node]  # the backward nodes that read the copies
+    modules: tuple[str, ...] = ()  # their FQNs
 
 
 def rematerialize(

@@ -164,19 +164,13 @@ class KeptOccurrences:
 
 
 class KeptOutputs:
-    """The outputs that one pass keeps.
-
-    Attributes:
-        outputs: The outputs with a record of the operator's arguments, by operator and occurrence.
-        counts: The number of runs of each operator with kept occurrences.
-        offloaded: The outputs in host memory; None where they stay on the device.
-    """
+    """The outputs that one pass keeps, with a record of the operator's arguments, by operator and occurrence."""
 
     def __init__(self, occurrences: KeptOccurrences, offload: bool) -> None:
         self.occurrences = occurrences
-        self.offloaded: list[HostCopy] | None = [] if offload else None
+        self.offloaded: list[HostCopy] | None = [] if offload else None  # those in host memory
         self.outputs: dict[tuple[Any, int], tuple[_Arguments, Any]] = {}
-        self.counts = Counter[Any]()
+        self.counts = Counter[Any]()  # runs of each operator with kept occurrences
 
 
 class _KeptTensor:
