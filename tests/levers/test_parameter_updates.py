@@ -250,11 +250,9 @@ def test_a_training_goes_on_from_either_kind_of_checkpoint(tmp_path: Path) -> No
         assert all(torch.equal(a, b) for a, b in zip(weights[0], others, strict=True))
 
 
-FUSED_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
-    "Adam, foreach": lambda p: torch.optim.Adam(p, lr=1e-2, foreach=True, amsgrad=True),
+FUSED_OPTIMIZERS = {
+    **{name: OPTIMIZERS[name] for name in ("AdamW", "Adam, foreach", "SGD")},
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
 }
 
 

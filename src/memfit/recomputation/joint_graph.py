@@ -22,7 +22,6 @@ from memfit.capture import draws_random_numbers, kernel_outputs, work_of
 from memfit.ir import Call, Category, Module, Op, Phase, Save, Storage, Trace, Work, kernel_text
 from memfit.recomputation.fusion import (
     COMPUTED_FOR_EACH,
-    INLINED,
     is_fusible,
     is_written_between,
     kernels,
@@ -111,13 +110,9 @@ class JointGraph:
         self.keys: list[int] = []
         for node in (*inputs, *graph.find_nodes(op="get_attr"), *forward, *backward):
             self._observe(node)
-        self.ops = kernels(
-            forward, self.sources, lambda node: tuple(module_stack(node)), lambda node: INLINED in node.meta
-        )
+        self.ops = kernels(forward, self.sources, lambda node: tuple(module_stack(node)))
         self.turn = len(self.ops)
-        self.ops += kernels(
-            backward, self.sources, lambda node: node.meta.get(_RECOMPUTED), lambda node: INLINED in node.meta
-        )
+        self.ops += kernels(backward, self.sources, lambda node: node.meta.get(_RECOMPUTED))
         position = {node: index for index, nodes in enumerate(self.ops) for node in nodes}
         self.birth = [position.get(node, -1) for node in self.makers]
         self.returned = frozenset(s for node in outputs for s in self.storages.get(node, ()))
