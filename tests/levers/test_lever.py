@@ -390,8 +390,7 @@ def test_a_link_must_be_known_or_measurable(changes: dict[str, Any], linked: boo
 
 
 @pytest.mark.parametrize(
-    "levers",
-    [{"optimizer": "in-backward"}, {**USED["chunked loss"], **SET[HEAD_INSIDE]}, {"precision": "bf16-true"}],
+    "levers", [{"optimizer": "in-backward"}, {**USED["chunked loss"], **SET[HEAD_INSIDE]}, {"precision": "bf16-true"}]
 )
 def test_verbs_refuse_plans_made_by_hand(levers: dict[str, Any]) -> None:
     plan = memfit.plan(lean(), budget="1GiB", numerics="exact", precisions=["32-true"], points=1)

@@ -83,12 +83,7 @@ Forward = Callable[[nn.Module], torch.Tensor]
 
 
 def results(
-    model: nn.Module,
-    forward: Forward,
-    regions: Sequence[Region] = (),
-    patterns: Sequence[str] = (),
-    *,
-    steps: int = 3,
+    model: nn.Module, forward: Forward, regions: Sequence[Region] = (), patterns: Sequence[str] = (), *, steps: int = 3
 ) -> dict[str, Any]:
     """Return losses, gradients, buffers and the generator's state after some steps of gradient descent, undone after.
 

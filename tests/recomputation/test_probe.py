@@ -44,10 +44,7 @@ SHAPES = {
     "another type": lambda self, x: x.sin() if self.calls == 1 else x.double().sin().float(),
     "an exception": lambda self, x: x if self.calls == 1 else x[:, [99]],
 }
-VALUES = {
-    "a counter": lambda self, x: x + self.calls,
-    "state in a tensor": _state,
-}
+VALUES = {"a counter": lambda self, x: x + self.calls, "state in a tensor": _state}
 
 
 def model_with(what: Callable[[Any, torch.Tensor], torch.Tensor]) -> Chain:

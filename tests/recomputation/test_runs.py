@@ -510,10 +510,7 @@ def test_what_waits_is_not_on_the_device_and_is_let_go_of() -> None:
 def test_an_argument_that_is_changed_in_place_while_it_is_sent_is_named() -> None:
     model = chain()
     model.blocks[1].f.register_forward_pre_hook(lambda _, args: (args[0].mul_(2.0),))
-    with (
-        checkpointed(model, [offloaded(1)]),
-        pytest.raises(RecomputationError, match="in place before its copy"),
-    ):
+    with checkpointed(model, [offloaded(1)]), pytest.raises(RecomputationError, match="in place before its copy"):
         loss_of_many(model).backward()
 
 

@@ -20,16 +20,7 @@ from memfit.capture import is_compiled
 from memfit.foundations import format_bytes
 from memfit.ir import CONVOLUTIONS, CompilerLever, CostTable, Device, Levers, operator_class
 from memfit.levers.chunked_loss import CHUNKED_LOSS
-from memfit.levers.lever import (
-    Circumstance,
-    Conflict,
-    Lever,
-    LeversOn,
-    NotOffered,
-    Running,
-    Setting,
-    least_bytes,
-)
+from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, NotOffered, Running, Setting, least_bytes
 from memfit.levers.parameter_updates import IN_BACKWARD
 from memfit.levers.shared_by_ranks import SHARDING
 from memfit.recomputation import (

@@ -55,10 +55,7 @@ class SharedByRanks(Lever):
             for other in (OFFLOADED, ADAMW_8BIT, ADAFACTOR, "bf16-true", Circumstance.SEVERAL_OPTIMIZERS)
         ),
         Conflict(
-            ON_HOST,
-            Circumstance.NO_LINK,
-            "host and device share their memory",
-            "set levers.sharding.offload to false",
+            ON_HOST, Circumstance.NO_LINK, "host and device share their memory", "set levers.sharding.offload to false"
         ),
         Conflict(
             SHARDING,

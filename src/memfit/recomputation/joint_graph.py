@@ -20,14 +20,7 @@ from torch import fx
 from memfit._torch import OpOverload, schema_of, storage_key_of, tree_leaves, tree_map_only
 from memfit.capture import draws_random_numbers, kernel_outputs, work_of
 from memfit.ir import Call, Category, Module, Op, Phase, Save, Storage, Trace, Work, kernel_text
-from memfit.recomputation.fusion import (
-    COMPUTED_FOR_EACH,
-    is_fusible,
-    is_written_between,
-    kernels,
-    puts_into,
-    reached,
-)
+from memfit.recomputation.fusion import COMPUTED_FOR_EACH, is_fusible, is_written_between, kernels, puts_into, reached
 from memfit.workload import signature
 
 _RECOMPUTED, _KEPT = "memfit_recomputed", "memfit_kept"
