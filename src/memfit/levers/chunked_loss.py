@@ -19,7 +19,6 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -100,12 +99,48 @@ class ChunkedLossLever(Lever):
     def recomputing(self, levers: Levers, costs: CostTable) -> tuple[set[str], CostTable]:
         return _around_head(levers), costs
 
-    def on_model(self, levers: Levers, model: nn.Module) -> AbstractContextManager[None]:
-        assert levers.chunked_loss is not None
-        return chunked(model, levers.chunked_loss)
+    @contextlib.contextmanager
+    def on_model(self, levers: Levers, model: nn.Module) -> Iterator[None]:
+        """Have a model's head return logits that `F.cross_entropy` takes in chunks, until the context is left.
+
+        Raises:
+            PlanMismatchError: The model has no module of the head's name.
+            PlanError: The module is not a plain `nn.Linear`, or its logits are chunked already.
+        """
+        lever = levers.chunked_loss
+        assert lever is not None
+        module = dict(model.named_modules()).get(lever.head)
+        if module is None:
+            raise PlanMismatchError(
+                f"the plan's chunked_loss.head is {lever.head!r}, and the model has no such module: the plan is for"
+                " another model"
+            )
+        if not can_defer(module):
+            raise PlanError(
+                f"chunked_loss.head={lever.head!r} is a {type(module).__name__}: name the nn.Linear that makes the"
+                " logits"
+            )
+        assert isinstance(module, nn.Linear)
+        cast = module.__dict__.get("forward")
+        holder: Any = cast if isinstance(cast, Casting) else module  # casts stay around what computes
+        before = holder.__dict__.get("forward")
+        if before is not None:
+            raise PlanError(
+                f"the forward of chunked_loss.head={lever.head!r} is replaced by {type(before).__name__} already: if a"
+                " plan did that, call close() on the earlier step first; otherwise plan without chunked_loss"
+            )
+        holder.forward = Head(module, lever.rows)
+        try:
+            yield
+        finally:
+            if holder is module:
+                del holder.forward
+            else:
+                holder.forward = None
 
     def is_applied(self, workload: Workload) -> bool:
-        return is_chunked(workload.model)
+        forwards = [module.__dict__.get("forward") for module in workload.model.modules()]
+        return any(isinstance(f.forward if isinstance(f, Casting) else f, Head) for f in forwards)
 
     def propose(self, step: Setting, wanted: list[Levers]) -> list[Levers]:
         whole = replace(step.plain, chunked_loss=self._offered(step))
@@ -123,20 +158,22 @@ class ChunkedLossLever(Lever):
 
     def _offered(self, step: Setting) -> ChunkedLoss:
         """Return the chunks of the loss, where logits take enough and nothing else asks for them."""
-        plain = step.trace(step.plain)
-        chunks = worthwhile(step.workload, plain, least_bytes(step))
-        if chunks is None:
-            least = format_bytes(least_bytes(step))
-            raise NotOffered(f"the loss uses no logits of a linear layer with {least} or more")
+        plain, least = step.trace(step.plain), least_bytes(step)
+        logits = max(_whole_logits(plain), key=lambda found: found.nbytes, default=None)
+        chunks = None
+        if logits is not None and logits.nbytes >= least and not is_compiled(step.workload):
+            chunks = _chunks(logits, step.workload, plain, tries_all=not least)
+        if logits is None or chunks is None:
+            raise NotOffered(f"the loss uses no logits of a linear layer with {format_bytes(least)} or more")
         whole = replace(step.plain, chunked_loss=chunks)
         if not step.allows(whole):
             raise NotOffered("its class is reordered: allow it with numerics='reordered'")
-        classes = max(_whole_logits(plain), key=lambda found: found.nbytes).classes
-        lefts, befores = (
-            sum(found.classes == classes and found.rows > chunks.rows for found in _whole_logits(trace))
+        # Something else than the loss may ask for them.
+        left, before = (
+            sum(found.classes == logits.classes and found.rows > chunks.rows for found in _whole_logits(trace))
             for trace in (step.trace(whole), plain)
         )
-        if lefts >= befores:
+        if left >= before:
             why = f"operators other than F.cross_entropy use the logits of {chunks.head}"
             raise NotOffered(f"the loss is not chunked: {why}", is_noted=True)
         return chunks
@@ -156,15 +193,12 @@ class _Logits(NamedTuple):
     nbytes: int
 
 
-def worthwhile(workload: Workload, trace: Trace, least_bytes: float) -> ChunkedLoss | None:
-    """Return how the loss of a step may be chunked; None where its logits are fewer bytes, or made in another way.
+def _chunks(logits: _Logits, workload: Workload, trace: Trace, *, tries_all: bool) -> ChunkedLoss | None:
+    """Return how the loss of a step may be chunked; None where its logits are few, or made in another way.
 
     A chunk has so many rows that its logits, and the probabilities made of them, take together what the gradient of
     the head's weight takes, which is there beside them; of a head that is not trained, a quarter of that.
     """
-    logits = max(_whole_logits(trace), key=lambda found: found.nbytes, default=None)
-    if logits is None or logits.nbytes < least_bytes or is_compiled(workload):
-        return None
     modules = dict(workload.model.named_modules())
     before = [call for call in trace.calls if call.end <= logits.op and call.phase == "forward"]
     for call in reversed(before):
@@ -172,7 +206,7 @@ def worthwhile(workload: Workload, trace: Trace, least_bytes: float) -> ChunkedL
         head = modules[fqn]
         if can_defer(head) and head.out_features == logits.classes:
             rows = max(_LEAST_ROWS, int(head.in_features) // (2 if head.weight.requires_grad else 8))
-            if rows >= logits.rows and not least_bytes:  # all is tried: products of few rows are slow, and small
+            if rows >= logits.rows and tries_all:  # products of few rows are slow, and small
                 rows = -(-logits.rows // _FEW_CHUNKS)
             return ChunkedLoss(head=fqn, rows=rows) if rows < logits.rows else None
     return None
@@ -189,52 +223,6 @@ def _whole_logits(trace: Trace) -> list[_Logits]:
             rows = math.prod(shape) // max(1, classes)
             found.append(_Logits(index, rows, classes, trace.works[op.signature].write_bytes))
     return found
-
-
-@contextlib.contextmanager
-def chunked(model: nn.Module, lever: ChunkedLoss) -> Iterator[None]:
-    """Have a model's head return logits that `F.cross_entropy` takes in chunks, until the context is left.
-
-    Args:
-        lever: The head, and how many rows of logits there may be at a time.
-
-    Raises:
-        PlanMismatchError: The model has no module of that name.
-        PlanError: The module is not a plain `nn.Linear`, or its logits are chunked already.
-    """
-    module = dict(model.named_modules()).get(lever.head)
-    if module is None:
-        raise PlanMismatchError(
-            f"the plan's chunked_loss.head is {lever.head!r}, and the model has no such module: the plan is for another"
-            " model"
-        )
-    if not can_defer(module):
-        raise PlanError(
-            f"chunked_loss.head={lever.head!r} is a {type(module).__name__}: name the nn.Linear that makes the logits"
-        )
-    assert isinstance(module, nn.Linear)
-    cast = module.__dict__.get("forward")
-    holder: Any = cast if isinstance(cast, Casting) else module  # casts stay around what computes
-    before = holder.__dict__.get("forward")
-    if before is not None:
-        raise PlanError(
-            f"the forward of chunked_loss.head={lever.head!r} is replaced by {type(before).__name__} already: if a plan"
-            " did that, call close() on the earlier step first; otherwise plan without chunked_loss"
-        )
-    holder.forward = Head(module, lever.rows)
-    try:
-        yield
-    finally:
-        if holder is module:
-            del holder.forward
-        else:
-            holder.forward = None
-
-
-def is_chunked(model: nn.Module) -> bool:
-    """Tell whether a model's head returns logits to chunk at present."""
-    forwards = [module.__dict__.get("forward") for module in model.modules()]
-    return any(isinstance(f.forward if isinstance(f, Casting) else f, Head) for f in forwards)
 
 
 def can_defer(module: nn.Module) -> bool:

@@ -290,7 +290,7 @@ class LeanCall:
         self._state.end()
         if not self._drops:
             self._state.forget_undrawn()
-        dropped = self._droppable(output) if self._can_run_again(output) else None
+        dropped = self._droppable(output)
         for number, saved in enumerate(self.saves):
             if saved.tensor is not None and dropped is not None and number in dropped:
                 saved.drop(self, None if storage_of(saved.tensor) == storage_of(output) else number)
@@ -307,21 +307,19 @@ class LeanCall:
         self.saves, self._tensors = [], []
         return dropped is not None
 
-    def _can_run_again(self, output: Any) -> bool:
-        """Tell whether the call made a new tensor, from arguments that are unchanged or can be recomputed."""
-        if not isinstance(output, torch.Tensor) or not output.requires_grad or not storage_of(output):
-            return False
-        for tensor, version, origin in zip(self._tensors, self._versions, self._arguments, strict=True):
-            is_changed = version_of(tensor) != version
-            if not storage_of(tensor) or (is_changed and origin is None):
-                return False
-            if storage_of(tensor) == storage_of(output) and not is_changed:
-                return False
-        return True
+    def _droppable(self, output: Any) -> set[int] | None:
+        """Return the numbers of the saved tensors to drop.
 
-    def _droppable(self, output: torch.Tensor) -> set[int] | None:
-        """Return the numbers of the saved tensors to drop; None where keeping the arguments costs more."""
+        None where the call made no new tensor from arguments that are unchanged or can be recomputed, and where keeping
+        the arguments costs more.
+        """
+        if not isinstance(output, torch.Tensor) or not output.requires_grad or not storage_of(output):
+            return None
         given = list(zip(self._tensors, self._versions, self._arguments, strict=True))
+        for tensor, version, origin in given:
+            is_changed, is_output = version_of(tensor) != version, storage_of(tensor) == storage_of(output)
+            if not storage_of(tensor) or (is_changed and origin is None) or (is_output and not is_changed):
+                return None
         arguments = {(storage_of(tensor), version) for tensor, version, _ in given}
         # Arguments are there anyway where they are lean outputs themselves, which chains a normalisation, a dropout and
         # an activation, or where the call's own backward pass saves them.
