@@ -277,7 +277,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "right": ("", lambda _: overview.right_table(results)),
     "fast": ("", lambda _: overview.fast_table(results)),
     "safe": ("", lambda _: overview.safe_table(results)),
-    "combinations": ("", lambda _: levers.registry.conflict_table()),
+    "combinations": ("", lambda _: levers.conflict_table()),
     "commands": ("", lambda _: reference.commands()),
     "plan_file": ("", lambda _: reference.plan_file()),
     "errors": ("", lambda _: reference.error_table()),

@@ -12,7 +12,7 @@ from torch import fx
 
 from memfit import _torch
 from tests import warm
-from tests.compiled.splitting import split_by
+from tests.recomputation.splitting import split_by
 
 
 def test_disable_dynamo_keeps_a_function_out_of_compiled_code() -> None:

@@ -59,7 +59,7 @@ from benchmarks.pages import stale
 from benchmarks.tables import results
 from memfit import Workload
 from memfit.capture import real_copy
-from memfit.compiled import PlannedBackend
+from memfit.recomputation import PlannedBackend
 from memfit.training import Step
 from tests.scalar_kernels import scalar_kernels
 

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,17 +22,17 @@ import memfit
 from memfit import ir
 from memfit.capture import real_copy
 from memfit.errors import PlanError, PlanMismatchError, UsageError
-from memfit.hardware import allocated
+from memfit.hardware import allocated, find_device
 from memfit.ir import ChunkedLoss, Levers, Plan
-from memfit.levers import applied, checkpointing, chunked_loss
-from memfit.levers.chunked_loss import Logits, chunked, is_chunked
-from memfit.levers.precision import casting
-from memfit.pipeline._apply import switchable
+from memfit.levers import LEVERS, Switch, applied, switched
+from memfit.planner import capture_levers
 from memfit.recipes import byte_lm
 from memfit.workload import Workload
 from tests.measuring import peaks
 
 CLASSES = 11
+ROWS = ChunkedLoss(head="head", rows=4)
+(LEVER,) = (lever for lever in LEVERS if lever.name == "chunked loss")
 
 
 class LanguageModel(nn.Module):
@@ -88,7 +89,7 @@ WHOLE["a function of the user's"] = Below.apply
 
 
 def under(model: nn.Module, lever: ChunkedLoss | None) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext() if lever is None else chunked(model, lever)
+    return switched(model, Levers(microbatch_size=1, chunked_loss=lever))
 
 
 def loss_and_gradients(
@@ -113,7 +114,7 @@ def test_loss_and_gradients_are_those_of_the_whole_loss(name: str, bias: bool) -
     loss = (CHUNKED | WHOLE)[name]
     model = LanguageModel(bias)
     expected, gradients = loss_and_gradients(model, loss, None)
-    found, chunked_gradients = loss_and_gradients(model, loss, ChunkedLoss(head="head", rows=4))
+    found, chunked_gradients = loss_and_gradients(model, loss, ROWS)
     assert found.dtype == expected.dtype
     assert relative(found, expected) < 1e-6
     assert relative(chunked_gradients, gradients) < 1e-6
@@ -149,7 +150,7 @@ def test_under_autocast_it_rounds_no_more_than_the_whole_loss(name: str, dtype: 
     model = LanguageModel(True)
     _, exact = loss_and_gradients(model, CHUNKED[name], None)
     expected, gradients = loss_and_gradients(model, CHUNKED[name], None, dtype)
-    found, chunked_gradients = loss_and_gradients(model, CHUNKED[name], ChunkedLoss(head="head", rows=4), dtype)
+    found, chunked_gradients = loss_and_gradients(model, CHUNKED[name], ROWS, dtype)
     assert found.dtype == expected.dtype
     assert relative(found, expected) < 1e-3
     assert relative(chunked_gradients, exact) < 1.5 * relative(gradients, exact)
@@ -181,9 +182,9 @@ def test_logits_are_never_whole(name: str) -> None:
 def test_logits_tell_their_shape_and_give_their_numbers() -> None:
     model, tokens = LanguageModel(), torch.randint(CLASSES, (3, 7))
     expected = model(tokens)
-    with chunked(model, ChunkedLoss(head="head", rows=4)):
+    with under(model, ROWS):
         logits = model(tokens)
-        assert type(logits) is Logits and logits.shape == (3, 7, CLASSES) and logits.requires_grad
+        assert type(logits) is not Tensor and logits.shape == (3, 7, CLASSES) and logits.requires_grad
         assert (len(logits), logits.dim(), logits.size(-1), logits.dtype) == (3, 3, CLASSES, torch.float32)
         assert type(logits.double().transpose(1, 2)[None]) is Tensor
         torch.testing.assert_close(logits + 0, expected)
@@ -196,7 +197,7 @@ def test_logits_tell_their_shape_and_give_their_numbers() -> None:
 
 def test_second_backward_pass_is_refused() -> None:
     model, tokens = LanguageModel(), torch.randint(CLASSES, (3, 7))
-    with chunked(model, ChunkedLoss(head="head", rows=4)):
+    with under(model, ROWS):
         loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
     loss.backward(retain_graph=True)
     with pytest.raises(UsageError, match="ran twice"):
@@ -204,28 +205,31 @@ def test_second_backward_pass_is_refused() -> None:
 
 
 def test_model_is_restored_and_copies_are_their_own() -> None:
-    model, lever = LanguageModel(), ChunkedLoss(head="head", rows=4)
-    with chunked(model, lever):
-        assert is_chunked(model)
+    model = LanguageModel()
+    with under(model, ROWS):
         copied = copy.deepcopy(model)
         assert copied.head.forward.module is copied.head  # type: ignore[union-attr]
-        with pytest.raises(PlanError, match=r"close\(\)"), chunked(model, lever):
+        with pytest.raises(PlanError, match=r"close\(\)"), under(model, ROWS):
             pass
-    assert not is_chunked(model) and "forward" not in model.head.__dict__
+    assert "forward" not in model.head.__dict__
 
 
 def test_casts_stay_around_it() -> None:
     model, tokens = LanguageModel(), torch.randint(CLASSES, (3, 7))
-    with casting(model.head, torch.float32, device="cpu"), torch.autocast("cpu", torch.bfloat16):
-        with chunked(model, ChunkedLoss(head="head", rows=4)):
-            assert is_chunked(model) and model(tokens).dtype is torch.float32
-        assert not is_chunked(model) and type(model(tokens)) is Tensor
+    optimizer = torch.optim.SGD(model.parameters())
+    workload = Workload(model, tokens, lambda model, batch: model(batch).sum(), optimizer, fp32_modules=("head",))
+    levers = Levers(precision="bf16-mixed", microbatch_size=3)
+    with applied(levers, workload), torch.autocast("cpu", torch.bfloat16):
+        with under(model, ROWS):
+            assert LEVER.is_applied(workload)
+            assert type(model(tokens)) is not Tensor and model(tokens).dtype is torch.float32
+        assert not LEVER.is_applied(workload) and type(model(tokens)) is Tensor
     assert model.head.__dict__.get("forward") is None
 
 
 @pytest.mark.parametrize(("head", "error"), [("nowhere", PlanMismatchError), ("embed", PlanError)])
 def test_what_is_no_head_is_refused(head: str, error: type[Exception]) -> None:
-    with pytest.raises(error, match=f"'{head}'"), chunked(LanguageModel(), ChunkedLoss(head=head, rows=4)):
+    with pytest.raises(error, match=f"'{head}'"), under(LanguageModel(), ChunkedLoss(head=head, rows=4)):
         pass
 
 
@@ -336,20 +340,34 @@ def test_exact_plans_keep_the_loss_whole() -> None:
 
 
 @pytest.mark.ci
-def test_one_capture_tells_where_it_does_not_matter(captures: list[Levers], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointing, "worthwhile", lambda *_: False)  # which has captures of its own
+def test_one_capture_tells_where_it_does_not_matter(captures: list[Levers]) -> None:
     small = byte_lm(n_layer=2, d_model=64, n_head=4, context=64, batch_size=4, max_bytes=200_000)
     memfit.plan(small, budget="1GiB", precisions=["32-true"], points=1)
-    assert len(captures) == 4 and not any(levers.chunked_loss for levers in captures)
-    for within, expected in ((1e9, {"32-true"}), (-1.0, {"32-true", "bf16-mixed"})):
-        monkeypatch.setattr(chunked_loss, "SIMPLER_WITHIN", within)  # as if it were as fast as the whole loss; slower
-        captures.clear()
-        workload = large_vocabulary(batch_size=2, context=128, vocabulary_size=8192)
-        memfit.plan(workload, budget="1GiB", precisions=["32-true", "bf16-mixed"], numerics="reduced", points=1)
-        assert [bool(levers.chunked_loss) for levers in captures][:2] == [False, True]
-        assert {levers.precision for levers in captures if levers.chunked_loss} == {"32-true", "bf16-mixed"}
-        assert {levers.precision for levers in captures if not levers.chunked_loss} == expected
-        assert {levers.microbatch_size for levers in captures if not levers.chunked_loss} == {1, 2}
+    found = [levers for levers in captures if not levers.lean]  # which has captures of its own
+    assert len(found) == 4 and not any(levers.chunked_loss for levers in found)
+
+
+@pytest.mark.parametrize(("step_seconds", "expected"), [(1.0, {"32-true"}), (2.0, {"32-true", "bf16-mixed"})])
+def test_whole_losses_are_searched_in_all_precisions_where_they_are_faster(
+    step_seconds: float, expected: set[str]
+) -> None:
+    workload, plain = large_vocabulary(batch_size=2, context=128, vocabulary_size=8192), Levers(microbatch_size=2)
+    step: Any = SimpleNamespace(
+        workload=workload,
+        plain=plain,
+        precisions=("32-true", "bf16-mixed"),
+        trace=lambda levers: capture_levers(workload, levers, find_device("cpu")),
+        predicted=lambda levers: SimpleNamespace(
+            peak_bytes=2**24, step_seconds=step_seconds if levers.chunked_loss else 1.0
+        ),
+        allows=lambda levers: True,
+        budget_bytes=None,
+        tries_all=False,
+    )
+    wanted = [replace(plain, precision=p, microbatch_size=size) for p in step.precisions for size in (2, 1)]
+    found = LEVER.propose(step, wanted)
+    assert {levers.precision for levers in found if not levers.chunked_loss} == expected
+    assert [replace(levers, chunked_loss=None) for levers in found if levers.chunked_loss] == wanted
 
 
 def test_logits_that_something_else_asks_for_are_left_alone() -> None:
@@ -366,16 +384,14 @@ def test_logits_that_something_else_asks_for_are_left_alone() -> None:
 
 
 def test_a_running_step_is_switched() -> None:
-    workload = large_vocabulary()
-    plan = memfit.plan(workload, budget="1GiB", numerics="exact", precisions=["32-true"], points=1)
-    chunked = replace(plan.levers, chunked_loss=ChunkedLoss(head="head", rows=32))
-    with switchable(plan, workload, limit_bytes=None) as switch:
-        loss, gradients = switch.step.gradients(workload.batch)
-        switch.to(chunked)
+    workload, plain = large_vocabulary(), Levers(microbatch_size=4)
+    with applied(plain, workload) as step, contextlib.closing(Switch(step, plain)) as switch:
+        loss, gradients = step.gradients(workload.batch)
+        switch.to(replace(plain, chunked_loss=ChunkedLoss(head="head", rows=32)))
         assert "forward" in workload.model.head.__dict__
         with switch.lifted():
             assert "forward" not in workload.model.head.__dict__  # type: ignore[operator]
-        again, chunked_gradients = switch.step.gradients(workload.batch)
+        again, chunked_gradients = step.gradients(workload.batch)
         assert again == pytest.approx(loss, rel=1e-6)
         for name, gradient in gradients.items():
             torch.testing.assert_close(chunked_gradients[name], gradient, rtol=1e-4, atol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,7 @@ from torch import nn
 
 import memfit
 from memfit.ir import Levers
-from memfit.levers import NotOffered
-from memfit.levers.checkpointing import Lean, worthwhile
+from memfit.levers import LEVERS, NotOffered
 from memfit.workload import Workload
 from tests.models import plain_trace, recurrent, transformer, unet
 
@@ -57,29 +57,28 @@ def test_what_fits_without_is_left_without() -> None:
     assert plan.levers.lean == ()
 
 
-def test_a_model_with_little_of_them_is_not_captured_with_them() -> None:
-    assert worthwhile(unet(), plain_trace("unet"), 1)
-    assert not worthwhile(unet(), plain_trace("unet"), 2**40)
-    trace = plain_trace("recurrent")
-    assert not worthwhile(recurrent(), trace, sum(s.nbytes for s in trace.storages) * 20)
-    assert worthwhile(transformer(), plain_trace("transformer"), 1)
-
-
 @pytest.mark.parametrize(
-    ("peak_bytes", "text"),
+    ("make", "peak_bytes", "text"),
     [
-        (2**20, "norms, activations and dropouts keep less than 51.2 KiB"),
-        (2**12, "it lowers the peak by less than 205 B"),
+        (unet, 2**20, "norms, activations and dropouts keep less than 51.2 KiB"),
+        (unet, 2**12, "it lowers the peak by less than 205 B"),
+        (unet, 20, "it lowers the peak by less than 1 B"),
+        (transformer, 20, "it lowers the peak by less than 1 B"),
+        (recurrent, 2**40, "norms, activations and dropouts keep less than 51.2 GiB"),
     ],
 )
-def test_a_refusal_says_how_little_it_is_about(peak_bytes: int, text: str) -> None:
+def test_a_refusal_says_how_little_it_is_about(make: Callable[[], Workload], peak_bytes: int, text: str) -> None:
+    """A model with little of them is not captured with them."""
+    captured: list[Levers] = []
     step: Any = SimpleNamespace(
-        workload=unet(),
+        workload=make(),
         plain=Levers(microbatch_size=2),
-        trace=lambda levers: plain_trace("unet"),
-        predicted=lambda levers: SimpleNamespace(peak_bytes=peak_bytes),
+        trace=lambda levers: plain_trace(make.__name__),
+        predicted=lambda levers: captured.append(levers) or SimpleNamespace(peak_bytes=peak_bytes),
         budget_bytes=None,
         tries_all=False,
     )
+    (lever,) = (lever for lever in LEVERS if lever.name == "lean norms and activations")
     with pytest.raises(NotOffered, match=text):
-        Lean().propose(step, [step.plain])
+        lever.propose(step, [step.plain])
+    assert any(levers.lean for levers in captured) == ("lowers" in text)

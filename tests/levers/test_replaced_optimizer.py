@@ -17,12 +17,12 @@ import memfit
 from memfit.errors import CheckpointError
 from memfit.ir import Levers, OptimizerLever, Plan
 from memfit.levers import applied
-from memfit.levers.replaced_optimizer import replaced
 from memfit.recipes import byte_lm
 from memfit.workload import Workload, fingerprint
 from tests.measuring import peaks
 
 LEVERS: list[OptimizerLever] = ["adamw-8bit", "adafactor"]
+EIGHT_BITS = Levers(microbatch_size=2, optimizer="adamw-8bit")
 
 
 def workload(**options: Any) -> Workload:
@@ -72,7 +72,8 @@ def updated() -> Workload:
 def test_states_are_taken_over_and_given_back() -> None:
     made = updated()
     before = {p: dict(values) for p, values in made.optimizer.state.items()}
-    with replaced(made.optimizer, "adamw-8bit") as optimizer:
+    with applied(EIGHT_BITS, made) as step:
+        optimizer = step.workload.optimizer
         assert {v["state1"].dtype for v in optimizer.state.values()} == {torch.uint8, torch.float32}
         assert {v["step"] for v in optimizer.state.values()} == {3}
         assert not made.optimizer.state  # or it would be held beside the other
@@ -90,8 +91,8 @@ def test_states_are_given_back_where_training_fails() -> None:
     found = []
     for error in (None, KeyboardInterrupt()):
         made = updated()
-        with contextlib.suppress(KeyboardInterrupt), replaced(made.optimizer, "adamw-8bit") as optimizer:
-            update(made, optimizer)
+        with contextlib.suppress(KeyboardInterrupt), applied(EIGHT_BITS, made) as step:
+            update(made, step.workload.optimizer)
             if error is not None:
                 raise error
         found.append([made.optimizer.state[p] for p in made.model.parameters()])
@@ -117,8 +118,8 @@ def test_what_was_not_quantised_when_memory_ran_out_is_as_it_was(
     made = make()
     before = dict(made.optimizer.state)
     monkeypatch.setattr(AdamW8bit, "init_state", fifth_fails)
-    with pytest.raises(torch.OutOfMemoryError), replaced(made.optimizer, "adamw-8bit") as optimizer:
-        update(made, optimizer)
+    with pytest.raises(torch.OutOfMemoryError), applied(EIGHT_BITS, made) as step:
+        update(made, step.workload.optimizer)
     after = made.optimizer.state
     assert len(after) == (len(before) or 4)
     assert [p for p, values in before.items() if after[p] is not values] == list(before)[:4]
@@ -149,18 +150,13 @@ def with_optimizer(plan: Plan, lever: OptimizerLever) -> Plan:
 
 @pytest.mark.parametrize("lever", ["adamw-8bit", pytest.param("adafactor", marks=pytest.mark.ci), "in-backward"])
 def test_a_training_is_resumed_bitwise(lever: OptimizerLever, plan: Plan, tmp_path: Path) -> None:
-    made = workload(max_grad_norm=None)
-    weights = []
+    planned, weights = with_optimizer(plan, lever), []
     for folder, stops in (("whole", [6]), ("resumed", [3, 6])):
         torch.manual_seed(0)
-        made = workload(max_grad_norm=None)
         for stop in stops:
-            if stop == 6 and folder == "resumed":
-                made = workload(max_grad_norm=None, seed=0)
             resume = stop != stops[0]
-            memfit.train(
-                with_optimizer(plan, lever), made, out=tmp_path / folder, steps=stop, resume=resume, checkpoint_every=3
-            )
+            made = workload(max_grad_norm=None, **({"seed": 0} if resume else {}))
+            memfit.train(planned, made, out=tmp_path / folder, steps=stop, resume=resume, checkpoint_every=3)
         weights.append([p.detach().clone() for p in made.model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 

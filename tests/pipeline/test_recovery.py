@@ -27,8 +27,7 @@ import memfit
 from memfit import ir
 from memfit.errors import MemoryLimitError, OutOfMemoryError
 from memfit.ir import Levers, Plan, Region, RunRecord
-from memfit.levers import applied
-from memfit.levers.stack import lower_candidates
+from memfit.levers import applied, lower_candidates
 from memfit.pipeline import _apply
 from memfit.recipes import SeededBatches
 from memfit.training import Recovery, RunOptions, StepRecord, Trainer, latest

@@ -20,7 +20,7 @@ import memfit
 from memfit.errors import InfeasibleError, MemfitError
 from memfit.hardware import find_device
 from memfit.ir import ChunkedLoss, Levers, Numerics, OptimizerLever, Plan, Precision, Region, allows, freest
-from memfit.levers import LeversOn, circumstances, met, registry
+from memfit.levers import CONFLICTS, LEVERS, LeversOn, UpdateLever, circumstances, lever_names, lever_uses, met
 from memfit.planner import capture_levers, costs_of, predict
 from memfit.workload import Workload
 from tests.models import Transformer
@@ -123,7 +123,10 @@ def by_hand(made: Workload, plan: Plan) -> Iterator[Levers]:
     own, size = plan.levers, plan.batch_size
     linear = [fqn for fqn, each in made.model.named_modules() if type(each) is nn.Linear]
     blocks = [fqn for fqn, _ in made.model.named_modules() if fqn and fqn.rpartition(".")[2].isdigit()]
-    optimizers: tuple[OptimizerLever, ...] = ("as-is", *(lever.value for lever in registry.UPDATES))
+    optimizers: tuple[OptimizerLever, ...] = (
+        "as-is",
+        *(lever.value for lever in LEVERS if isinstance(lever, UpdateLever)),
+    )
     near = [replace(own, precision=precision) for precision in PRECISIONS]
     near += [replace(own, optimizer=optimizer) for optimizer in optimizers]
     near += [replace(own, microbatch_size=each) for each in sorted({1, 2, size // 2 or 1, size})]
@@ -135,9 +138,9 @@ def by_hand(made: Workload, plan: Plan) -> Iterator[Levers]:
     around = circumstances(made, CPU)
     is_coupled = any(isinstance(module, nn.BatchNorm2d) for module in made.model.modules())
     for levers in dict.fromkeys(near):
-        uses = registry.lever_uses(LeversOn(levers, size, is_coupled))
-        names = registry.lever_names(LeversOn(levers, size)) | around
-        if allows(plan.allowed, freest(uses)) and not met(registry.CONFLICTS, names, plan.allowed):
+        uses = lever_uses(LeversOn(levers, size, is_coupled))
+        names = lever_names(LeversOn(levers, size)) | around
+        if allows(plan.allowed, freest(uses)) and not met(CONFLICTS, names, plan.allowed):
             yield levers
 
 

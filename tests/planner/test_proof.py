@@ -152,7 +152,7 @@ def test_only_the_first_step_is_checked_and_it_changes_nothing(optimizer: str, m
     plan = unproven(workload(), (Region(("1", "2")), Region(("4",))), optimizer=optimizer)
     assert are_equal(plain_loop(workload()), planned_loop(plan, workload()))
     checked: list[Step] = []
-    monkeypatch.setattr("memfit.levers.stack.checking", lambda: checked.append(1) or checking())  # type: ignore
+    monkeypatch.setattr("memfit.levers.registry.checking", lambda: checked.append(1) or checking())  # type: ignore
     made = workload()
     with apply(plan, made) as step:
         for _ in range(3):

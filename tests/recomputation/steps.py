@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.ir import Region
-from memfit.recomputation import checkpointed
+from memfit.recomputation import checkpointed, lean
 
 
 class Executed(TorchDispatchMode):
@@ -82,19 +82,22 @@ def without_collector() -> Iterator[None]:
 Forward = Callable[[nn.Module], torch.Tensor]
 
 
-def results(model: nn.Module, forward: Forward, regions: Sequence[Region] = (), steps: int = 3) -> dict[str, Any]:
+def results(
+    model: nn.Module, forward: Forward, regions: Sequence[Region] = (), patterns: Sequence[str] = (), *, steps: int = 3
+) -> dict[str, Any]:
     """Return losses, gradients, buffers and the generator's state after some steps of gradient descent, undone after.
 
     Args:
         model: In training mode.
         forward: Returns the loss.
         regions: To checkpoint.
+        patterns: Of modules to make lean.
         steps: How many.
     """
     before = {name: value.clone() for name, value in model.state_dict().items()}
     found: dict[str, Any] = {}
     torch.manual_seed(1)
-    with checkpointed(model, regions):
+    with lean(model, patterns), checkpointed(model, regions):
         for step in range(steps):
             model.zero_grad()
             loss = forward(model)
@@ -120,9 +123,11 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
-def executed(model: nn.Module, forward: Forward, regions: Sequence[Region] = ()) -> Counter[str]:
+def executed(
+    model: nn.Module, forward: Forward, regions: Sequence[Region] = (), patterns: Sequence[str] = ()
+) -> Counter[str]:
     """Return how often each operator runs in a forward and backward pass."""
-    with checkpointed(model, regions), Executed() as mode:
+    with lean(model, patterns), checkpointed(model, regions), Executed() as mode:
         forward(model).backward()
     model.zero_grad()
     return mode.counts

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from memfit.ir import Region
-from memfit.recomputation import foreign_generators, lean
-from memfit.recomputation.call_state import CallState
+from memfit.recomputation import checkpointed
 from tests.recomputation.steps import Residual, differing, loss, results
 
 ALWAYS = np.random.default_rng(5)
@@ -98,16 +97,6 @@ def test_layers_that_are_left_out_at_random_are_left_out_again(draw: Callable[[A
         assert differing(plain, run(draw, regions)) == []
 
 
-def test_without_the_generators_set_back_the_gradients_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for regions in ([], [Region(("1",))]):
-        torch.manual_seed(0), np.random.seed(0)
-        made = nn.Sequential(nn.Linear(16, 16), DrawingNorm(np.random.rand), nn.Linear(16, 16))
-        found.append(results(made, loss, regions))
-        monkeypatch.setattr(CallState, "restore", lambda self: None)
-    assert "gradient 0 of 0.weight" in differing(*found)
-
-
 class DrawingNorm(nn.Module):
     """A normalisation of someone's own that draws."""
 
@@ -123,34 +112,31 @@ class DrawingNorm(nn.Module):
     "draw", [random.random, np.random.rand, functools.partial(torch.rand, 16)], ids=["random", "numpy", "torch"]
 )
 def test_lean_modules_draw_again_what_they_drew(draw: Callable[[], Any]) -> None:
-    found = []
-    for patterns in ((), ("*",)):
-        torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    def drawn(patterns: tuple[str, ...], seed: int = 0) -> dict[str, Any]:
+        torch.manual_seed(0)
         made = nn.Sequential(
             nn.Linear(16, 16), DrawingNorm(draw), nn.Linear(16, 16), DrawingNorm(draw), nn.Linear(16, 4)
         )
-        with lean(made, patterns):
-            found.append(results(made, functools.partial(loss, samples=32)))
-    assert differing(*found) == []
+        random.seed(seed), np.random.seed(seed)
+        return results(made, functools.partial(loss, samples=32), patterns=patterns)
+
+    assert differing(drawn(("*",)), drawn(())) == []
+    assert isinstance(draw, functools.partial) or "gradient 0 of 0.weight" in differing(drawn(()), drawn((), seed=1))
 
 
-def test_only_the_states_of_generators_that_were_drawn_from_are_kept() -> None:
-    own = torch.Generator()
-    among = foreign_generators([own])
-    draws = CallState((), (), among)
-    draws.end()
-    assert draws.drawn == []
-    draws = CallState((), (), among)
-    torch.rand(1), torch.rand(2, generator=own)
-    draws.end()
-    assert draws.drawn == among[2:]
-    draws = CallState((), (), among)
-    np.random.randn()
-    draws.end()
-    assert draws.drawn == [among[1]]
-    draws = CallState((), (), among)
-    np.random.randn()  # the other of the pair, for which no bits are drawn
-    draws.end()
-    assert draws.drawn == [among[1]]
-    random.random()
-    assert [source for source in CallState((), (), among).drawn if source is among[0]]
+@pytest.mark.parametrize(
+    ("draw", "times"),
+    [(lambda: 0.0, 0), (random.random, 0), (np.random.rand, 1), (np.random.randn, 1)],
+    ids=["nothing", "Python's", "NumPy's", "the other of a pair, for which no bits are drawn"],
+)
+def test_only_the_states_of_generators_that_were_drawn_from_are_kept(
+    draw: Callable[[], float], times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Any] = []
+    own = np.random.set_state
+    monkeypatch.setattr(np.random, "set_state", lambda state: written.append(state) or own(state))
+    np.random.seed(0), np.random.randn()
+    made = nn.Sequential(nn.Linear(16, 16), DrawingNorm(draw), nn.Linear(16, 4))
+    with checkpointed(made, [Region(("1",))]):
+        loss(made).backward()
+    assert len(written) == 2 * times  # before the recomputation, and back after it

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -14,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from memfit._torch import top_saved_tensors_default_hooks
 from memfit.capture import CaptureJob, capture, real_copy
 from memfit.cost import calibrate
 from memfit.errors import PlanError, PlanMismatchError, RecomputationError
@@ -22,34 +22,17 @@ from memfit.ir import Levers, Precision, Region, Trace, simulate
 from memfit.levers import applied
 from memfit.recipes import brain_segmentation
 from memfit.recomputation import checkpointed, is_lean, is_made_lean, lean
-from memfit.recomputation.kept_outputs import hooks_around
 from memfit.workload import Workload, batch_size_of
 from tests.covering import each, some
 from tests.measuring import step_peak_bytes
 from tests.models import BUILDERS, COSTS, convnet, transformer, twice, unet
-from tests.recomputation.steps import Executed, differing, without_collector
+from tests.recomputation.steps import differing, executed, results, without_collector
 
 ALL = ("*",)
 
 
-def results(
-    model: nn.Module, x: torch.Tensor, patterns: Sequence[str], regions: Sequence[Region] = ()
-) -> dict[str, torch.Tensor]:
-    """Return losses, gradients and what is left after two steps with the model made lean, undone after."""
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    found: dict[str, torch.Tensor] = {}
-    torch.manual_seed(1)
-    with lean(model, patterns), checkpointed(model, regions):
-        for step in range(2):
-            model.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            found[f"loss {step}"] = loss.detach()
-            found |= {f"{step} {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    found |= {f"{name} after": value.clone() for name, value in model.state_dict().items()}
-    found["random state"] = torch.get_rng_state()
-    model.load_state_dict(before)
-    return found
+def loss_on(x: torch.Tensor) -> Callable[[nn.Module], torch.Tensor]:
+    return lambda model: model(x).square().mean()
 
 
 def peak_bytes(model: nn.Module, x: torch.Tensor, patterns: Sequence[str]) -> int:
@@ -124,12 +107,12 @@ def test_no_bit_changes_with_and_without_regions(model: nn.Sequential, data: st.
     x = torch.randn(3, 2, 6, 6)
     if not _runs(model, x):
         return
-    plain = results(model, x, ())
-    assert not differing(results(model, x, ALL), plain)
+    plain = results(model, loss_on(x))
+    assert not differing(results(model, loss_on(x), (), ALL), plain)
     names = [str(i) for i in range(1, len(model) - 1)]
     regions = [Region((name,)) for name in names if data.draw(st.booleans())]
-    assert not differing(results(model, x, ALL, regions), plain)
-    assert not differing(results(model, x, ALL, [Region(tuple(names))]), plain)
+    assert not differing(results(model, loss_on(x), regions, ALL), plain)
+    assert not differing(results(model, loss_on(x), [Region(tuple(names))], ALL), plain)
 
 
 @pytest.mark.parametrize(("name", "precision"), each(BUILDERS, ["32-true", "bf16-mixed"]))
@@ -226,24 +209,17 @@ def test_the_steps_of_a_composite_activation_are_not_kept() -> None:
     x = torch.randn(512, 64)
     output_bytes = 512 * 256 * 4
     assert peak_bytes(model, x, ()) - peak_bytes(model, x, ALL) >= 3 * 4 * output_bytes
-    assert not differing(results(model, x, ALL), results(model, x, ()))
+    assert not differing(results(model, loss_on(x), (), ALL), results(model, loss_on(x)))
 
 
 def test_an_activation_whose_input_nobody_keeps_is_left_as_it_is() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 1, 3))
     x = torch.randn(2, 3, 16, 16)
     assert peak_bytes(model, x, ALL) == peak_bytes(model, x, ())
-    assert _counts(model, x, ALL)["aten.relu.default"] == 1
+    assert executed(model, loss_on(x), patterns=ALL)["aten.relu.default"] == 1
 
 
 # Once
-
-
-def _counts(model: nn.Module, x: torch.Tensor, patterns: Sequence[str]) -> Counter[str]:
-    with lean(model, patterns), Executed() as mode:
-        model(x).square().mean().backward()
-    model.zero_grad()
-    return mode.counts
 
 
 class Attention(nn.Module):
@@ -261,7 +237,7 @@ class Attention(nn.Module):
 
 def test_what_several_operators_ask_for_is_made_again_once() -> None:
     model = nn.Sequential(nn.Linear(8, 8), Attention())
-    assert _counts(model, torch.randn(2, 4, 8), ALL)["aten.native_layer_norm.default"] == 2
+    assert executed(model, loss_on(torch.randn(2, 4, 8)), patterns=ALL)["aten.native_layer_norm.default"] == 2
 
 
 def test_nothing_of_a_step_is_left_once_it_is_over() -> None:
@@ -328,7 +304,7 @@ def test_a_change_in_place_of_what_is_kept_is_an_error_as_without(patterns: Sequ
 
 def test_what_the_parent_changes_in_place_is_kept_changed() -> None:
     model, x = Changing(takes=False), torch.randn(3, 4)
-    assert not differing(results(model, x, ALL), results(model, x, ()))
+    assert not differing(results(model, loss_on(x), (), ALL), results(model, loss_on(x)))
 
 
 def test_a_module_that_does_something_else_the_second_time_is_named() -> None:
@@ -360,11 +336,11 @@ def test_a_forward_pass_that_is_interrupted_leaves_nothing_behind() -> None:
             model(x)
         model[2].is_interrupted = False
         model(x).sum().backward()
-        assert hooks_around() is None
+        assert top_saved_tensors_default_hooks(False) is None
         model[2].is_interrupted = True
         with pytest.raises(KeyboardInterrupt):
             model(x)
-    assert hooks_around() is None
+    assert top_saved_tensors_default_hooks(False) is None
 
 
 # What is named, and what is left behind
@@ -373,8 +349,8 @@ def test_a_forward_pass_that_is_interrupted_leaves_nothing_behind() -> None:
 def test_patterns_name_modules() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1))
     x = torch.randn(8, 4)
-    assert _counts(model, x, ["1"])["aten.native_layer_norm.default"] == 3
-    assert _counts(model, x, ["1", "?"])["aten.native_layer_norm.default"] == 4
+    assert executed(model, loss_on(x), patterns=["1"])["aten.native_layer_norm.default"] == 3
+    assert executed(model, loss_on(x), patterns=["1", "?"])["aten.native_layer_norm.default"] == 4
     with (
         pytest.raises(PlanMismatchError, match=r"levers.lean has '0'.*the model has 2 \(1, 3, …\)"),
         lean(model, ["0"]),
@@ -407,9 +383,9 @@ def test_normalisations_across_ranks_are_left_alone() -> None:
 def test_a_compiled_model_runs_as_it_is() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 1))
     x = torch.randn(2, 4)
-    plain = results(model, x, ())
+    plain = results(model, loss_on(x))
     model.zero_grad()
     compiled = torch.compile(model, backend="eager")
     with lean(model, ALL):
         compiled(x).square().mean().backward()
-    assert torch.equal(model[0].weight.grad, plain["0 0.weight"])
+    assert torch.equal(model[0].weight.grad, plain["gradient 0 of 0.weight"])

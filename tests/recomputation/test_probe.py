@@ -12,7 +12,6 @@ from torch import nn
 from memfit.errors import RecomputationError
 from memfit.ir import Region
 from memfit.recomputation import checking, checkpointed, probing
-from memfit.recomputation.probe import difference
 from tests.recomputation.steps import Chain, blocks, loss
 
 
@@ -45,10 +44,7 @@ SHAPES = {
     "another type": lambda self, x: x.sin() if self.calls == 1 else x.double().sin().float(),
     "an exception": lambda self, x: x if self.calls == 1 else x[:, [99]],
 }
-VALUES = {
-    "a counter": lambda self, x: x + self.calls,
-    "state in a tensor": _state,
-}
+VALUES = {"a counter": lambda self, x: x + self.calls, "state in a tensor": _state}
 
 
 def model_with(what: Callable[[Any, torch.Tensor], torch.Tensor]) -> Chain:
@@ -152,14 +148,20 @@ def test_a_check_finds_every_difference(what: Any) -> None:
             step(odd)
 
 
-def test_probes_see_one_bit_and_nan() -> None:
-    x = torch.tensor([0.0, 1.0, torch.nan, 2.0])
-    assert difference(x, x.clone()) is None
-    y = x.clone()
-    y[1] = torch.nextafter(y[1], torch.tensor(2.0))
-    assert difference(x, y) == "1 of 4 elements of a saved tensor have other values"
-    assert difference(x.to(torch.complex64), y.to(torch.complex64)) is not None
-    assert difference(torch.tensor([True, False]), torch.tensor([True, True])) is not None
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bool])
+def test_probes_see_one_bit_and_nan(dtype: torch.dtype) -> None:
+    def other(self: Any, x: torch.Tensor) -> torch.Tensor:
+        factor = torch.tensor([0.0, 1.0, torch.nan, 2.0]).repeat(4)
+        if self.calls > 1:
+            factor[1] = 0.0 if dtype is torch.bool else torch.nextafter(factor[1], torch.tensor(2.0))
+        factor = factor.to(dtype)
+        return x.masked_fill(factor, 0.0) if dtype is torch.bool else (x * factor).real
+
+    model = model_with(other)
+    with checkpointed(model, [Region(("blocks.1.f.2",))]), probing() as differences:
+        step(model)
+    (found,) = differences.values()
+    assert "1 of 16 elements of a saved tensor have other values" in str(found)
 
 
 OTHERWISE: dict[str, Callable[[], nn.Module]] = {

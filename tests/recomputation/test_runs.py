@@ -1,9 +1,11 @@
-"""Runs of modules as one region, and regions in regions: the same numbers, less memory, nothing left behind."""
+"""Runs of modules as one region, regions in regions and offloaded ones: the same numbers, nothing left behind."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -12,10 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from memfit.errors import RecomputationError
 from memfit.hardware import allocated
 from memfit.ir import Region
 from memfit.recomputation import checkpointed
-from tests.recomputation.steps import Chain, blocks, chain, differing, executed, loss, results, without_collector
+from tests.recomputation.steps import (
+    Chain,
+    Executed,
+    blocks,
+    chain,
+    differing,
+    executed,
+    loss,
+    results,
+    without_collector,
+)
 
 ADDMM, GELU, DROPOUT = "aten.addmm.default", "aten.gelu.default", "aten.bernoulli_.float"
 
@@ -25,6 +38,10 @@ def again(regions: list[Region], model: nn.Module | None = None) -> dict[str, in
     model = model or chain()
     plain, found = executed(model, loss), executed(model, loss, regions)
     return {name: found[name] - plain[name] for name in (ADDMM, GELU, DROPOUT)}
+
+
+def offloaded(*indices: int, keep: tuple[str, ...] = (), prefetch: str = "") -> Region:
+    return Region(tuple(f"blocks.{i}" for i in indices), keep, True, prefetch)
 
 
 NESTED = {
@@ -40,22 +57,32 @@ NESTED = {
     "three deep": [Region(("",)), blocks(0, 1, 2), Region(("blocks.1.f",)), Region(("blocks.2.f.0", "blocks.2.f.1"))],
     "four deep": [Region(("",)), blocks(0, 1, 2), Region(("blocks.1.f",)), Region(("blocks.1.f.0", "blocks.1.f.1"))],
 }
+OFFLOADED = {
+    "its argument": [offloaded(1)],
+    "with prefetch": [offloaded(i, prefetch=f"blocks.{i + 1}" if i < 4 else "head") for i in (1, 2, 3, 4)],
+    "what it keeps": [offloaded(1, keep=(f"{ADDMM}#0", f"{GELU}#0"), prefetch="blocks.3"), offloaded(2)],
+    "a run": [offloaded(1, 2, keep=(f"{ADDMM}#2",), prefetch="blocks.3")],
+    "beside other regions": [Region(("blocks.1",)), offloaded(2, prefetch="blocks.3"), Region(("blocks.3",))],
+    "the first, with nothing to move": [offloaded(0)],
+}
+ALL = NESTED | {f"offloaded: {name}": regions for name, regions in OFFLOADED.items()}
+loss_of_many = functools.partial(loss, samples=1024)  # whose inputs of blocks are the least that is moved
 
 
-@pytest.mark.parametrize("regions", NESTED.values(), ids=NESTED)
+@pytest.mark.parametrize("regions", ALL.values(), ids=ALL)
 def test_training_is_bitwise_the_same(regions: list[Region]) -> None:
-    assert not differing(results(chain(), loss, regions), results(chain(), loss))
+    assert not differing(results(chain(), loss_of_many, regions), results(chain(), loss_of_many))
 
 
-@pytest.mark.parametrize("regions", NESTED.values(), ids=NESTED)
+@pytest.mark.parametrize("regions", ALL.values(), ids=ALL)
 def test_nothing_is_left_behind_without_the_collector(regions: list[Region]) -> None:
     """Neither after steps, nor after forward passes whose graph is dropped."""
     model = chain()
 
     def some_steps() -> None:
         for _ in range(3):
-            loss(model).backward()
-            loss(model)
+            loss_of_many(model).backward()
+            loss_of_many(model)
             model.zero_grad()
 
     with checkpointed(model, regions):
@@ -236,13 +263,14 @@ def test_arguments_of_any_kind_are_wired() -> None:
     torch.manual_seed(0)
     model = Branches()
     region = [Region(("one", "two", "three"))]
-    assert not differing(results(model, loss, region), results(model, loss))
+    for regions in (region, [Region(("one",)), Region(("three",))]):
+        assert not differing(results(model, loss, regions), results(model, loss))
     plain, found = executed(model, loss), executed(model, loss, region)
     assert found["aten.exp.default"] - plain["aten.exp.default"] == 2  # the last one's saves nothing that is needed
 
 
 def gradients_of_part(model: nn.Module, retain: bool) -> list[torch.Tensor]:
-    x = torch.linspace(-1, 1, 128).view(8, 16).requires_grad_()
+    x = torch.linspace(-1, 1, 1024 * 16).view(1024, 16).requires_grad_()
     torch.manual_seed(3)
     value = model(x).square().mean()
     (one,) = torch.autograd.grad(value, model.blocks[4].f[0].weight, retain_graph=True)
@@ -252,11 +280,11 @@ def gradients_of_part(model: nn.Module, retain: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("retain", [False, True])
-@pytest.mark.parametrize("name", [n for n in NESTED if "keeps" not in n and n != "modules in a run"])
+@pytest.mark.parametrize("name", [n for n in ALL if n not in ("a run that keeps operators", "modules in a run")])
 def test_several_backward_passes_over_one_graph(name: str, retain: bool) -> None:
     model = chain()
     plain = gradients_of_part(model, retain)
-    with checkpointed(model, NESTED[name]):
+    with checkpointed(model, ALL[name]):
         found = gradients_of_part(model, retain)
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
 
@@ -321,16 +349,17 @@ def test_an_exception_in_the_recomputation_sets_everything_back() -> None:
     assert not differing(results(model, loss, region), results(model, loss))
 
 
-def test_a_copy_of_a_model_has_passes_of_its_own() -> None:
+@pytest.mark.parametrize("regions", [[blocks(0, 1, 2)], [blocks(0)], OFFLOADED["with prefetch"]])
+def test_a_copy_of_a_model_has_passes_of_its_own(regions: list[Region]) -> None:
     model = chain()
-    with checkpointed(model, [blocks(0, 1, 2)]):
+    with checkpointed(model, regions):
         value = model.blocks[0](torch.ones(2, 16))  # a pass is open
         copied = copy.deepcopy(model)
         del value
         found = []
         for each in (copied, model):
             torch.manual_seed(1)
-            found.append(loss(each))
+            found.append(loss_of_many(each))
         assert torch.equal(*found)
         found[0].backward()
     assert all(p.grad is None for p in model.parameters())
@@ -431,3 +460,62 @@ def test_graphs_that_reach_a_frame_through_the_parents_tensors_are_let_go_of() -
             for _ in range(3):
                 loss(model)
     assert meter.net_bytes == 0
+
+
+# Offload
+
+OUT, IN, WAIT = "memfit.copy_out.default", "memfit.copy_in.default", "memfit.wait.default"
+
+
+def test_each_tensor_goes_out_and_comes_back_once() -> None:
+    found = executed(chain(), loss_of_many, [offloaded(1, keep=(f"{ADDMM}#0",)), offloaded(2)])
+    assert (found[OUT], found[IN], found[WAIT]) == (3, 3, 6)
+    assert executed(chain(), loss_of_many, [offloaded(0)])[OUT] == 0  # the input has no gradient
+    assert executed(chain(), lambda model: loss(model, 1023), [offloaded(1)])[OUT] == 0  # too small
+
+
+class Order(Executed):
+    """Notes the order of copies back, waits and matrix products in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.order.append(str(func))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize(("prefetch", "products"), [("", 2 + 4 + 4), ("blocks.3", 2), ("blocks.2", 2 + 4)])
+def test_copying_back_begins_as_the_backward_pass_enters_the_module_named(prefetch: str, products: int) -> None:
+    """Before block 1 come, in the backward pass, the head with two products, then blocks 3 and 2 with four each."""
+    model = chain(4)
+    with checkpointed(model, [offloaded(1, prefetch=prefetch)]):
+        value = loss_of_many(model)
+        with Order() as mode:
+            value.backward()
+    assert mode.order[: mode.order.index(IN)].count("aten.mm.default") == products
+
+
+def test_what_waits_is_not_on_the_device_and_is_let_go_of() -> None:
+    model = chain()
+    seen: list[weakref.ref[torch.Tensor]] = []
+    model.blocks[1].register_forward_pre_hook(lambda _, args: seen.append(weakref.ref(args[0])))
+    with without_collector(), checkpointed(model, [offloaded(0), offloaded(1)]):
+        value = loss_of_many(model)
+        assert [one() for one in seen] == [None]  # the host has it
+        value.backward()
+
+
+def test_an_argument_that_is_changed_in_place_while_it_is_sent_is_named() -> None:
+    model = chain()
+    model.blocks[1].f.register_forward_pre_hook(lambda _, args: (args[0].mul_(2.0),))
+    with checkpointed(model, [offloaded(1)]), pytest.raises(RecomputationError, match="in place before its copy"):
+        loss_of_many(model).backward()
+
+
+def test_evaluation_moves_nothing() -> None:
+    model = chain()
+    with checkpointed(model, OFFLOADED["with prefetch"]), torch.no_grad(), Executed() as mode:
+        loss_of_many(model)
+    assert not mode.counts[OUT]

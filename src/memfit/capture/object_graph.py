@@ -56,7 +56,7 @@ OPAQUE = (
 )
 """Classes of objects that are not looked into."""
 _MACHINERY = (
-    *("memfit.capture.", "memfit.training.guards.", "memfit.levers.optimizer_in_backward", "memfit.pipeline."),
+    *("memfit.capture.", "memfit.training.guards.", "memfit.levers.parameter_updates", "memfit.pipeline."),
     *("_pytest.", "pluggy.", "xdist.", "execnet.", "IPython.", "ipykernel.", "traitlets."),
     *("asyncio.", "_asyncio", "mlflow.", "sqlalchemy.", "tensorboard.", "torch.utils.tensorboard."),
     *("trackio.", "wandb."),

@@ -15,10 +15,11 @@ operators are not seen one by one, it can't smooth labels in chunks, and torch 2
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from memfit.capture import is_compiled
 from memfit.errors import PlanError, PlanMismatchError, UsageError
 from memfit.foundations import format_bytes
 from memfit.ir import ChunkedLoss, CostTable, Levers, Trace, enclosing
-from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, NotOffered, Rung, Setting, least_bytes
+from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, NotOffered, Setting, least_bytes
 from memfit.levers.precision import Casting
 from memfit.solver import SIMPLER_WITHIN
 from memfit.workload import Workload
@@ -66,6 +67,7 @@ class ChunkedLossLever(Lever):
     """A loss whose logits are never whole in memory."""
 
     name = CHUNKED_LOSS
+    rungs = (CHUNKED_LOSS,)
     field = "chunked_loss"
     switchable = True
     numerics_class = "reordered"
@@ -97,12 +99,48 @@ class ChunkedLossLever(Lever):
     def recomputing(self, levers: Levers, costs: CostTable) -> tuple[set[str], CostTable]:
         return _around_head(levers), costs
 
-    def on_model(self, levers: Levers, model: nn.Module) -> AbstractContextManager[None]:
-        assert levers.chunked_loss is not None
-        return chunked(model, levers.chunked_loss)
+    @contextlib.contextmanager
+    def on_model(self, levers: Levers, model: nn.Module) -> Iterator[None]:
+        """Have a model's head return logits that `F.cross_entropy` takes in chunks, until the context is left.
+
+        Raises:
+            PlanMismatchError: The model has no module of the head's name.
+            PlanError: The module is not a plain `nn.Linear`, or its logits are chunked already.
+        """
+        lever = levers.chunked_loss
+        assert lever is not None
+        module = dict(model.named_modules()).get(lever.head)
+        if module is None:
+            raise PlanMismatchError(
+                f"the plan's chunked_loss.head is {lever.head!r}, and the model has no such module: the plan is for"
+                " another model"
+            )
+        if not can_defer(module):
+            raise PlanError(
+                f"chunked_loss.head={lever.head!r} is a {type(module).__name__}: name the nn.Linear that makes the"
+                " logits"
+            )
+        assert isinstance(module, nn.Linear)
+        cast = module.__dict__.get("forward")
+        holder: Any = cast if isinstance(cast, Casting) else module  # casts stay around what computes
+        before = holder.__dict__.get("forward")
+        if before is not None:
+            raise PlanError(
+                f"the forward of chunked_loss.head={lever.head!r} is replaced by {type(before).__name__} already: if a"
+                " plan did that, call close() on the earlier step first; otherwise plan without chunked_loss"
+            )
+        holder.forward = Head(module, lever.rows)
+        try:
+            yield
+        finally:
+            if holder is module:
+                del holder.forward
+            else:
+                holder.forward = None
 
     def is_applied(self, workload: Workload) -> bool:
-        return is_chunked(workload.model)
+        forwards = [module.__dict__.get("forward") for module in workload.model.modules()]
+        return any(isinstance(f.forward if isinstance(f, Casting) else f, Head) for f in forwards)
 
     def propose(self, step: Setting, wanted: list[Levers]) -> list[Levers]:
         whole = replace(step.plain, chunked_loss=self._offered(step))
@@ -114,24 +152,28 @@ class ChunkedLossLever(Lever):
             wanted = [levers for levers in wanted if levers.precision == step.precisions[0] or levers == step.plain]
         return [*wanted, *with_it]
 
-    def rungs(self) -> Mapping[str, Rung]:
-        return {self.name: self._rung}
-
-    def _rung(self, step: Setting, levers: Levers) -> tuple[Levers, str]:
+    def rung(self, name: str, step: Setting, levers: Levers) -> tuple[Levers, str]:
         chunks = self._offered(step)
         return replace(levers, chunked_loss=chunks), f"{chunks.rows} rows of {chunks.head} at a time"
 
     def _offered(self, step: Setting) -> ChunkedLoss:
         """Return the chunks of the loss, where logits take enough and nothing else asks for them."""
-        plain = step.trace(step.plain)
-        chunks = worthwhile(step.workload, plain, least_bytes(step))
-        if chunks is None:
-            least = format_bytes(least_bytes(step))
-            raise NotOffered(f"the loss uses no logits of a linear layer with {least} or more")
+        plain, least = step.trace(step.plain), least_bytes(step)
+        logits = max(_whole_logits(plain), key=lambda found: found.nbytes, default=None)
+        chunks = None
+        if logits is not None and logits.nbytes >= least and not is_compiled(step.workload):
+            chunks = _chunks(logits, step.workload, plain, tries_all=not least)
+        if logits is None or chunks is None:
+            raise NotOffered(f"the loss uses no logits of a linear layer with {format_bytes(least)} or more")
         whole = replace(step.plain, chunked_loss=chunks)
         if not step.allows(whole):
             raise NotOffered("its class is reordered: allow it with numerics='reordered'")
-        if not has_fewer_logits(step.trace(whole), plain, chunks):
+        # Something else than the loss may ask for them.
+        left, before = (
+            sum(found.classes == logits.classes and found.rows > chunks.rows for found in _whole_logits(trace))
+            for trace in (step.trace(whole), plain)
+        )
+        if left >= before:
             why = f"operators other than F.cross_entropy use the logits of {chunks.head}"
             raise NotOffered(f"the loss is not chunked: {why}", is_noted=True)
         return chunks
@@ -151,15 +193,12 @@ class _Logits(NamedTuple):
     nbytes: int
 
 
-def worthwhile(workload: Workload, trace: Trace, least_bytes: float) -> ChunkedLoss | None:
-    """Return how the loss of a step may be chunked; None where its logits are fewer bytes, or made in another way.
+def _chunks(logits: _Logits, workload: Workload, trace: Trace, *, tries_all: bool) -> ChunkedLoss | None:
+    """Return how the loss of a step may be chunked; None where its logits are few, or made in another way.
 
     A chunk has so many rows that its logits, and the probabilities made of them, take together what the gradient of
     the head's weight takes, which is there beside them; of a head that is not trained, a quarter of that.
     """
-    logits = max(_whole_logits(trace), key=lambda found: found.nbytes, default=None)
-    if logits is None or logits.nbytes < least_bytes or is_compiled(workload):
-        return None
     modules = dict(workload.model.named_modules())
     before = [call for call in trace.calls if call.end <= logits.op and call.phase == "forward"]
     for call in reversed(before):
@@ -167,20 +206,10 @@ def worthwhile(workload: Workload, trace: Trace, least_bytes: float) -> ChunkedL
         head = modules[fqn]
         if can_defer(head) and head.out_features == logits.classes:
             rows = max(_LEAST_ROWS, int(head.in_features) // (2 if head.weight.requires_grad else 8))
-            if rows >= logits.rows and not least_bytes:  # all is tried: products of few rows are slow, and small
+            if rows >= logits.rows and tries_all:  # products of few rows are slow, and small
                 rows = -(-logits.rows // _FEW_CHUNKS)
             return ChunkedLoss(head=fqn, rows=rows) if rows < logits.rows else None
     return None
-
-
-def has_fewer_logits(chunked: Trace, plain: Trace, lever: ChunkedLoss) -> bool:
-    """Tell whether a step has fewer logits whole than the plain one: something else than the loss may ask for them."""
-    classes = max(_whole_logits(plain), key=lambda found: found.nbytes).classes
-    whole = [
-        sum(found.classes == classes and found.rows > lever.rows for found in _whole_logits(trace))
-        for trace in (chunked, plain)
-    ]
-    return whole[0] < whole[1]
 
 
 def _whole_logits(trace: Trace) -> list[_Logits]:
@@ -191,56 +220,9 @@ def _whole_logits(trace: Trace) -> list[_Logits]:
             tensor, dim, *_ = json.loads(trace.signatures[op.signature])["args"]
             _, shape, _ = tensor["t"]
             classes = shape[dim] if shape else 1
-            found.append(
-                _Logits(index, math.prod(shape) // max(1, classes), classes, trace.works[op.signature].write_bytes)
-            )
+            rows = math.prod(shape) // max(1, classes)
+            found.append(_Logits(index, rows, classes, trace.works[op.signature].write_bytes))
     return found
-
-
-@contextlib.contextmanager
-def chunked(model: nn.Module, lever: ChunkedLoss) -> Iterator[None]:
-    """Have a model's head return logits that `F.cross_entropy` takes in chunks, until the context is left.
-
-    Args:
-        lever: The head, and how many rows of logits there may be at a time.
-
-    Raises:
-        PlanMismatchError: The model has no module of that name.
-        PlanError: The module is not a plain `nn.Linear`, or its logits are chunked already.
-    """
-    module = dict(model.named_modules()).get(lever.head)
-    if module is None:
-        raise PlanMismatchError(
-            f"the plan's chunked_loss.head is {lever.head!r}, and the model has no such module: the plan is for another"
-            " model"
-        )
-    if not can_defer(module):
-        raise PlanError(
-            f"chunked_loss.head={lever.head!r} is a {type(module).__name__}: name the nn.Linear that makes the logits"
-        )
-    assert isinstance(module, nn.Linear)
-    cast = module.__dict__.get("forward")
-    holder: Any = cast if isinstance(cast, Casting) else module  # casts stay around what computes
-    before = holder.__dict__.get("forward")
-    if before is not None:
-        raise PlanError(
-            f"the forward of chunked_loss.head={lever.head!r} is replaced by {type(before).__name__} already: if a plan"
-            " did that, call close() on the earlier step first; otherwise plan without chunked_loss"
-        )
-    holder.forward = Head(module, lever.rows)
-    try:
-        yield
-    finally:
-        if holder is module:
-            del holder.forward
-        else:
-            holder.forward = None
-
-
-def is_chunked(model: nn.Module) -> bool:
-    """Tell whether a model's head returns logits to chunk at present."""
-    forwards = [module.__dict__.get("forward") for module in model.modules()]
-    return any(isinstance(f.forward if isinstance(f, Casting) else f, Head) for f in forwards)
 
 
 def can_defer(module: nn.Module) -> bool:
@@ -261,23 +243,15 @@ class Head:
         return _Product(hidden, self.module.weight, self.module.bias, dtype, self.rows).logits()
 
 
+@dataclass(frozen=True, eq=False)
 class _Product:
-    """A product that is put off.
+    """A product that is put off."""
 
-    Args:
-        hidden: Input of the head, [..., features].
-        weight: Its weight, [classes, features].
-        bias: Its bias, [classes], or None.
-        dtype: What it is computed in.
-        rows: Rows of logits that there may be at a time.
-    """
-
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, rows: int) -> None:
-        self.hidden, self.weight, self.bias, self.dtype, self.rows = hidden, weight, bias, dtype, rows
-
-    def of(self, hidden: Tensor) -> _Product:
-        """Return the product of the same head with another input."""
-        return _Product(hidden, self.weight, self.bias, self.dtype, self.rows)
+    hidden: Tensor  # input of the head, [..., features]
+    weight: Tensor  # [classes, features]
+    bias: Tensor | None  # [classes]
+    dtype: torch.dtype  # what it is computed in
+    rows: int  # of logits that there may be at a time
 
     def value(self) -> Tensor:
         bias = None if self.bias is None else self.bias.to(self.dtype)
@@ -359,6 +333,12 @@ def _valued(value: Any) -> Any:
 # What only shapes logits
 
 
+def _of(logits: Logits, hidden: Tensor) -> Logits:
+    """Return the logits of the same head for another input."""
+    head = logits.product
+    return _Product(hidden, head.weight, head.bias, head.dtype, head.rows).logits(logits.dtype)
+
+
 def _reshaped(logits: Any, *sizes: Any) -> Any:
     wanted = list(sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)
     known = 1
@@ -370,14 +350,13 @@ def _reshaped(logits: Any, *sizes: Any) -> Any:
         wanted[wanted.index(-1)] = logits.numel() // known
     if wanted[-1] != logits.shape[-1] or not known:
         return NotImplemented
-    hidden = logits.product.hidden
-    return logits.product.of(hidden.reshape(*wanted[:-1], hidden.shape[-1])).logits(logits.dtype)
+    return _of(logits, logits.product.hidden.reshape(*wanted[:-1], logits.product.hidden.shape[-1]))
 
 
 def _flattened(logits: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
     if logits.transposed or end_dim % logits.dim() == logits.dim() - 1:
         return NotImplemented
-    return logits.product.of(logits.product.hidden.flatten(start_dim, end_dim)).logits(logits.dtype)
+    return _of(logits, logits.product.hidden.flatten(start_dim, end_dim))
 
 
 def _indexed(logits: Any, index: Any) -> Any:
@@ -389,7 +368,7 @@ def _indexed(logits: Any, index: Any) -> Any:
     if len(items) - len(at) >= logits.dim() or (at and at[-1] < len(items) - 1):
         if items[-1] != slice(None):
             return NotImplemented
-    return logits.product.of(logits.product.hidden[index]).logits(logits.dtype)
+    return _of(logits, logits.product.hidden[index])
 
 
 def _cast(logits: Any, *wanted: Any, **named: Any) -> Any:
@@ -421,36 +400,38 @@ def _itself(logits: Any, *args: Any, **kwargs: Any) -> Any:
 # The loss
 
 
-def _cross_entropy(
-    input: Any,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
+@dataclass(frozen=True, eq=False)
+class _Targets:
+    """What a loss holds rows of logits against."""
+
+    classes: Tensor  # [rows, 1]
+    valid: Tensor  # whether each counts, [rows, 1]
+    smoothing: float
+    with_gradients: bool
+
+
+def _cross_entropy(*args: Any, **kwargs: Any) -> Any:
     """Return the loss of logits without their numbers."""
-    if not isinstance(input, Logits) or isinstance(target, Logits) or weight is not None or reduction == "none":
+    given = inspect.getcallargs(F.cross_entropy, *args, **kwargs)
+    logits, target, reduction = given["input"], given["target"], given["reduction"]
+    if not isinstance(logits, Logits) or isinstance(target, Logits):
         return NotImplemented
-    product = input.product
+    if given["weight"] is not None or reduction == "none":
+        return NotImplemented
+    product = logits.product
     leading = product.hidden.shape[:-1]
-    fits = input.dim() == (3 if input.transposed else 2) and target.shape == leading
-    if not fits or target.is_floating_point() or (size_average, reduce) != (None, None):
+    fits = logits.dim() == (3 if logits.transposed else 2) and target.shape == leading
+    if not fits or target.is_floating_point() or (given["size_average"], given["reduce"]) != (None, None):
         return NotImplemented
-    dtype = torch.float32 if torch.is_autocast_enabled(product.hidden.device.type) else input.dtype
+    dtype = torch.float32 if torch.is_autocast_enabled(product.hidden.device.type) else logits.dtype
     target = target.reshape(-1)
-    valid = target != ignore_index
+    valid = target != given["ignore_index"]
     total = _LossOfChunks.apply(  # type: ignore[no-untyped-call]
         product.hidden.reshape(-1, product.hidden.shape[-1]),
         product.weight,
         product.bias,
-        target.where(valid, 0)[:, None],
-        valid[:, None],
         product,
-        label_smoothing,
-        torch.is_grad_enabled(),
+        _Targets(target.where(valid, 0)[:, None], valid[:, None], given["label_smoothing"], torch.is_grad_enabled()),
     )
     return (total / valid.sum() if reduction == "mean" else total).to(dtype)
 
@@ -460,20 +441,14 @@ class _LossOfChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        valid: Tensor,
-        product: _Product,
-        smoothing: float,
-        with_gradients: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, product: _Product, targets: _Targets
     ) -> Tensor:
         dtype = product.dtype
         with torch.autocast(hidden.device.type, enabled=False):
             gradients = [
-                torch.zeros_like(t, dtype=_wide(t.dtype)) if with_gradients and needed and t is not None else None
+                torch.zeros_like(t, dtype=_wide(t.dtype))
+                if targets.with_gradients and needed and t is not None
+                else None
                 for t, needed in zip((hidden, weight, bias), ctx.needs_input_grad[:3], strict=True)
             ]
             ctx.gradients, ctx.dtypes = gradients, [None if t is None else t.dtype for t in (hidden, weight, bias)]
@@ -483,10 +458,10 @@ class _LossOfChunks(torch.autograd.Function):
                 rows = slice(start, start + product.rows)
                 piece = hidden[rows].to(dtype)
                 found = torch.log_softmax(F.linear(piece, weight, bias), -1, dtype=total.dtype)
-                total += _loss_of_rows(found, target[rows], valid[rows], smoothing)
-                if with_gradients:
-                    found = _gradient_of_rows(found, target[rows], smoothing).to(dtype)
-                    _add_gradients(gradients, rows, found, piece, weight, valid[rows].to(dtype))
+                total += _loss_of_rows(found, rows, targets)
+                if targets.with_gradients:
+                    found = _gradient_of_rows(found, rows, targets).to(dtype)
+                    _add_gradients(gradients, rows, found, piece, weight, targets.valid[rows].to(dtype))
                 del found  # before the next rows' logits are made
         return total
 
@@ -499,21 +474,23 @@ class _LossOfChunks(torch.autograd.Function):
                 " without chunked_loss, or compute the loss again"
             )
         scaled = [None if g is None else g.mul_(grad).to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
-        return *scaled, None, None, None, None, None
+        return *scaled, None, None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _loss_of_rows(logs: Tensor, target: Tensor, valid: Tensor, smoothing: float) -> Tensor:
+def _loss_of_rows(logs: Tensor, rows: slice, targets: _Targets) -> Tensor:
     """Return the summed loss of rows from the logarithms of their probabilities."""
+    target, valid, smoothing = targets.classes[rows], targets.valid[rows], targets.smoothing
     loss = -(1 - smoothing) * (logs.gather(1, target) * valid).sum()
     return loss - smoothing / logs.shape[1] * (logs.sum(1, keepdim=True) * valid).sum() if smoothing else loss
 
 
-def _gradient_of_rows(logs: Tensor, target: Tensor, smoothing: float) -> Tensor:
+def _gradient_of_rows(logs: Tensor, rows: slice, targets: _Targets) -> Tensor:
     """Return the gradient of rows' losses by their logits, in place of the logarithms of their probabilities."""
+    target, smoothing = targets.classes[rows], targets.smoothing
     found = logs.exp_().scatter_add_(1, target, torch.full_like(target, smoothing - 1, dtype=logs.dtype))
     return found.sub_(smoothing / logs.shape[1]) if smoothing else found
 

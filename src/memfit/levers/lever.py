@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
@@ -30,7 +30,7 @@ from memfit.workload import Workload
 if TYPE_CHECKING:  # distributed packages take a second to import
     from torch.distributed.device_mesh import DeviceMesh
 
-LEAST_SHARE = 0.05
+_LEAST_SHARE = 0.05
 """Of what a step may hold: what a lever must be able to save before a step is captured with it, and then must save."""
 
 
@@ -51,21 +51,13 @@ class Circumstance:
 
 
 class Conflict(NamedTuple):
-    """Two things that don't go together.
+    """Two things that don't go together."""
 
-    Attributes:
-        one: A lever, or its setting.
-        other: A lever or its setting, or something about the workload, the device or the call.
-        why: What would go wrong.
-        instead: What to do.
-        unless: The numerics class under which they are allowed all the same; None for none.
-    """
-
-    one: str
-    other: str
-    why: str
-    instead: str
-    unless: Numerics | None = None
+    one: str  # a lever, or its setting
+    other: str  # a lever or its setting, or something about the workload, the device or the call
+    why: str  # what would go wrong
+    instead: str  # what to do
+    unless: Numerics | None = None  # the numerics class under which they are allowed all the same
 
     def row(self) -> str:
         """Return the row of the table."""
@@ -87,41 +79,26 @@ class NotOffered(Exception):
 
 
 class Setting(Protocol):
-    """A step that levers are proposed for: the search for a plan, or the ladder.
-
-    Attributes:
-        workload: The user's workload.
-        device: The device that the step is to run on.
-        batch_size: Samples of the global batch.
-        plain: The levers of the step as the user wrote it.
-        numerics: The numerics class that the user allows.
-        coupling: What couples the samples of a batch; None for nothing.
-        budget_bytes: What a step may hold; None where nobody said.
-        precisions: Precisions that may be tried, the simplest first.
-        shardings: Ways in which ranks may share the step; empty for one process.
-        compilers: What may compile the step; empty where nothing may.
-        must_compile: Whether only compiled steps are searched.
-        tries_all: Whether whatever may save memory is tried, however little: before nothing is said to fit.
-    """
+    """A step that levers are proposed for: the search for a plan, or the ladder."""
 
     workload: Workload
-    device: Device
-    batch_size: int
-    plain: Levers
-    numerics: Numerics
-    coupling: str | None
-    budget_bytes: int | None
-    must_compile: bool
-    tries_all: bool
+    device: Device  # that the step is to run on
+    batch_size: int  # samples of the global batch
+    plain: Levers  # of the step as the user wrote it
+    numerics: Numerics  # that the user allows
+    coupling: str | None  # what couples the samples of a batch
+    budget_bytes: int | None  # what a step may hold; None where nobody said
+    must_compile: bool  # whether only compiled steps are searched
+    tries_all: bool  # whether whatever may save memory is tried, however little: before nothing is said to fit
 
     @property
-    def precisions(self) -> Sequence[Precision]: ...
+    def precisions(self) -> Sequence[Precision]: ...  # that may be tried, the simplest first
 
     @property
-    def shardings(self) -> Sequence[Sharding]: ...
+    def shardings(self) -> Sequence[Sharding]: ...  # ways in which ranks may share the step; empty for one process
 
     @property
-    def compilers(self) -> Sequence[CompilerLever]: ...
+    def compilers(self) -> Sequence[CompilerLever]: ...  # that may compile the step; empty where nothing may
 
     def trace(self, levers: Levers) -> Trace:
         """Return the trace of the step with some levers."""
@@ -143,38 +120,26 @@ def least_bytes(step: Setting) -> float:
     layers are recomputed, the same may be most.
     """
     held_bytes = step.predicted(step.plain).peak_bytes
-    return 0.0 if step.tries_all else LEAST_SHARE * min(held_bytes, step.budget_bytes or held_bytes)
+    return 0.0 if step.tries_all else _LEAST_SHARE * min(held_bytes, step.budget_bytes or held_bytes)
 
 
 @dataclass(frozen=True)
 class LeversOn:
-    """Levers on a step.
-
-    Attributes:
-        batch_size: Samples of the step's batch, or of the global one where ranks share it.
-        couples_batch: Whether the model or the loss couples the samples of a batch.
-    """
+    """Levers on a step."""
 
     levers: Levers
-    batch_size: int
-    couples_batch: bool = False
+    batch_size: int  # samples of the step's batch, or of the global one where ranks share it
+    couples_batch: bool = False  # whether the model or the loss couples the samples of a batch
 
 
 @dataclass(frozen=True)
 class Running:
-    """A step in the making: each lever takes one and hands one on.
+    """A step in the making: each lever takes one and hands one on."""
 
-    Attributes:
-        workload: The workload, whose optimizer a lever may replace.
-        options: How the step runs.
-        mesh: Of the ranks that share the step; None for those of the default process group.
-        is_part: Whether the batch is one rank's part.
-    """
-
-    workload: Workload
+    workload: Workload  # whose optimizer a lever may replace
     options: StepOptions
-    mesh: DeviceMesh | None = None
-    is_part: bool = False
+    mesh: DeviceMesh | None = None  # of the ranks that share the step; None for those of the default process group
+    is_part: bool = False  # whether the batch is one rank's part
 
 
 Rung = Callable[[Setting, Levers], tuple[Levers, str]]
@@ -182,29 +147,20 @@ Rung = Callable[[Setting, Levers], tuple[Levers, str]]
 
 
 class Lever(ABC):
-    """One way to save memory or time.
+    """One way to save memory or time."""
 
-    Attributes:
-        name: In plans, in notes and in the table of combinations.
-        field: The field of `Levers` that sets it.
-        switchable: Whether it may change between two steps.
-        recomputes: Whether it has modules run again in the backward pass.
-        compiles: Whether code is made for each step that it is put on, which takes longer than many steps.
-        draws_otherwise: Whether a step under it draws as many random numbers, and as likely, but other ones.
-        waits: Whether a step is captured without it first: where that one is slow, the lever is left out.
-        numerics_class: Its numerics class, where that does not depend on the step.
-        conflicts: What it does not go with.
-    """
-
-    name: ClassVar[str]
-    field: ClassVar[str]
-    switchable: ClassVar[bool] = False
-    recomputes: ClassVar[bool] = False
-    compiles: ClassVar[bool] = False
-    draws_otherwise: ClassVar[bool] = False
-    waits: ClassVar[bool] = False
-    numerics_class: ClassVar[Numerics] = "exact"
-    conflicts: ClassVar[tuple[Conflict, ...]] = ()
+    name: ClassVar[str]  # in plans, in notes and in the table of combinations
+    field: ClassVar[str]  # of `Levers`, which sets it
+    switchable: ClassVar[bool] = False  # may change between two steps
+    recomputes: ClassVar[bool] = False  # has modules run again in the backward pass
+    compiles: ClassVar[bool] = (
+        False  # has code made for each step that it is put on, which takes longer than many steps
+    )
+    draws_otherwise: ClassVar[bool] = False  # a step draws as many random numbers, and as likely, but other ones
+    waits: ClassVar[bool] = False  # a step is captured without it first: where that one is slow, it is left out
+    rungs: ClassVar[tuple[str, ...]] = ()  # the names of those that it makes of the ladder
+    numerics_class: ClassVar[Numerics] = "exact"  # where that does not depend on the step
+    conflicts: ClassVar[tuple[Conflict, ...]] = ()  # what it does not go with
 
     # What it is set to
 
@@ -273,7 +229,7 @@ class Lever(ABC):
         """Tell whether the optimizer holds another state under it."""
         return False
 
-    def host_bytes(self, levers: Levers, state_bytes: int, host_budget_bytes: int) -> int:
+    def host_bytes(self, state_bytes: int, host_budget_bytes: int) -> int:
         """Return the host memory that it takes, with an optimizer's state of some size, within what levers may take."""
         return 0
 
@@ -287,9 +243,13 @@ class Lever(ABC):
         """
         return wanted
 
-    def rungs(self) -> Mapping[str, Rung]:
-        """Return the rungs of the ladder that it makes, by name."""
-        return {}
+    def rung(self, name: str, step: Setting, levers: Levers) -> tuple[Levers, str]:
+        """Add it to others, as one of its rungs of the ladder; return them, and what was added in words.
+
+        Raises:
+            NotOffered: It adds nothing.
+        """
+        raise NotImplementedError
 
     def recomputing(self, levers: Levers, costs: CostTable) -> tuple[set[str], CostTable]:
         """Return the modules that can't be recomputed where it is used, and the costs of a step's operators then."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from msgspec.structs import replace
 
 from memfit.ir import Levers, Numerics
-from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, NotOffered, Rung, Setting
+from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, NotOffered, Setting
 from memfit.workload import Workload, samples_of
 
 MICROBATCHES = "microbatches"
@@ -43,6 +41,7 @@ class Microbatches(Lever):
     field = "microbatch_size"
     switchable = True
     waits = True
+    rungs = (MICROBATCHES,)
     conflicts = (OF_BATCH_NORM, OF_COUPLING_LOSS, OF_GRADIENT_HOOKS)
 
     def is_used(self, on: LeversOn) -> bool:
@@ -70,10 +69,7 @@ class Microbatches(Lever):
             for size in (sizes if step.allows(levers) else sizes[:1])  # what is not allowed is there for comparison
         ]
 
-    def rungs(self) -> Mapping[str, Rung]:
-        return {"microbatches": self._least_product}
-
-    def _least_product(self, step: Setting, levers: Levers) -> tuple[Levers, str]:
+    def rung(self, name: str, step: Setting, levers: Levers) -> tuple[Levers, str]:
         """Cut the batch as peak times time is predicted to be least."""
         if step.batch_size == 1:
             raise NotOffered("the batch is one sample")

@@ -21,7 +21,7 @@ import contextlib
 import fnmatch
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -32,7 +32,7 @@ from memfit._torch import NormBase, foreach_copy_, own_parameters
 from memfit.errors import PlanError, WorkloadError
 from memfit.hardware import float32_precision, precisions, supports
 from memfit.ir import Device, Levers, enclosing
-from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, Rung, Running, Setting
+from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, Running, Setting
 from memfit.levers.parameter_updates import restricted
 from memfit.recomputation import mapped
 from memfit.training import LossScaler
@@ -42,8 +42,6 @@ NO_UPDATES = "Workload.bf16_updates=None"
 NO_TF32 = "a device without TF32"
 Swaps = Mapping[nn.Parameter, nn.Parameter]
 _WIDE, _HALF = torch.float32, torch.bfloat16
-
-
 _AUTOCAST: dict[str, torch.dtype] = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
@@ -52,6 +50,7 @@ class Precision(Lever):
 
     name = "precision"
     field = "precision"
+    rungs = ("precision",)
     numerics_class = "reduced"
     conflicts = (
         Conflict(
@@ -106,7 +105,7 @@ class Precision(Lever):
             casts = functools.partial(autocast, levers.precision, device)
             with contextlib.ExitStack() as stack:
                 for module in modules_within(workload.model, workload.fp32_modules).values():
-                    stack.enter_context(casting(module, _WIDE, device=device))
+                    stack.enter_context(_casting(module, _WIDE, device=device))
                 yield replace(running, options=replace(options, autocast=casts, scaler=scaler))
 
     def is_applied(self, workload: Workload) -> bool:
@@ -126,10 +125,7 @@ class Precision(Lever):
     def propose(self, step: Setting, wanted: list[Levers]) -> list[Levers]:
         return [msgspec.structs.replace(levers, precision=p) for p in step.precisions for levers in wanted]
 
-    def rungs(self) -> Mapping[str, Rung]:
-        return {"precision": self._advised}
-
-    def _advised(self, step: Setting, levers: Levers) -> tuple[Levers, str]:
+    def rung(self, name: str, step: Setting, levers: Levers) -> tuple[Levers, str]:
         chosen = precisions(step.device)[-1]
         return msgspec.structs.replace(levers, precision=chosen), chosen
 
@@ -160,16 +156,12 @@ def modules_within(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mo
 
 
 @contextlib.contextmanager
-def casting(
+def _casting(
     module: nn.Module, inputs: torch.dtype, outputs: torch.dtype | None = None, device: str | None = None
 ) -> Iterator[None]:
     """Cast what a module is given, and what it returns, until the context is left.
 
-    Args:
-        module: Its `forward` is wrapped on the instance.
-        inputs: What floating-point arguments become: bf16 of fp32 ones, fp32 of narrower ones.
-        outputs: What floating-point outputs become, alike; None leaves them.
-        device: Where autocast is off meanwhile; None leaves it.
+    Floating-point arguments become `inputs`: bf16 of fp32 ones, fp32 of narrower ones; and so do outputs `outputs`.
     """
     before = module.__dict__.get("forward")
     if isinstance(before, Casting):
@@ -195,19 +187,15 @@ def _set_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
         module.forward = forward
 
 
+@dataclass(eq=False)
 class Casting:
     """A module's `forward` with casts around it. Copies with the module (`copy.deepcopy`), bound to the copy."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any] | None,
-        inputs: torch.dtype,
-        outputs: torch.dtype | None,
-        device: str | None,
-    ) -> None:
-        self.module, self.forward = module, forward
-        self.inputs, self.outputs, self.device = inputs, outputs, device
+    module: nn.Module
+    forward: Callable[..., Any] | None
+    inputs: torch.dtype
+    outputs: torch.dtype | None
+    device: str | None  # where autocast is off meanwhile
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass."""
@@ -258,9 +246,9 @@ def bf16_weights(workload: Workload, *, accumulates: bool) -> Iterator[tuple[Swa
             if wide and isinstance(module, NormBase):
                 continue  # it takes bf16 as it is
             if module is model:
-                stack.enter_context(casting(module, _WIDE if wide else _HALF, _WIDE))
+                stack.enter_context(_casting(module, _WIDE if wide else _HALF, _WIDE))
             elif _own(module) or wide:
-                stack.enter_context(casting(module, _WIDE if wide else _HALF, _HALF if wide else None))
+                stack.enter_context(_casting(module, _WIDE if wide else _HALF, _HALF if wide else None))
         halves = {p: _half(p) for m in model.modules() if id(m) not in kept for p in _own(m)}
         if workload.bf16_updates == "master-weights":
             found = _with_masters(model, optimizer, halves, stack)
@@ -368,6 +356,25 @@ def _without_masters(
             half.grad_dtype = _WIDE
     ours = set(halves.values())
 
+    def update_one(each: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> None:
+        if parameter not in ours:
+            with restricted(each, group, [parameter]):
+                each.step()
+            return
+        assert parameter.grad is not None
+        master = _wide(parameter)
+        master.grad, parameter.grad = parameter.grad.to(_WIDE), None
+        if parameter in each.state:
+            each.state[master] = each.state.pop(parameter)
+        try:
+            with restricted(each, group, [master]):
+                each.step()
+            with torch.no_grad():
+                parameter.copy_(stochastically_rounded(master.detach()))
+        finally:
+            if master in each.state:
+                each.state[parameter] = each.state.pop(master)
+
     def update() -> None:
         """Have each optimizer update one parameter at a time, widened meanwhile; what it counts by group, once."""
         for each in getattr(optimizer, "optimizers", [optimizer]):
@@ -377,31 +384,9 @@ def _without_masters(
                     if parameter.grad is not None:
                         group.clear()
                         group.update(before)
-                        _update_one(each, group, parameter, parameter in ours)
+                        update_one(each, group, parameter)
 
     return update
-
-
-def _update_one(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter, is_half: bool
-) -> None:
-    if not is_half:
-        with restricted(optimizer, group, [parameter]):
-            optimizer.step()
-        return
-    assert parameter.grad is not None
-    master = _wide(parameter)
-    master.grad, parameter.grad = parameter.grad.to(_WIDE), None
-    if parameter in optimizer.state:
-        optimizer.state[master] = optimizer.state.pop(parameter)
-    try:
-        with restricted(optimizer, group, [master]):
-            optimizer.step()
-        with torch.no_grad():
-            parameter.copy_(stochastically_rounded(master.detach()))
-    finally:
-        if master in optimizer.state:
-            optimizer.state[parameter] = optimizer.state.pop(master)
 
 
 def stochastically_rounded(values: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch
 
 from memfit._torch import mark_as_stepped
 from memfit.errors import brought_by
-from memfit.ir import Device, OptimizerLever
+from memfit.ir import Device
 from memfit.levers.lever import Circumstance, Conflict, Running
 from memfit.levers.parameter_updates import UpdateLever, update_conflicts
 from memfit.workload import Workload
@@ -40,18 +40,42 @@ Optimizer = torch.optim.Optimizer
 
 
 class _ReplacedOptimizer(UpdateLever):
-    """Another optimizer in the place of the user's."""
+    """Another optimizer in the place of the user's, whose learning rates and weight decays follow those of its groups.
+
+    Schedulers set these.
+    """
 
     @contextlib.contextmanager
     def updating(self, running: Running) -> Iterator[Running]:
-        with replaced(running.workload.optimizer, self.value) as optimizer:
-            yield dataclasses.replace(running, workload=dataclasses.replace(running.workload, optimizer=optimizer))
+        optimizer, is_8bit = running.workload.optimizer, self.value == "adamw-8bit"
+        kind, convert = (
+            (_bitsandbytes().optim.AdamW8bit, _as_adamw) if is_8bit else (torch.optim.Adafactor, _as_adafactor)
+        )
+        made: Any = kind([{"params": list(group["params"]), **convert(group)} for group in optimizer.param_groups])
+        made.memfit_stands_for = type(optimizer).__qualname__
+
+        def follow(*_: Any) -> None:
+            for group, followed in zip(made.param_groups, optimizer.param_groups, strict=True):
+                group.update(convert(followed))
+            mark_as_stepped(optimizer)
+
+        made.register_step_pre_hook(follow)
+        changed = dataclasses.replace(running, workload=dataclasses.replace(running.workload, optimizer=made))
+        if not is_8bit:
+            yield changed
+            return
+        try:
+            _take_over(made, optimizer)
+            yield changed
+        finally:
+            _give_back(made, optimizer)
 
 
 class AdamW8bit(_ReplacedOptimizer):
     """AdamW with states of 8 bits."""
 
     name = ADAMW_8BIT
+    rungs = (ADAMW_8BIT,)
     value = "adamw-8bit"
     numerics_class = "reduced"
     conflicts = update_conflicts(
@@ -77,6 +101,7 @@ class Adafactor(_ReplacedOptimizer):
     """Adafactor, which keeps a row and a column of the second moment."""
 
     name = ADAFACTOR
+    rungs = (ADAFACTOR,)
     value = "adafactor"
     numerics_class = "changed"
     conflicts = (
@@ -89,36 +114,6 @@ class Adafactor(_ReplacedOptimizer):
         ),
         *update_conflicts(ADAFACTOR, {Circumstance.OPTIMIZER_HOOKS: _HOOKS}),
     )
-
-
-@contextlib.contextmanager
-def replaced(optimizer: Optimizer, lever: OptimizerLever) -> Iterator[Optimizer]:
-    """Return the optimizer that a lever puts in place of the user's, until the context is left.
-
-    Its learning rates and weight decays follow those of the user's groups, which schedulers set.
-
-    Raises:
-        MissingExtraError: bitsandbytes is not installed.
-    """
-    is_8bit = lever == "adamw-8bit"
-    kind, convert = (_bitsandbytes().optim.AdamW8bit, _as_adamw) if is_8bit else (torch.optim.Adafactor, _as_adafactor)
-    made: Any = kind([{"params": list(group["params"]), **convert(group)} for group in optimizer.param_groups])
-    made.memfit_stands_for = type(optimizer).__qualname__
-
-    def follow(*_: Any) -> None:
-        for group, followed in zip(made.param_groups, optimizer.param_groups, strict=True):
-            group.update(convert(followed))
-        mark_as_stepped(optimizer)
-
-    made.register_step_pre_hook(follow)
-    if not is_8bit:
-        yield made
-        return
-    try:
-        _take_over(made, optimizer)
-        yield made
-    finally:
-        _give_back(made, optimizer)
 
 
 def _as_adamw(group: dict[str, Any]) -> dict[str, Any]:

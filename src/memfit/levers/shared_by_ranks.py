@@ -11,8 +11,7 @@ from msgspec.structs import replace
 from memfit.errors import PlanError
 from memfit.ir import Levers, Numerics, Sharding
 from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, Running, Setting
-from memfit.levers.optimizer_in_backward import IN_BACKWARD
-from memfit.levers.parameter_updates import OFFLOADED
+from memfit.levers.parameter_updates import IN_BACKWARD, OFFLOADED
 from memfit.levers.replaced_optimizer import ADAFACTOR, ADAMW_8BIT
 
 SHARDING = "sharding"
@@ -56,10 +55,7 @@ class SharedByRanks(Lever):
             for other in (OFFLOADED, ADAMW_8BIT, ADAFACTOR, "bf16-true", Circumstance.SEVERAL_OPTIMIZERS)
         ),
         Conflict(
-            ON_HOST,
-            Circumstance.NO_LINK,
-            "host and device share their memory",
-            "set levers.sharding.offload to false",
+            ON_HOST, Circumstance.NO_LINK, "host and device share their memory", "set levers.sharding.offload to false"
         ),
         Conflict(
             SHARDING,
@@ -102,13 +98,8 @@ class SharedByRanks(Lever):
 
     @contextlib.contextmanager
     def apply(self, levers: Levers, running: Running) -> Iterator[Running]:
-        from memfit.ranks import (
-            check_size,
-            is_joined,
-            kind_of_group,
-            mesh_of,
-            shared,  # distributed packages take a second to import
-        )
+        # Distributed packages take a second to import.
+        from memfit.ranks import check_size, is_joined, kind_of_group, mesh_of, shared
 
         assert levers.sharding is not None
         mesh = running.mesh

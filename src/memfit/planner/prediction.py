@@ -8,7 +8,6 @@ from typing import get_args
 from msgspec.structs import replace
 
 from memfit import hardware
-from memfit.compiled import FUSED_ERROR
 from memfit.cost import calibrate, kernels_bytes, links_of, measured_costs, roofline, with_collectives
 from memfit.errors import UsageError
 from memfit.foundations import StageProgress
@@ -34,6 +33,7 @@ from memfit.ir import (
 from memfit.levers import check_lever_names, circumstances
 from memfit.planner.captures import capture_levers
 from memfit.ranks import of_engine
+from memfit.recomputation import FUSED_ERROR
 from memfit.workload import Workload
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)

@@ -1,6 +1,11 @@
 from .call_state import foreign_generators as foreign_generators
 from .call_state import mapped as mapped
 from .call_state import preserved as preserved
+from .compiled_loss import CompiledLoss as CompiledLoss
+from .compiled_loss import PlannedBackend as PlannedBackend
+from .compiled_loss import unwatched as unwatched
+from .joint_graph import JointGraph as JointGraph
+from .joint_rewriter import FUSED_ERROR as FUSED_ERROR
 from .kept_outputs import is_worth_moving as is_worth_moving
 from .lean_modules import is_lean as is_lean
 from .lean_modules import is_made_lean as is_made_lean

@@ -135,10 +135,7 @@ def running_again(
 ) -> Iterator[None]:
     """Have calls under one autocast run again, and leave generators, modes and running statistics as they are now.
 
-    Args:
-        states: Of each call, whose `restore` is called before it.
-        modules: Those that run in the calls.
-        normalisations: Those that track statistics, in which a batch counts once.
+    The `restore` of each call's state is called before it. In the normalisations a batch counts once.
     """
     drawing = [state for state in states if state.cpu is not None]
     with contextlib.ExitStack() as stack:

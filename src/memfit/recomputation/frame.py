@@ -68,21 +68,16 @@ def graph_task() -> int:
 
 
 class Holder:
-    """The object that autograd holds in place of a saved tensor of a region.
-
-    Attributes:
-        recomputed: The recomputed tensor, by the backward pass that needs it; removed when it is unpacked.
-        expected: The record of the saved tensor, where recomputations are probed or checked; otherwise None.
-        mismatch: The difference of the recomputed tensor, None where there is none: the FQN of the module that made it,
-            a description, and its checksum when autograd saved it: its operator may not have run yet.
-    """
+    """The object that autograd holds in place of a saved tensor of a region."""
 
     __slots__ = ("__weakref__", "device", "dtype", "expected", "mismatch", "recomputed", "shape")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-        self.recomputed: dict[int, torch.Tensor] = {}
+        self.recomputed: dict[int, torch.Tensor] = {}  # by the backward pass that needs it, until it is unpacked
         self.expected = probe.expected(tensor)
+        # The FQN of the module that made a differing tensor, how it differs, and its checksum when autograd saved it:
+        # its operator may not have run yet.
         self.mismatch: tuple[str, str, int | None] | None = None
 
 
@@ -128,11 +123,6 @@ class Frame:
         kept: The outputs of operators that are kept; None for none.
         offload: Whether arguments with a gradient wait in host memory.
         foreign: Generators besides PyTorch's own that the calls may draw from.
-
-    Attributes:
-        last: The position in the region of the module called last.
-        closed: Whether no further call belongs to it.
-        running: The FQN of the module being recomputed.
     """
 
     drops_saved_tensors = True
@@ -151,8 +141,8 @@ class Frame:
         self._kept, self._offload = kept, offload
         self._foreign = foreign
         self._offloaded: dict[int, HostCopy] = {}
-        self.last = -1
-        self.closed = False
+        self.last = -1  # the position in the region of the module called last
+        self.closed = False  # whether no further call belongs to it
         self.holders: list[weakref.ref[Holder]] = []
         self._thread = threading.get_ident()
         self._hooks = hooks_around()
@@ -163,7 +153,7 @@ class Frame:
         self._saved: list[tuple[torch.Tensor, list[tuple[int, bool]]]] = []
         self._known: dict[int, _ParentTensor] = {}
         self._last_use: list[int] = []
-        self.running = modules[0]
+        self.running = modules[0]  # the module being recomputed
         self._differences, self._is_probed, self._is_reported = probe.current(), False, False
 
     def continues_with(self, position: int) -> bool:

@@ -47,16 +47,18 @@ def is_worth_moving(tensor: torch.Tensor) -> bool:
 
 
 class _Link:
-    """The streams between a device and the host."""
+    """The streams between a device and the host; the CPU has none."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        if self.module is not None:
-            self.out, self.back = self.module.Stream(device), self.module.Stream(device)
+        self.out, self.back = (None if self.module is None else self.module.Stream(device) for _ in range(2))
 
     def copy(self, operator: Any, stream: Any, target: torch.Tensor, source: torch.Tensor) -> Any:
         """Copy on a stream, after the computation so far; return the event of the copy's end."""
+        if self.module is None:
+            operator(target, source)
+            return None
         stream.wait_stream(self.module.current_stream(self.device))
         with self.module.stream(stream):
             operator(target, source)
@@ -80,15 +82,11 @@ class HostCopy:
         self._version = version_of(tensor)
         self._link = _link(tensor.device)
         self._back: tuple[torch.Tensor, Any] | None = None
-        self._event: Any = None
         self._is_changed = False
         with torch.no_grad():
-            if self._link.module is None:
-                self._host = torch.empty_like(tensor)
-                workload.transfers.copy_out(self._host, tensor)
-            else:
-                self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-                self._event = self._link.copy(workload.transfers.copy_out, self._link.out, self._host, tensor)
+            placed: dict[str, Any] = {} if self._link.module is None else {"device": "cpu", "pin_memory": True}
+            self._host = torch.empty_like(tensor, **placed)
+            self._event = self._link.copy(workload.transfers.copy_out, self._link.out, self._host, tensor)
 
     def land(self) -> None:
         """Make the computation wait for the copy to the host, and release the tensor.
@@ -105,11 +103,7 @@ class HostCopy:
         if self._back is None:
             with torch.no_grad():
                 tensor = torch.empty_like(self._host, device=self._link.device)
-                event = None
-                if self._link.module is None:
-                    workload.transfers.copy_in(tensor, self._host)
-                else:
-                    event = self._link.copy(workload.transfers.copy_in, self._link.back, tensor, self._host)
+                event = self._link.copy(workload.transfers.copy_in, self._link.back, tensor, self._host)
             self._back = tensor, event
 
     def take(self) -> torch.Tensor:
@@ -170,19 +164,13 @@ class KeptOccurrences:
 
 
 class KeptOutputs:
-    """The outputs that one pass keeps.
-
-    Attributes:
-        outputs: The outputs with a record of the operator's arguments, by operator and occurrence.
-        counts: The number of runs of each operator with kept occurrences.
-        offloaded: The outputs in host memory; None where they stay on the device.
-    """
+    """The outputs that one pass keeps, with a record of the operator's arguments, by operator and occurrence."""
 
     def __init__(self, occurrences: KeptOccurrences, offload: bool) -> None:
         self.occurrences = occurrences
-        self.offloaded: list[HostCopy] | None = [] if offload else None
+        self.offloaded: list[HostCopy] | None = [] if offload else None  # those in host memory
         self.outputs: dict[tuple[Any, int], tuple[_Arguments, Any]] = {}
-        self.counts = Counter[Any]()
+        self.counts = Counter[Any]()  # runs of each operator with kept occurrences
 
 
 class _KeptTensor:
@@ -232,11 +220,6 @@ class _Arguments:
         if probe.is_active():
             self.values += [repr(leaf) for leaf in leaves if isinstance(leaf, (int, float, complex))]
             self.values += [None if is_statistic(tensor) else probe.checksum(tensor) for tensor in tensors]
-
-    def differ_from(self, before: _Arguments) -> bool:
-        """Tell whether values differ from those of the forward pass; running statistics, which it updated, may."""
-        pairs = zip(self.values, before.values, strict=False)
-        return any(now is not None and then is not None and now != then for now, then in pairs)
 
 
 def as_it_is(value: Any) -> Any:
@@ -306,7 +289,9 @@ class ReusingMode(_Mode):
                 )
             with contextlib.suppress(ChangedError):
                 out = tree_map_only(_KeptTensor, _KeptTensor.tensor, items)
-                if arguments.differ_from(before):
+                pairs = zip(arguments.values, before.values, strict=False)
+                # Running statistics may differ: the forward pass updated them.
+                if any(now is not None and then is not None and now != then for now, then in pairs):
                     device = next((t.device for t in tree_leaves(out) if isinstance(t, torch.Tensor)), _CPU)
                     how = f"{func} has inputs of other values than in the forward pass, and its output is kept"
                     self._report(how, device)

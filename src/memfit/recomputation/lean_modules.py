@@ -115,15 +115,15 @@ def within_region(module: nn.Module, forward: Callable[..., Any], args: Any, kwa
         layer.outputs.pop(storage_of(tensor), None)
     if layer.running and layer.running[-1].module is module:
         layer.running.pop()
-    return functools.partial(_in_layer, layer, forward)
 
+    def in_layer(*args: Any, **kwargs: Any) -> Any:
+        with _Layer() as inner:
+            out = forward(*args, **kwargs)
+            if layer.is_open:  # not in a recomputation, after the end of the layer around
+                layer.outputs |= inner.outputs
+        return out
 
-def _in_layer(around: _Layer, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _Layer() as layer:
-        out = forward(*args, **kwargs)
-        if around.is_open:  # not in a recomputation, after the end of the layer around
-            around.outputs |= layer.outputs
-    return out
+    return in_layer
 
 
 def _current() -> _Layer | None:
@@ -169,21 +169,14 @@ def _end(module: nn.Module, args: Any, output: Any) -> None:
 
 
 class _Layer:
-    """Hooks of saved tensors that drop unchanged outputs of lean modules, and pass others to the hooks around them.
-
-    Attributes:
-        outputs: The calls that made storages, by storage key.
-        running: The running calls of lean modules.
-        is_open: Whether the layer's forward pass is running.
-        drops_saved_tensors: Whether it is the layer of a region, whose hooks drop all tensors.
-    """
+    """Hooks of saved tensors that drop unchanged outputs of lean modules, and pass others to the hooks around them."""
 
     def __init__(self) -> None:
-        self.drops_saved_tensors = are_dropped()
+        self.drops_saved_tensors = are_dropped()  # as the layer of a region, whose hooks drop all tensors
         self.below: Hooks = hooks_around() or (lambda tensor: (tensor, version_of(tensor)), _unpack_unchanged)
-        self.outputs: dict[int, LeanCall] = {}
+        self.outputs: dict[int, LeanCall] = {}  # by the key of the storage that they made
         self.running: list[LeanCall] = []
-        self.is_open = True
+        self.is_open = True  # its forward pass is running
 
     def __enter__(self) -> _Layer:
         self._hooks = saved_tensors_hooks(self.pack, SavedTensor.take)
@@ -228,25 +221,17 @@ def _unpack_unchanged(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
 
 
 class SavedTensor:
-    """The object that autograd holds in place of a tensor.
-
-    Attributes:
-        tensor: The tensor, until it is kept or dropped; later, the recomputed one.
-        task: The backward pass that it was recomputed for.
-        call: The call that recomputes it; None where it is kept.
-        place: Its place in that call's output (shape, strides, offset), or its number among the tensors saved inside.
-        expected: The record of the tensor, where recomputations are probed or checked; otherwise None.
-    """
+    """The object that autograd holds in place of a tensor."""
 
     __slots__ = ("__weakref__", "call", "expected", "packed", "place", "task", "tensor", "unpack")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor: torch.Tensor | None = tensor
-        self.task: int | None = None
+        self.tensor: torch.Tensor | None = tensor  # until it is kept or dropped; later, the recomputed one
+        self.task: int | None = None  # the backward pass that it was recomputed for
         self.packed: Any = None
         self.unpack: Callable[[Any], torch.Tensor] = _not_unpacked
-        self.call: LeanCall | None = None
-        self.place: Any = None
+        self.call: LeanCall | None = None  # that recomputes it; None where it is kept
+        self.place: Any = None  # in the call's output (shape, strides, offset), or its number among those saved inside
         self.expected: probe.Expected | None = None
 
     def keep(self, hooks: Hooks) -> SavedTensor:
@@ -278,21 +263,14 @@ class SavedTensor:
 
 
 class LeanCall:
-    """One call of a lean module.
-
-    Attributes:
-        saves: The tensors that autograd saves in it, in order.
-        waiting: The dropped tensors that it recomputes.
-        version: The version of its output when it returned.
-        dtype: The dtype of its output.
-    """
+    """One call of a lean module; when it returned, its output had this `version` and `dtype`."""
 
     def __init__(
         self, fqn: str, module: nn.Module, given: Any, call_of: Callable[[torch.Tensor], LeanCall | None]
     ) -> None:
         self.fqn, self.module = fqn, module
-        self.saves: list[SavedTensor] = []
-        self.waiting: list[weakref.ref[SavedTensor]] = []
+        self.saves: list[SavedTensor] = []  # in order
+        self.waiting: list[weakref.ref[SavedTensor]] = []  # those dropped, which it recomputes
         self._tensors: list[torch.Tensor] = []
         self._given = mapped(given, torch.Tensor, self._number)
         self._versions = [version_of(tensor) for tensor in self._tensors]
@@ -312,7 +290,7 @@ class LeanCall:
         self._state.end()
         if not self._drops:
             self._state.forget_undrawn()
-        dropped = self._droppable(output) if self._can_run_again(output) else None
+        dropped = self._droppable(output)
         for number, saved in enumerate(self.saves):
             if saved.tensor is not None and dropped is not None and number in dropped:
                 saved.drop(self, None if storage_of(saved.tensor) == storage_of(output) else number)
@@ -329,21 +307,19 @@ class LeanCall:
         self.saves, self._tensors = [], []
         return dropped is not None
 
-    def _can_run_again(self, output: Any) -> bool:
-        """Tell whether the call made a new tensor, from arguments that are unchanged or can be recomputed."""
-        if not isinstance(output, torch.Tensor) or not output.requires_grad or not storage_of(output):
-            return False
-        for tensor, version, origin in zip(self._tensors, self._versions, self._arguments, strict=True):
-            is_changed = version_of(tensor) != version
-            if not storage_of(tensor) or (is_changed and origin is None):
-                return False
-            if storage_of(tensor) == storage_of(output) and not is_changed:
-                return False
-        return True
+    def _droppable(self, output: Any) -> set[int] | None:
+        """Return the numbers of the saved tensors to drop.
 
-    def _droppable(self, output: torch.Tensor) -> set[int] | None:
-        """Return the numbers of the saved tensors to drop; None where keeping the arguments costs more."""
+        None where the call made no new tensor from arguments that are unchanged or can be recomputed, and where keeping
+        the arguments costs more.
+        """
+        if not isinstance(output, torch.Tensor) or not output.requires_grad or not storage_of(output):
+            return None
         given = list(zip(self._tensors, self._versions, self._arguments, strict=True))
+        for tensor, version, origin in given:
+            is_changed, is_output = version_of(tensor) != version, storage_of(tensor) == storage_of(output)
+            if not storage_of(tensor) or (is_changed and origin is None) or (is_output and not is_changed):
+                return None
         arguments = {(storage_of(tensor), version) for tensor, version, _ in given}
         # Arguments are there anyway where they are lean outputs themselves, which chains a normalisation, a dropout and
         # an activation, or where the call's own backward pass saves them.

@@ -60,37 +60,28 @@ def checking() -> Iterator[None]:
         _is_checking = before
 
 
-def difference(recomputed: torch.Tensor, saved: torch.Tensor) -> str | None:
-    """Return a description of differing bits, of two tensors of one shape and dtype; None for equal or fake ones."""
-    if is_fake(saved) or saved.layout is not torch.strided:
-        return None
-    with torch.no_grad(), disable_current_modes():
-        count = int((_bits(recomputed) != _bits(saved)).sum())
-    return f"{count} of {saved.numel()} elements of a saved tensor have other values" if count else None
-
-
 class Expected:
-    """The record of a saved tensor, for comparison with the recomputed one.
-
-    Attributes:
-        original: The tensor itself, where recomputations are probed; None where only its checksum is kept.
-        is_compared: Whether the recomputed tensor must be equal: workspaces and running statistics may differ.
-    """
+    """The record of a saved tensor, for comparison with the recomputed one."""
 
     __slots__ = ("checksum", "is_compared", "original")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # The workspace of a recurrent kernel is bytes, some of them uninitialized.
+        # Workspaces and running statistics may differ. That of a recurrent kernel is bytes, some of them uninitialized.
         self.is_compared = tensor.dtype is not torch.uint8 or tensor.dim() != 1
-        self.original = tensor.detach() if _differences is not None else None
+        self.original = tensor.detach() if _differences is not None else None  # kept where recomputations are probed
         self.checksum = checksum(tensor) if _is_checking and self.original is None else None
 
     def difference(self, recomputed: torch.Tensor) -> str | None:
         """Return a description of a recomputed tensor's difference from the saved one; None where there is none."""
+        saved = self.original
         if not self.is_compared:
             return None
-        if self.original is not None:
-            return difference(recomputed, self.original)
+        if saved is not None:
+            if is_fake(saved) or saved.layout is not torch.strided:
+                return None
+            with torch.no_grad(), disable_current_modes():
+                count = int((_bits(recomputed) != _bits(saved)).sum())
+            return f"{count} of {saved.numel()} elements of a saved tensor have other values" if count else None
         if self.checksum is None or self.checksum == checksum(recomputed):
             return None
         return f"a saved tensor of shape {list(recomputed.shape)} and {str(recomputed.dtype)[6:]} has other values"

@@ -165,15 +165,15 @@ class _Prefetch:
         frame, self.passes.latest = self.passes.latest, _no_frame
         if frame() is None or not torch.is_grad_enabled():
             return
+
+        def prefetch(_: torch.Tensor) -> None:
+            alive = frame()
+            if alive is not None:
+                alive.prefetch()
+
         tensor = next((t for t in tensors_in(output) if has_history(t)), None)
         if tensor is not None:
-            tensor.register_hook(functools.partial(_prefetch, frame))
-
-
-def _prefetch(frame: Callable[[], Frame | None], gradient: torch.Tensor) -> None:
-    alive = frame()
-    if alive is not None:
-        alive.prefetch()
+            tensor.register_hook(prefetch)
 
 
 def _no_frame() -> None:

@@ -113,7 +113,7 @@ class StepOptions:
         recovery: Runs each step, and runs it again where memory runs out (`training.guards.recovery`).
         limit: Makes the context of a step on a batch in which no more may be held than it says.
         proving: Makes the context of the steps that hold what is computed again in the backward pass against what was
-            computed before (`memfit.levers.stack`).
+            computed before (`memfit.levers.registry`).
         admit: Called with each batch before its step: has the step predicted on a batch that is larger than planned, or
             raises.
         after: Called after each step.

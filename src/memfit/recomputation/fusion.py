@@ -67,11 +67,12 @@ def is_written_between(node: fx.Node, kernel: Set[fx.Node]) -> bool:
     """
     if len(node.users) < 2 or not any(map(reduces, node.users)):
         return False
-    return is_slow(computed_of(node, kernel)) or len(_read(node, kernel)) > 1
+    computed = computed_of(node, kernel)
+    read = {given for reader in computed for given in reader.all_input_nodes} - computed
+    return is_slow(computed) or len(read) > 1
 
 
 def reduces(node: fx.Node) -> bool:
-    """Tell whether a node is a reduction."""
     return operator_class(str(node.target)) == REDUCTIONS
 
 
@@ -96,27 +97,22 @@ def reached(starts: Iterable[T], leads_to: Callable[[T], Iterable[T]]) -> set[T]
     return found
 
 
-def _read(node: fx.Node, kernel: Set[fx.Node]) -> set[fx.Node]:
-    computed = computed_of(node, kernel)
-    return {given for reader in computed for given in reader.all_input_nodes} - computed
-
-
 def kernels(
-    nodes: Sequence[fx.Node],
-    sources: Mapping[fx.Node, fx.Node],
-    place: Callable[[fx.Node], Hashable],
-    waits: Callable[[fx.Node], bool] = lambda node: False,
+    nodes: Sequence[fx.Node], sources: Mapping[fx.Node, fx.Node], place: Callable[[fx.Node], Hashable]
 ) -> list[tuple[fx.Node, ...]]:
     """Return the nodes of one pass of a graph, grouped by kernel, in an order in which the kernels can run.
+
+    Copies that are marked as inlined are fused with their first reader, where possible.
 
     Args:
         nodes: The pass, in order.
         sources: For each view, and each part of an operator's outputs, the node that it views.
         place: Returns a node's place; nodes of different places are not fused, unless one is None.
-        waits: Tells whether a node is fused with its first reader, where possible.
     """
-    fusion = _Fusion(nodes, sources, place, waits)
-    return [tuple(fusion.kernels[index].nodes) for index in fusion.order()]
+    fusion = _Fusion(nodes, sources)
+    for index, node in enumerate(nodes):
+        fusion.add(index, node, place)
+    return fusion.ordered()
 
 
 @dataclass
@@ -131,25 +127,10 @@ class _Kernel:
 
 
 class _Fusion:
-    def __init__(
-        self,
-        nodes: Sequence[fx.Node],
-        sources: Mapping[fx.Node, fx.Node],
-        place: Callable[[fx.Node], Hashable],
-        waits: Callable[[fx.Node], bool],
-    ) -> None:
+    def __init__(self, nodes: Sequence[fx.Node], sources: Mapping[fx.Node, fx.Node]) -> None:
         self.sources, self.position = sources, {node: index for index, node in enumerate(nodes)}
         self.of_node: dict[fx.Node, int] = {}
         self.kernels: dict[int, _Kernel] = {}
-        for index, node in enumerate(nodes):
-            kernel = self.of_node.get(self._source(node))
-            if kernel is None:
-                self._add(index, node, _Kernel([node], place(node), waits(node)))
-            else:
-                self.of_node[node] = kernel
-                self.kernels[kernel].nodes.append(node)
-        for fused in self.kernels.values():
-            fused.nodes.sort(key=self.position.__getitem__)
 
     def _source(self, node: fx.Node) -> fx.Node:
         """Return the node of this pass that makes a view's storage; the first view, where another pass makes it."""
@@ -162,8 +143,14 @@ class _Fusion:
         sources = map(self._source, node.all_input_nodes)
         return {source: self.of_node[source] for source in sources if source in self.of_node}
 
-    def _add(self, index: int, node: fx.Node, kernel: _Kernel) -> None:
-        self.kernels[index] = kernel
+    def add(self, index: int, node: fx.Node, place: Callable[[fx.Node], Hashable]) -> None:
+        """Add the next node of the pass, as a kernel that is fused with others, or to that of what it views."""
+        viewed = self.of_node.get(self._source(node))
+        if viewed is not None:
+            self.of_node[node] = viewed
+            self.kernels[viewed].nodes.append(node)
+            return
+        self.kernels[index] = kernel = _Kernel([node], place(node), INLINED in node.meta)
         self.of_node[node] = index
         taken = self._inputs_of(node)
         for source, other in taken.items():
@@ -214,25 +201,25 @@ class _Fusion:
             if other.barred >> first & 1:
                 other.barred |= 1 << second
 
-    def order(self) -> list[int]:
+    def ordered(self) -> list[tuple[fx.Node, ...]]:
         """Return the kernels in an order in which they can run, close to the order of their first nodes."""
-        first = {index: self.position[kernel.nodes[0]] for index, kernel in self.kernels.items()}
+        for kernel in self.kernels.values():
+            kernel.nodes.sort(key=self.position.__getitem__)
         takes = {index: self._kernels_read(index) - {index} for index in self.kernels}
         after: dict[int, list[int]] = {index: [] for index in takes}
         for index, others in takes.items():
             for other in others:
                 after[other].append(index)
-        waiting = {index: len(others) for index, others in takes.items()}
-        ready = [(first[index], index) for index, count in waiting.items() if not count]
+        ready = [(self.position[self.kernels[index].nodes[0]], index) for index, others in takes.items() if not others]
         heapq.heapify(ready)
         order = []
         while ready:
             index = heapq.heappop(ready)[1]
-            order.append(index)
+            order.append(tuple(self.kernels[index].nodes))
             for other in after[index]:
-                waiting[other] -= 1
-                if not waiting[other]:
-                    heapq.heappush(ready, (first[other], other))
+                takes[other].remove(index)
+                if not takes[other]:
+                    heapq.heappush(ready, (self.position[self.kernels[other].nodes[0]], other))
         return order
 
 

@@ -17,8 +17,8 @@ from memfit._torch import (
     get_hash_for_files,
     inductor_config,
 )
-from memfit.compiled.joint_rewriter import KERNEL
 from memfit.foundations import __version__
+from memfit.recomputation.joint_rewriter import KERNEL
 
 _SETTINGS: dict[str, Any] = {
     # Inductor keeps buffers for later ones of the same size, each by an estimate of the peak that does not count the
@@ -27,16 +27,13 @@ _SETTINGS: dict[str, Any] = {
     # Inductor inlines values that read up to 4 tensors into each reader, which keeps all of these alive instead of one
     # result: 0.5 MiB of 5 in a residual network.
     "realize_reads_threshold": 1,
-    "reorder_for_peak_memory": False,  # the graph itself has the order (`compiled.joint_rewriter`)
-    "layout_optimization": False,  # the graph itself has the layouts (`compiled.layouts`)
+    "reorder_for_peak_memory": False,  # the graph itself has the order (`recomputation.joint_rewriter`)
+    "layout_optimization": False,  # the graph itself has the layouts (`recomputation.joint_rewriter`)
     # Nothing outside of CUDA graphs has the memory of their pool, so that a step would reserve its activations and the
     # optimizer's temporaries side by side; and the next microbatch writes over the gradients of the one before.
     "triton.cudagraphs": False,
 }
 """Settings that differ from Inductor's own, so that the step takes the planned memory."""
-
-_WITHOUT_DEVICE: dict[str, Any] = {"joint_graph_constant_folding": False}  # it computes constants where they are
-"""Settings for graphs of a device that is not here."""
 
 
 class Partitioner(CustomPartitionerFn):
@@ -66,37 +63,35 @@ class Choices(InductorChoices):
     @staticmethod
     def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         """Tell whether two kernels may be fused."""
-        first, second = _planned(node1), _planned(node2)
+
+        def planned(node: Any) -> set[int]:
+            """Return the plan's kernels of a node's parts: of each the last, since earlier ones may be inlined."""
+            origins = ([o for o in getattr(part.node, "origins", ()) if KERNEL in o.meta] for part in node.get_nodes())
+            return {max(origin.meta[KERNEL] for origin in part) for part in origins if part}
+
+        first, second = planned(node1), planned(node2)
         apart = bool(first and second) and first.isdisjoint(second)
         return not apart and InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
-
-
-def _planned(node: Any) -> set[int]:
-    """Return the plan's kernels of a node's parts: of each the last, since earlier ones may be inlined."""
-    origins = ([o for o in getattr(part.node, "origins", ()) if KERNEL in o.meta] for part in node.get_nodes())
-    return {max(origin.meta[KERNEL] for origin in part) for part in origins if part}
-
-
-CompilePass = Callable[..., Callable[..., Any]]
-"""Makes code of the graph module of one pass, given it, its inputs and, by name, whether `is_backward`."""
 
 
 def lower(
     module: fx.GraphModule,
     inputs: Sequence[Any],
     partition: Callable[[fx.GraphModule, int], Any],
-    compile_pass: CompilePass | None = None,
+    compile_pass: Callable[..., Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """Compile a graph, with its backward pass at once, so that the settings hold for both.
 
     Inductor's cache of kernels is used; its cache of whole graphs is not, since their partition is planned.
 
     Args:
-        compile_pass: Makes the code, in Inductor's place, of the graph that it would make it of.
+        compile_pass: Makes the code of one pass in Inductor's place, given the graph module that it would make it of,
+            its inputs and, by name, whether `is_backward`.
     """
     options: dict[str, Any] = {} if compile_pass is None else {"inner_compile": compile_pass}
     on_paper = compile_pass is not None and any(t.device.type != "cpu" for t in inputs if isinstance(t, torch.Tensor))
-    settings = {**_SETTINGS, **(_WITHOUT_DEVICE if on_paper else {})}
+    # Of a device that is not here, constants are not folded: they are computed where they are.
+    settings = {**_SETTINGS, **({"joint_graph_constant_folding": False} if on_paper else {})}
     with (
         functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
         inductor_config.patch(custom_partitioner_fn=Partitioner(partition), **settings),

@@ -10,7 +10,7 @@ import itertools
 import operator
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,17 +19,8 @@ from torch import fx
 
 from memfit._torch import OpOverload, schema_of, storage_key_of, tree_leaves, tree_map_only
 from memfit.capture import draws_random_numbers, kernel_outputs, work_of
-from memfit.compiled.fusion import (
-    COMPUTED_FOR_EACH,
-    INLINED,
-    is_fusible,
-    is_written_between,
-    kernels,
-    puts_into,
-    reached,
-)
-from memfit.ir import Call, Category, Module, Op, Phase, Save, Storage, Trace, Work
-from memfit.ir import kernel_text as kernel_text
+from memfit.ir import Call, Category, Module, Op, Phase, Save, Storage, Trace, Work, kernel_text
+from memfit.recomputation.fusion import COMPUTED_FOR_EACH, is_fusible, is_written_between, kernels, puts_into, reached
 from memfit.workload import signature
 
 _RECOMPUTED, _KEPT = "memfit_recomputed", "memfit_kept"
@@ -66,41 +57,8 @@ def mark_kept(node: fx.Node) -> None:
     node.meta[_KEPT] = True
 
 
-def has_symbols(graph: fx.Graph) -> bool:
-    """Tell whether a graph has symbolic shapes."""
-    return any(isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool) for node in graph.nodes)
-
-
-def users_of_sparse(graph: fx.Graph) -> list[str]:
-    """Return the operators of a graph that take sparse tensors, such as the sum of two sparse gradients."""
-    return [
-        str(user.target)
-        for node in graph.nodes
-        if isinstance(value := node.meta.get("val"), torch.Tensor) and value.layout is not torch.strided
-        for user in node.users
-        if user.op != "output"
-    ]
-
-
-def _phases(graph: fx.Graph, forward_outputs: int) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Return the operators of the forward and of the backward pass, in order.
-
-    Forward operators are those that the forward outputs need, and those that AOTAutograd tagged so.
-    """
-    returned = tree_leaves(graph.output_node().args[0])[:forward_outputs]
-    needed = reached((node for node in returned if isinstance(node, fx.Node)), lambda node: node.all_input_nodes)
-    forward: list[fx.Node] = []
-    backward: list[fx.Node] = []
-    for node in graph.nodes:
-        if node.op == "call_function":
-            source = node.args[0] if node.target is operator.getitem else node
-            first = source in needed or source.meta.get("partitioner_tag") in ("is_forward", "must_be_in_forward")
-            (forward if first else backward).append(node)
-    return forward, backward
-
-
 class JointGraph:
-    """A joint graph, which Inductor runs, as a trace: an operator of it is a kernel (`compiled.fusion`).
+    """A joint graph, which Inductor runs, as a trace: an operator of it is a kernel (`recomputation.fusion`).
 
     Each call of a module, and each part that other operators interrupt, has its own name, and can be recomputed by
     itself.
@@ -124,40 +82,85 @@ class JointGraph:
 
     def __init__(self, graph: fx.Graph, forward_outputs: int, name: str, called: Counter[str]) -> None:
         self.graph = graph
-        self.outputs = tree_leaves(graph.output_node().args[0])
-        self.forward_outputs = self.outputs[:forward_outputs]
-        self.inputs = list(graph.find_nodes(op="placeholder"))
-        self.device = next((t.device for node in self.inputs for t in _tensors(node) if t.device.type != "cpu"), _CPU)
-        self.forward, self.backward = _phases(graph, forward_outputs)
+        outputs = tree_leaves(graph.output_node().args[0])
+        inputs = list(graph.find_nodes(op="placeholder"))
+        self.device = next((t.device for node in inputs for t in _tensors(node) if t.device.type != "cpu"), _CPU)
+        # Forward operators are those that the forward outputs need, and those that AOTAutograd tagged so.
+        needed = reached(
+            (node for node in outputs[:forward_outputs] if isinstance(node, fx.Node)), lambda node: node.all_input_nodes
+        )
+        forward: list[fx.Node] = []
+        backward: list[fx.Node] = []
+        for node in graph.nodes:
+            if node.op == "call_function":
+                source = node.args[0] if node.target is operator.getitem else node
+                first = source in needed or source.meta.get("partitioner_tag") in ("is_forward", "must_be_in_forward")
+                (forward if first else backward).append(node)
         self.storages: dict[fx.Node, tuple[int, ...]] = {}
         self.sources: dict[fx.Node, fx.Node] = {}
         self.nbytes: list[int] = []
         self.makers: list[fx.Node] = []
         self.keys: list[int] = []
-        for node in (*self.inputs, *graph.find_nodes(op="get_attr"), *self.forward, *self.backward):
+        for node in (*inputs, *graph.find_nodes(op="get_attr"), *forward, *backward):
             self._observe(node)
-        forward = self._kernels(self.forward, lambda node: tuple(module_stack(node)))
-        self.ops = [*forward, *self._kernels(self.backward, lambda node: node.meta.get(_RECOMPUTED))]
-        self.turn = len(forward)
+        self.ops = kernels(forward, self.sources, lambda node: tuple(module_stack(node)))
+        self.turn = len(self.ops)
+        self.ops += kernels(backward, self.sources, lambda node: node.meta.get(_RECOMPUTED))
         position = {node: index for index, nodes in enumerate(self.ops) for node in nodes}
         self.birth = [position.get(node, -1) for node in self.makers]
-        self.returned = frozenset(s for node in self.outputs for s in self.storages.get(node, ()))
-        self.fixed = frozenset(self._fixed())
-        modules, calls, of_op = self._read_calls(forward, called)
-        self.call_of = {node: self._of_sequence.get(node.meta.get("seq_nr", -1), -1) for node in self.backward}
-        self._index: dict[str, int] = {}
-        self._works: list[Work] = []
-        self.operators: dict[str, Work] = {}
-        # For each storage, its readers, with the calls that backward readers differentiate.
-        uses: list[list[tuple[int, int]]] = [[(birth, -1)] if birth >= 0 else [] for birth in self.birth]
+        self.returned = frozenset(s for node in outputs for s in self.storages.get(node, ()))
+        mutated = {node.args[0] for node in graph.nodes if node.target is torch.ops.aten.copy_.default}
+        sources = [(node, node.args[0] if node.target is operator.getitem else node) for node in forward]
+        self.fixed = frozenset(
+            node
+            for node, source in sources
+            if isinstance(source, fx.Node) and (_KEPT in node.meta or _must_run_once(source, mutated))
+        )
+        modules, calls, of_op, of_sequence = self._read_calls(called)
+        self.call_of = {node: of_sequence.get(node.meta.get("seq_nr", -1), -1) for node in backward}
+        uses: list[list[tuple[int, int]]] = [[] for _ in self.nbytes]
         for index, nodes in enumerate(self.ops):
             for node in nodes:
                 for given in (node, *node.all_input_nodes):
                     for storage in self.storages[given]:
                         uses[storage].append((index, self.call_of.get(node, -1)))
-        storages = self._lifetimes(uses)
-        saved = self._saved_bytes(storages)
-        ops = [self._op(nodes, index, of_op, saved[index]) for index, nodes in enumerate(self.ops)]
+        kept = [*outputs[:forward_outputs], *(node for node in forward if _KEPT in node.meta)]
+        held = {s for node in kept for s in self.storages.get(node, ())}
+        categories = {s: _category(node) for node in inputs for s in self.storages[node]}
+        storages, saves = [], []
+        for number, birth in enumerate(self.birth):
+            times = [at for at, _ in uses[number]]
+            death = len(self.ops) if birth < 0 or number in self.returned else max(times)
+            stays = birth < 0 or birth >= self.turn or number in held
+            release = death if stays else max(at for at in times if at < self.turn)
+            category: Category = "temporaries"
+            if birth < 0:
+                category = categories.get(number, "inputs")
+            elif number in self.returned - held:
+                category = "gradients"
+            elif birth < self.turn <= death:
+                category = "activations"
+            storages.append(Storage(0 if birth == death else self.nbytes[number], birth, death, release, category, -1))
+            # What the backward pass reads of the forward pass is saved once for each call that it differentiates.
+            taken: dict[int, list[int]] = defaultdict(list)
+            for at, call in uses[number]:
+                if birth < self.turn <= at:
+                    taken[call].append(at)
+            saves += [Save(number, birth + 1, call, min(reads), max(reads)) for call, reads in taken.items()]
+        self.operators: dict[str, Work] = {}
+        numbers: dict[str, int] = {}
+        works: list[Work] = []
+        ops = []
+        for index, (nodes, saved_bytes) in enumerate(zip(self.ops, self._saved_bytes(storages), strict=True)):
+            working = self._working(nodes)
+            text, work = self._signature(working, saved_bytes)
+            if text not in numbers:
+                numbers[text] = len(works)
+                works.append(work)
+            is_recomputed = all(_RECOMPUTED in node.meta for node in working)
+            phase: Phase = "recompute" if is_recomputed else "forward" if index < self.turn else "backward"
+            call = of_op[index] if index < self.turn else self.call_of[working[-1]]
+            ops.append(Op(str(working[-1].target), call, phase, 0, numbers[text], (), False))
         self.trace = Trace(
             workload=name,
             fingerprint="",
@@ -172,9 +175,9 @@ class JointGraph:
             calls=calls,
             ops=ops,
             storages=storages,
-            saves=list(self._saves(uses)),
-            signatures=list(self._index),
-            works=self._works,
+            saves=saves,
+            signatures=list(numbers),
+            works=works,
         )
 
     def span(self, modules: Sequence[str]) -> tuple[int, int]:
@@ -198,16 +201,19 @@ class JointGraph:
             if index >= 0 and start <= self.trace.calls[index].start and self.trace.calls[index].end <= end:
                 yield node
 
-    def _read_calls(
-        self, ops: Sequence[Sequence[fx.Node]], called: Counter[str]
-    ) -> tuple[list[Module], list[Call], list[int]]:
-        """Return a module for each call, the calls, and for each forward operator the innermost call, or -1."""
+    def _read_calls(self, called: Counter[str]) -> tuple[list[Module], list[Call], list[int], dict[int, int]]:
+        """Read the calls of modules from the forward operators.
+
+        Returns:
+            A module for each call, the calls, for each operator the innermost call, or -1, and for each of autograd's
+            sequence numbers the same.
+        """
         modules: list[Module] = []
         calls: list[Call] = []
         of_op: list[int] = []
-        self._of_sequence: dict[int, int] = {}
+        of_sequence: dict[int, int] = {}
         open_calls: list[tuple[str, int]] = []
-        for index, nodes in enumerate(ops):
+        for index, nodes in enumerate(self.ops[: self.turn]):
             stack = module_stack(nodes[0])  # a kernel's nodes are all of one module
             same = sum(1 for _ in itertools.takewhile(lambda p: p[0][0] == p[1], zip(open_calls, stack, strict=False)))
             del open_calls[same:]
@@ -223,14 +229,12 @@ class JointGraph:
             of_op.append(open_calls[-1][1] if open_calls else -1)
             for node in nodes:
                 if (number := node.meta.get("seq_nr")) is not None:
-                    self._of_sequence.setdefault(number, of_op[-1])
-        reads = [
-            {s for node in nodes for g in (node, *node.all_input_nodes) for s in self.storages[g]} for nodes in ops
-        ]
+                    of_sequence.setdefault(number, of_op[-1])
         for index, made in enumerate(calls):
-            taken = sorted(s for s in set[int]().union(*reads[made.start : made.end]) if self.birth[s] < made.start)
-            calls[index] = replace(made, inputs=tuple(taken))
-        return modules, calls, of_op
+            inside = [node for nodes in self.ops[made.start : made.end] for node in nodes]
+            read = {s for node in inside for given in (node, *node.all_input_nodes) for s in self.storages[given]}
+            calls[index] = replace(made, inputs=tuple(sorted(s for s in read if self.birth[s] < made.start)))
+        return modules, calls, of_op, of_sequence
 
     def _observe(self, node: fx.Node) -> None:
         """Assign the storages of a node's outputs: its inputs', where it is a view, or new ones."""
@@ -263,65 +267,26 @@ class JointGraph:
         if viewed and set(storages) <= {s for given in viewed for s in self.storages[given]}:
             self.sources[node] = viewed[0]
 
-    def _kernels(self, nodes: list[fx.Node], place: Callable[[fx.Node], Any]) -> list[tuple[fx.Node, ...]]:
-        return kernels(nodes, self.sources, place, lambda node: INLINED in node.meta)
-
-    def _lifetimes(self, uses: list[list[tuple[int, int]]]) -> list[Storage]:
-        end = len(self.ops)
-        kept = [node for node in self.forward if _KEPT in node.meta]
-        held = {s for node in (*self.forward_outputs, *kept) for s in self.storages.get(node, ())}
-        returned = self.returned
-        categories = {s: _category(node) for node in self.inputs for s in self.storages[node]}
-        storages = []
-        for index, birth in enumerate(self.birth):
-            taken = [at for at, _ in uses[index]]
-            death = end if birth < 0 or index in returned else max(taken)
-            stays = birth < 0 or birth >= self.turn or index in held
-            release = death if stays else max(at for at in taken if at < self.turn)
-            category: Category = "temporaries"
-            if birth < 0:
-                category = categories.get(index, "inputs")
-            elif index in returned - held:
-                category = "gradients"
-            elif birth < self.turn <= death:
-                category = "activations"
-            nbytes = 0 if birth == death else self.nbytes[index]
-            storages.append(Storage(nbytes, birth, death, release, category, -1))
-        return storages
-
-    def _saves(self, uses: list[list[tuple[int, int]]]) -> Iterator[Save]:
-        """Yield the forward storages that the backward pass reads, once for each call that it differentiates."""
-        for storage, birth in enumerate(self.birth):
-            taken: dict[int, list[int]] = defaultdict(list)
-            for at, call in uses[storage]:
-                if birth < self.turn <= at:
-                    taken[call].append(at)
-            for call, times in taken.items():
-                yield Save(storage, birth + 1, call, min(times), max(times))
-
     def _working(self, nodes: tuple[fx.Node, ...]) -> Sequence[fx.Node]:
         """Return the nodes of an operator without views; the first one where all are."""
         return [node for node in nodes if node not in self.sources] or nodes[:1]
-
-    def _op(self, nodes: tuple[fx.Node, ...], index: int, of_op: Sequence[int], saved_bytes: int) -> Op:
-        working = self._working(nodes)
-        is_recomputed = all(_RECOMPUTED in node.meta for node in working)
-        phase: Phase = "recompute" if is_recomputed else "forward" if index < self.turn else "backward"
-        call = of_op[index] if index < self.turn else self.call_of[working[-1]]
-        return Op(str(working[-1].target), call, phase, 0, self._signature(working, saved_bytes), (), False)
 
     def _saved_bytes(self, storages: Sequence[Storage]) -> list[int]:
         """Return, for each kernel, the bytes that it holds less than its storages' lifetimes say.
 
         It writes over dying inputs. On a CPU, Inductor puts consecutive kernels of its own into one function, before
-        which it allocates the outputs of all, and after which it frees (`CppScheduling.flush`, torch 2.13).
+        which it allocates the outputs of all, and after which it frees (`CppScheduling.flush`, torch 2.13). Views are
+        no kernels, and end none.
         """
+        working = [self._working(nodes)[0] for nodes in self.ops]
         reused = [
-            self._reused_bytes(nodes, index, storages) if is_fusible(self._working(nodes)[0]) else 0
+            self._reused_bytes(nodes, index, storages) if is_fusible(working[index]) else 0
             for index, nodes in enumerate(self.ops)
         ]
+        is_loop = [self.device.type == "cpu" and (node in self.sources or is_fusible(node)) for node in working]
+        ends = [at for at in range(1, len(working)) if at == self.turn or not (is_loop[at - 1] and is_loop[at])]
         saved: list[int] = []
-        for function in self._functions():
+        for function in itertools.starmap(range, itertools.pairwise([0, *ends, len(working)])):
             inside = [s for s in storages if s.birth in function or s.death in function] if len(function) > 1 else []
             for index in function:
                 early = sum(s.nbytes for s in inside if index < s.birth < function.stop)
@@ -329,46 +294,37 @@ class JointGraph:
                 saved.append(sum(reused[function.start : function.stop]) - early - late)
         return saved
 
-    def _functions(self) -> Iterator[range]:
-        """Yield the kernels that run in one function, in order."""
-        start = 0
-        for index in range(1, len(self.ops) + 1):
-            if index in (self.turn, len(self.ops)) or not (self._is_loop(index - 1) and self._is_loop(index)):
-                yield range(start, index)
-                start = index
-
-    def _is_loop(self, index: int) -> bool:
-        """Tell whether Inductor puts a kernel into one function with others; views are no kernels, and end none."""
-        working = self._working(self.ops[index])[0]
-        return self.device.type == "cpu" and (working in self.sources or is_fusible(working))
-
     def _reused_bytes(self, nodes: tuple[fx.Node, ...], index: int, storages: Sequence[Storage]) -> int:
         """Return the bytes that a kernel writes into dying inputs of the same layout, less those written in between.
 
         A kernel that computes a node in each loop reuses no inputs; one that writes into a part of a tensor reuses
         nothing.
         """
+
+        def layouts(numbers: Iterable[int]) -> Counter[tuple[int, torch.dtype, bool]]:
+            found = Counter[tuple[int, torch.dtype, bool]]()
+            for number in numbers:
+                tensor = next(t for t in _tensors(self.makers[number]) if storage_key_of(t) == self.keys[number])
+                found[self.nbytes[number], tensor.dtype, tensor.is_contiguous()] += 1
+            return found
+
         given = {s for node in nodes for g in node.all_input_nodes for s in self.storages[g]}
-        ending = Counter(self._layout(s) for s in given if 0 <= storages[s].birth < index == storages[s].death)
+        ending = layouts(s for s in given if 0 <= storages[s].birth < index == storages[s].death)
         made = {s for node in nodes for s in self.storages[node] if storages[s].birth == index}
-        written = Counter(self._layout(s) for s in made if index < storages[s].death)
+        written = layouts(s for s in made if index < storages[s].death)
         kernel = frozenset(nodes)
         held = {s for node in nodes if is_written_between(node, kernel) for s in self.storages[node]}
-        between = Counter(self._layout(s) for s in held & made if index == storages[s].death)
+        between = layouts(s for s in held & made if index == storages[s].death)
         if any(puts_into(node) for node in nodes):
-            written = Counter()
+            written.clear()
         if any(COMPUTED_FOR_EACH in node.meta for node in nodes):
-            ending = Counter()
+            ending.clear()
         reused = ending & (written - between)
         reused.subtract(between - written)
         return sum(count * layout[0] for layout, count in reused.items())
 
-    def _layout(self, storage: int) -> tuple[int, torch.dtype, bool]:
-        tensor = next(t for t in _tensors(self.makers[storage]) if storage_key_of(t) == self.keys[storage])
-        return self.nbytes[storage], tensor.dtype, tensor.is_contiguous()
-
-    def _signature(self, working: Sequence[fx.Node], reused_bytes: int) -> int:
-        """Return the index of a kernel's signature, made of its operators', without fused views."""
+    def _signature(self, working: Sequence[fx.Node], reused_bytes: int) -> tuple[str, Work]:
+        """Return a kernel's signature, made of its operators', without fused views, and its work."""
         members = []
         for node in working:
             if isinstance(node.target, OpOverload) and node not in self.sources:
@@ -378,19 +334,9 @@ class JointGraph:
                 if member not in self.operators:
                     out = node.meta.get("val")
                     self.operators[member] = work_of(node.target, args, kwargs, out, self.device.type)
-        text = kernel_text(tuple(members), reused_bytes)
-        if text not in self._index:
-            self._index[text] = len(self._index)
-            flops = sum(self.operators[member].flops for member in members)
-            self._works.append(Work(flops, 0, 0, self.operators[members[0]].dtype if members else "", bool(members)))
-        return self._index[text]
-
-    def _fixed(self) -> Iterator[fx.Node]:
-        mutated = {node.args[0] for node in self.graph.nodes if node.target is torch.ops.aten.copy_.default}
-        for node in self.forward:
-            source = node.args[0] if node.target is operator.getitem else node
-            if isinstance(source, fx.Node) and (_KEPT in node.meta or _must_run_once(source, mutated)):
-                yield node
+        flops = sum(self.operators[member].flops for member in members)
+        work = Work(flops, 0, 0, self.operators[members[0]].dtype if members else "", bool(members))
+        return kernel_text(tuple(members), reused_bytes), work
 
 
 def _must_run_once(node: fx.Node, mutated: set[Any]) -> bool:
