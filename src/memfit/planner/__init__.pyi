@@ -5,10 +5,12 @@ from .captured_steps import Findings as Findings
 from .captured_steps import Request as Request
 from .captures import BENCHMARK_ERROR as BENCHMARK_ERROR
 from .captures import Captures as Captures
+from .captures import StepVariant as StepVariant
 from .captures import call_elsewhere as call_elsewhere
 from .captures import capture_each as capture_each
 from .captures import capture_levers as capture_levers
 from .captures import capture_plain as capture_plain
+from .captures import captured_through as captured_through
 from .captures import is_elsewhere as is_elsewhere
 from .confirmation import first_line as first_line
 from .confirmation import probe_regions as probe_regions
