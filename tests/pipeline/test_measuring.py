@@ -14,7 +14,6 @@ from memfit import hardware
 from memfit.ir import Levers, Plan, allows
 from memfit.pipeline._plan import MEASURE_VARIABLE
 from memfit.planner import measured_steps
-from memfit.planner.candidate_search import MOST
 from memfit.planner.measured_steps import Timed, Turn
 from memfit.solver import dominates
 from tests.workloads import quick
@@ -59,7 +58,7 @@ def test_the_plan_that_ran_fastest_is_taken_and_holds(
     before = [p.clone() for p in workload.model.parameters()]
     state = torch.get_rng_state()
     plan = memfit.plan(workload, measure=True, **OPTIONS)
-    assert predicted.levers in ran and 2 <= len(ran) <= MOST
+    assert predicted.levers in ran and 2 <= len(ran) <= 4
     assert plan.levers != predicted.levers
     assert plan.measured_seconds == 1.0
     assert {step.levers for step in plan.measured} == set(ran)

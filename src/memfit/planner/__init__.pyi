@@ -1,6 +1,15 @@
 from .assembly import assemble as assemble
+from .batch_coupling import coupled_samples as coupled_samples
 from .batch_coupling import coupling as coupling
 from .batch_coupling import without_coupled as without_coupled
+from .candidate_search import Advice as Advice
+from .candidate_search import Confirmed as Confirmed
+from .candidate_search import Limits as Limits
+from .candidate_search import fastest_that_fits as fastest_that_fits
+from .candidate_search import held_against as held_against
+from .candidate_search import leanest_that_fits as leanest_that_fits
+from .candidate_search import near_ties as near_ties
+from .candidate_search import with_plan as with_plan
 from .captured_steps import Findings as Findings
 from .captured_steps import Request as Request
 from .captures import BENCHMARK_ERROR as BENCHMARK_ERROR
@@ -18,6 +27,7 @@ from .fleet_search import FleetRequest as FleetRequest
 from .fleet_search import FleetSearch as FleetSearch
 from .fleet_search import joined as joined
 from .fleet_search import search as search
+from .prediction import CACHING as CACHING
 from .prediction import check_precision as check_precision
 from .prediction import costs_of as costs_of
 from .prediction import predict as predict

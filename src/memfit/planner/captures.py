@@ -231,11 +231,9 @@ class Captures:
         return self._copy
 
 
-def _captured(variant: StepVariant) -> Trace:
-    capture = _capture
-    for store in _stores:
-        capture = functools.partial(store, capture=capture)
-    return capture(variant)
+def _captured(variant: StepVariant, stores: Sequence[Store] | None = None) -> Trace:
+    stores = _stores if stores is None else stores
+    return stores[-1](variant, functools.partial(_captured, stores=stores[:-1])) if stores else _capture(variant)
 
 
 def _capture(variant: StepVariant) -> Trace:

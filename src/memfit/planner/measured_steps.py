@@ -32,9 +32,9 @@ from memfit.cost import Pace, Paced, busy_notes, undisturbed_ratios
 from memfit.errors import MemfitError
 from memfit.foundations import Progress, format_bytes, format_seconds, silent
 from memfit.hardware import free_bytes
-from memfit.ir import BETWEEN_STEPS, Device, Levers, MeasuredStep, Proof, uses_text
+from memfit.ir import BETWEEN_STEPS, NUMERICS, Device, Levers, MeasuredStep, Numerics, Proof, uses_text
 from memfit.levers import applied_to_copy, compiles
-from memfit.planner.candidate_search import Confirmed, MeasuredPlan, fastest_measured, weighed
+from memfit.planner.candidate_search import Confirmed
 from memfit.planner.confirmation import Excluded, first_line
 from memfit.planner.verb_options import Measure
 from memfit.training import Step
@@ -48,6 +48,11 @@ ASKED_SECONDS = 120.0
 """The same where one asks to measure, which ends as early where ratios are known."""
 CODE_SECONDS = 120.0
 """The code of the plans that are run is predicted to take no longer to make, unless one asks to measure."""
+MARGIN = 0.005
+"""Plans this near to the fastest count as fast: of them one that changes less is taken."""
+RATIO_ERROR = 0.06
+"""The standard error of predicted ratios between plans, chosen: half of those in `benchmarks.step_times` are within
+2 %, and steps unlike its own, or on a busy machine, are further off."""
 ROUNDS, ASKED_ROUNDS = 8, 24
 """Each plan has as many turns, where there is time and rounds differ, and where one asks to measure."""
 _LEAST_ROUNDS = 3
@@ -340,6 +345,52 @@ def notes_of(found: Timed, device: Device) -> list[str]:
             " makes the optimizer's state"
         )
     return list(dict.fromkeys(notes))
+
+
+class MeasuredPlan(NamedTuple):
+    """A contender and its measured step."""
+
+    measured_seconds: float  # or what `weighed` makes of it
+    predicted_seconds: float
+    numerics: Numerics = "exact"
+    levers: int = 0  # that it uses
+
+
+def weighed(measured: Sequence[MeasuredPlan], error: float) -> list[MeasuredPlan]:
+    """Return contenders with the step that measurement and prediction together speak for, of one or more.
+
+    Few steps on a machine that does other work too can't tell apart plans that take about as long, and predictions
+    err too. The logarithm of each ratio to the first contender is the mean of the measured and the predicted one, each
+    with the inverse of its variance as the weight: the estimate of the least variance where both err independently.
+    `error` is the standard error of measured ratios, as a share (≥ 0); 0 leaves measured times as they are.
+    """
+    first = measured[0]
+    share = RATIO_ERROR**2 / (RATIO_ERROR**2 + error**2)  # of what was measured
+
+    def seconds(one: MeasuredPlan) -> float:
+        measured_ratio = one.measured_seconds / first.measured_seconds
+        predicted_ratio = one.predicted_seconds / first.predicted_seconds
+        logarithm = share * math.log(measured_ratio) + (1 - share) * math.log(predicted_ratio)
+        return first.measured_seconds * math.exp(logarithm)
+
+    return [first, *(MeasuredPlan(seconds(one), *one[1:]) for one in measured[1:])]
+
+
+def fastest_measured(measured: Sequence[MeasuredPlan]) -> int:
+    """Return which contender to take, of one or more.
+
+    Of those that are within `MARGIN` of the fastest it is one of the strictest numerics class, with the fewest
+    levers, and then the fastest of these. A larger margin would be noise's way to a slow plan: whatever errs by as much
+    is taken as equal.
+    """
+    longest_seconds = (1 + MARGIN) * min(one.measured_seconds for one in measured)
+    near = [index for index, one in enumerate(measured) if one.measured_seconds <= longest_seconds]
+
+    def preference(index: int) -> tuple[int, int, float, float, int]:
+        one = measured[index]
+        return NUMERICS.index(one.numerics), one.levers, one.measured_seconds, one.predicted_seconds, index
+
+    return min(near, key=preference)
 
 
 class ChosenPlan(NamedTuple):
