@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,13 +11,10 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-from memfit.cost import roofline
-from memfit.cost.operator_call import KERNELS_BYTES
+from memfit.cost import kernels_bytes, roofline
 from memfit.hardware import find_device
-from memfit.ir import Levers, OptimizerLever, Precision, Region
-from memfit.planner import Captures, capture_levers, predict
-from memfit.planner import captures as captured_steps
-from memfit.planner.captures import StepVariant
+from memfit.ir import Levers, OptimizerLever, Precision, Region, Trace
+from memfit.planner import Captures, StepVariant, capture_levers, captured_through, predict
 from memfit.training import Step
 from memfit.workload import Workload, batch_size_of
 from tests.gpus import AMPERE
@@ -78,20 +76,19 @@ def test_only_the_first_makes_a_step_before(monkeypatch: pytest.MonkeyPatch) -> 
     assert not workload.optimizer.state
 
 
-def test_a_model_that_holds_something_of_the_step_before_is_captured_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_holds_something_of_the_step_before_is_captured_by_itself() -> None:
     model = nn.Sequential(nn.Linear(16, 16), Caching(), nn.Linear(16, 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     workload = Workload(model, (torch.randn(8, 16), torch.randn(8, 16)), squared_error, optimizer)
-    captures, made = Captures(workload, DEVICE), []
-    captured = captured_steps._captured
+    captures, made = Captures(workload, DEVICE), list[bool]()
 
-    def counted(variant: StepVariant) -> object:
+    def counted(variant: StepVariant, capture: Callable[[StepVariant], Trace]) -> Trace:
         made.append(variant.warm)
-        return captured(variant)
+        return capture(variant)
 
-    monkeypatch.setattr(captured_steps, "_captured", counted)
     levers = Levers(precision="bf16-mixed", microbatch_size=8)
-    assert captures(levers) == capture_levers(workload, levers, DEVICE)
+    with captured_through(counted):
+        assert captures(levers) == capture_levers(workload, levers, DEVICE)
     assert made[-2:] == [False, False]  # whether or not it was tried with the one before
 
 
@@ -101,7 +98,7 @@ def test_a_full_card_is_retried_before_it_is_said_to_be_too_small() -> None:
     costs = roofline([trace], roomy)
     found, _ = predict(trace, costs, roomy)
     assert found.retries == 0 and found.context_bytes == roomy.context_bytes
-    assert found.context_upper_bytes == roomy.context_bytes + KERNELS_BYTES
+    assert found.context_upper_bytes == roomy.context_bytes + kernels_bytes(trace)
     assert found.peak_reserved_bytes is not None
     tight, _ = predict(trace, costs, replace(roomy, usable_bytes=found.peak_reserved_bytes - 1))
     small, _ = predict(trace, costs, replace(roomy, usable_bytes=found.peak_bytes // 2))

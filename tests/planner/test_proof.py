@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import transformers
 from msgspec.structs import replace
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
 import memfit
@@ -56,11 +58,14 @@ class Layer(nn.Module):
         return (x * self.factor()).sin() if self.factor is not None else x.sin()
 
 
-def workload(*odd: int, layers: int = 6) -> Workload:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Layer(Opaque() if i in odd else None) for i in range(layers)))
+def made_of(model: nn.Module) -> Workload:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return Workload(model, torch.randn(256, 16), lambda model, batch: model(batch).square().mean(), optimizer)
+
+
+def workload(*odd: int) -> Workload:
+    torch.manual_seed(0)
+    return made_of(nn.Sequential(*(Layer(Opaque() if i in odd else None) for i in range(6))))
 
 
 def planned(made: Workload, share: float = 0.6) -> Plan:
@@ -112,18 +117,16 @@ def test_layers_dropped_by_python_are_planned_exactly() -> None:
             return super().forward(x) * (2.0 if random.random() < 0.5 else 0.5)
 
     def make() -> Workload:
-        made = workload()
-        model = nn.Sequential(*(Dropped() for _ in range(3)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return dataclasses.replace(made, model=model, optimizer=optimizer)
+        torch.manual_seed(0), random.seed(0)
+        return made_of(nn.Sequential(*(Dropped() for _ in range(3))))
 
-    torch.manual_seed(0)
     plan = planned(make())
     assert plan.levers.regions and plan.is_proven
     found = []
     for run in (plain_loop, lambda made: planned_loop(plan, made)):
+        made = make()
         torch.manual_seed(0), random.seed(0)
-        found.append(run(make()))
+        found.append(run(made))
     assert are_equal(*found)
     assert verify(plan, make(), steps=0).holds
 
@@ -163,7 +166,7 @@ def test_only_the_first_step_is_checked_and_it_changes_nothing(optimizer: str, m
     assert len(checked) == 1
 
 
-def test_what_can_not_run_here_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_not_run_here_is_not_proven() -> None:
     made = workload()
     plain = memfit.estimate(made)
     cpu = memfit.devices()[0]
@@ -173,20 +176,30 @@ def test_what_can_not_run_here_is_not_proven(monkeypatch: pytest.MonkeyPatch) ->
     assert "free here" in why_not_proven(made, cpu, replace(plain, peak_bytes=2**60), 1.0)
     meta = dataclasses.replace(made, batch=made.batch.to("meta"))
     assert "has no data" in why_not_proven(meta, cpu, plain, 1.0)
-    monkeypatch.setattr(confirmation, "LONGEST_SECONDS", 0.0)
-    plan = planned(workload())
+    plan = planned(meta)
     assert plan.levers.regions and not plan.is_proven
     assert "the first step compares" in proof_text(plan)
 
 
-def test_a_step_that_fails_with_data_is_planned_without_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*_: Any) -> Any:
-        raise ValueError("no such file")
+def test_a_step_that_fails_with_data_is_planned_without_a_proof() -> None:
+    made = workload()
 
-    monkeypatch.setattr(confirmation, "differences", failing)
-    plan = planned(workload())
+    def loss_fn(model: Any, batch: torch.Tensor) -> Any:
+        if not isinstance(batch, FakeTensor):
+            raise ValueError("no such file")
+        return made.loss_fn(model, batch)
+
+    plan = planned(dataclasses.replace(made, loss_fn=loss_fn))
     assert plan.levers.regions
     assert plan.proof.why == "the step can't be run here (ValueError: no such file)"
+
+
+def test_a_checksum_sees_where_numbers_are() -> None:
+    one = torch.arange(100.0)
+    other = one.clone()
+    other[[3, 50]] = one[[50, 3]]
+    assert checksum(one) != checksum(other)
+    assert _sums(one) != _sums(other)
 
 
 VIEWS: dict[str, torch.Tensor] = {
@@ -216,24 +229,20 @@ def test_a_checksum_sees_every_bit_and_its_place(tensor: torch.Tensor) -> None:
         assert _sums(moved.view(tensor.shape)) != _sums(tensor.contiguous())
 
 
-def test_a_checksum_sees_where_numbers_are() -> None:
-    one = torch.arange(100.0)
-    other = one.clone()
-    other[[3, 50]] = one[[50, 3]]
-    assert checksum(one) != checksum(other)
-    assert _sums(one) != _sums(other)
-
-
 def test_differences_of_other_kernels_are_warned_of_unless_they_are_to_be_the_same() -> None:
     error = RecomputationError(("a",), "a", "other values")
-    with pytest.raises(RecomputationError):
-        report(error, torch.device("cpu"))
     with pytest.warns(RuntimeWarning, match="deterministic_algorithms"):
         report(error, torch.device("cuda"))
-    torch.use_deterministic_algorithms(True)
+    for device, deterministic in (("cpu", False), ("cuda", True)):
+        with pytest.raises(RecomputationError), deterministically(deterministic):
+            report(error, torch.device(device))
+
+
+@contextlib.contextmanager
+def deterministically(are_used: bool) -> Iterator[None]:
+    torch.use_deterministic_algorithms(are_used)
     try:
-        with pytest.raises(RecomputationError):
-            report(error, torch.device("cuda"))
+        yield
     finally:
         torch.use_deterministic_algorithms(False)
 
