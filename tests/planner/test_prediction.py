@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from memfit.cost import kernels_bytes, roofline
 from memfit.hardware import find_device
 from memfit.ir import Levers, OptimizerLever, Precision, Region, Trace
 from memfit.planner import Captures, StepVariant, capture_levers, captured_through, predict
-from memfit.training import Step
 from memfit.workload import Workload, batch_size_of
 from tests.gpus import AMPERE
 from tests.models import BUILDERS, COSTS, plain_trace, squared_error, transformer
@@ -65,31 +65,36 @@ def test_what_changes_the_optimizers_state_starts_without(optimizer: OptimizerLe
     assert captures(plain) == capture_levers(workload, plain, DEVICE)
 
 
-def test_only_the_first_makes_a_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    workload, steps = transformer(layers=1), []
-    update = Step.update_parameters
-    monkeypatch.setattr(Step, "update_parameters", lambda self, *given: (steps.append(self), update(self, *given))[1])
+def noted(variants: list[StepVariant]) -> AbstractContextManager[None]:
+    """Add what is captured to a list."""
+
+    def store(variant: StepVariant, capture: Callable[[StepVariant], Trace]) -> Trace:
+        variants.append(variant)
+        return capture(variant)
+
+    return captured_through(store)
+
+
+def test_all_are_of_one_copy_that_has_made_a_step() -> None:
+    workload, variants = transformer(layers=1), list[StepVariant]()
     captures = Captures(workload, DEVICE)
-    for expected, size in ((2, 4), (3, 2), (4, 1)):
-        captures(Levers(microbatch_size=size))
-        assert len(steps) == expected
-    assert not workload.optimizer.state
+    with noted(variants):
+        for size in (4, 2, 1):
+            captures(Levers(microbatch_size=size))
+    copies = [variant.copied() for variant in variants if variant.copied is not None]
+    assert len(copies) == 3 and all(copied is copies[0] for copied in copies) and all(v.warm for v in variants)
+    assert copies[0].optimizer.state and not workload.optimizer.state
 
 
 def test_a_model_that_holds_something_of_the_step_before_is_captured_by_itself() -> None:
     model = nn.Sequential(nn.Linear(16, 16), Caching(), nn.Linear(16, 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     workload = Workload(model, (torch.randn(8, 16), torch.randn(8, 16)), squared_error, optimizer)
-    captures, made = Captures(workload, DEVICE), list[bool]()
-
-    def counted(variant: StepVariant, capture: Callable[[StepVariant], Trace]) -> Trace:
-        made.append(variant.warm)
-        return capture(variant)
-
+    captures, variants = Captures(workload, DEVICE), list[StepVariant]()
     levers = Levers(precision="bf16-mixed", microbatch_size=8)
-    with captured_through(counted):
+    with noted(variants):
         assert captures(levers) == capture_levers(workload, levers, DEVICE)
-    assert made[-2:] == [False, False]  # whether or not it was tried with the one before
+    assert [variant.warm for variant in variants[-2:]] == [False, False]  # whether or not it was tried with that one
 
 
 def test_a_full_card_is_retried_before_it_is_said_to_be_too_small() -> None:
