@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from memfit.hardware import find_device
-from memfit.ir import NUMERICS, Levers, Proof
+from memfit.ir import NUMERICS, Levers, LeverUse, MeasuredStep, Numerics, Proof, freest
 from memfit.levers import registry
 from memfit.planner import Confirmed, Measure, measured_steps
 from memfit.planner.measured_steps import (
@@ -36,7 +36,6 @@ from memfit.planner.measured_steps import (
     ChosenPlan,
     Clocks,
     Excluded,
-    MeasuredPlan,
     Timed,
     Turn,
     affordable,
@@ -584,23 +583,32 @@ def test_a_workload_that_can_not_be_run_on_copies_leaves_the_predicted_plan() ->
 # Measured and predicted times together
 
 
+def contender(measured_seconds: float, predicted_seconds: float, numerics: Numerics = "exact", count: int = 0) -> Any:
+    """Return a measured step with as many levers, the first of them of a class."""
+    classes = [numerics, *["exact"] * count][: max(count, numerics != "exact")]
+    uses = tuple(LeverUse(name="", setting="", brief="", numerics=each) for each in classes)
+    return MeasuredStep(
+        levers=Levers(microbatch_size=1),
+        uses=uses,
+        predicted_seconds=predicted_seconds,
+        measured_seconds=measured_seconds,
+        steps=1,
+    )
+
+
 seconds = st.floats(1e-4, 1e3)
-records = st.builds(MeasuredPlan, seconds, seconds, st.sampled_from(NUMERICS), st.integers(0, 4))
-several = st.lists(records, min_size=1, max_size=6)
-near_each_other = st.lists(
-    st.builds(MeasuredPlan, st.floats(1.0, 1.01), seconds, st.sampled_from(NUMERICS), st.integers(0, 4)),
-    min_size=2,
-    max_size=6,
-)
+classes, counts = st.sampled_from(NUMERICS), st.integers(0, 4)
+several = st.lists(st.builds(contender, seconds, seconds, classes, counts), min_size=1, max_size=6)
+near_each_other = st.lists(st.builds(contender, st.floats(1.0, 1.01), seconds, classes, counts), min_size=2, max_size=6)
 
 
-def freeness(one: MeasuredPlan) -> tuple[int, int]:
-    return NUMERICS.index(one.numerics), one.levers
+def freeness(one: MeasuredStep) -> tuple[int, int]:
+    return NUMERICS.index(freest(one.uses)), len(one.uses)
 
 
 @given(several | near_each_other, st.integers(-6, 6), st.randoms(use_true_random=False))
 def test_what_is_taken_is_about_the_fastest_and_of_such_plans_the_strictest_with_the_fewest_levers(
-    measured: list[MeasuredPlan], power: int, draws: random.Random
+    measured: list[MeasuredStep], power: int, draws: random.Random
 ) -> None:
     best = measured[fastest_measured(measured)]
     least = min(one.measured_seconds for one in measured)
@@ -608,7 +616,7 @@ def test_what_is_taken_is_about_the_fastest_and_of_such_plans_the_strictest_with
     assert best in near and freeness(best) == min(map(freeness, near))
     assert best.measured_seconds == min(one.measured_seconds for one in near if freeness(one) == freeness(best))
     # Neither the unit nor the order of the others matters.
-    scaled = [one._replace(measured_seconds=2.0**power * one.measured_seconds) for one in measured]
+    scaled = [replace(one, measured_seconds=2.0**power * one.measured_seconds) for one in measured]
     assert measured[fastest_measured(scaled)] == best
     mixed = [measured[0], *draws.sample(measured[1:], len(measured) - 1)]
     assert mixed[fastest_measured(mixed)] == best
@@ -625,12 +633,12 @@ def test_what_is_taken_is_about_the_fastest_and_of_such_plans_the_strictest_with
     ],
 )
 def test_worked_numbers(measured: list[Any], index: int) -> None:
-    assert fastest_measured([MeasuredPlan(*each) for each in measured]) == index
+    assert fastest_measured([contender(*each) for each in measured]) == index
 
 
 @given(several, st.floats(0.0, 1.0))
 def test_weighed_ratios_are_between_the_measured_and_the_predicted_ones(
-    measured: list[MeasuredPlan], error: float
+    measured: list[MeasuredStep], error: float
 ) -> None:
     found = weighed(measured, error)
     assert found[0] == measured[0]
@@ -638,13 +646,13 @@ def test_weighed_ratios_are_between_the_measured_and_the_predicted_ones(
         by_measuring = before.measured_seconds / measured[0].measured_seconds
         ends = sorted([by_measuring, before.predicted_seconds / measured[0].predicted_seconds])
         assert (1 - 1e-9) * ends[0] <= one.measured_seconds / measured[0].measured_seconds <= (1 + 1e-9) * ends[1]
-        assert one._replace(measured_seconds=0.0) == before._replace(measured_seconds=0.0)
+        assert replace(one, measured_seconds=0.0) == replace(before, measured_seconds=0.0)
     sure = [one.measured_seconds for one in weighed(measured, 0.0)]
     assert sure == pytest.approx([one.measured_seconds for one in measured])
 
 
 def test_equal_errors_weigh_alike() -> None:
-    _, found = weighed([MeasuredPlan(1.0, 1.0), MeasuredPlan(0.9, 1.2)], RATIO_ERROR)
+    _, found = weighed([contender(1.0, 1.0), contender(0.9, 1.2)], RATIO_ERROR)
     assert found.measured_seconds == pytest.approx((0.9 * 1.2) ** 0.5)
 
 
@@ -657,7 +665,7 @@ def test_weighing_takes_a_fast_plan_more_often_than_either_time_alone(noise: flo
         true = [draws.uniform(1.0, 1.1) for _ in range(4)]
         predicted = [seconds * math.exp(draws.gauss(0.0, RATIO_ERROR / 2**0.5)) for seconds in true]
         seen = [seconds * math.exp(draws.gauss(0.0, noise / 2**0.5)) for seconds in true]
-        measured = [MeasuredPlan(*times) for times in zip(seen, predicted, strict=True)]
+        measured = [contender(*times) for times in zip(seen, predicted, strict=True)]
         fast = [seconds <= 1.02 * min(true) for seconds in true]
         took["measured"] += fast[fastest_measured(measured)]
         took["predicted"] += fast[predicted.index(min(predicted))]

@@ -123,7 +123,11 @@ def fastest_that_fits(
             return Confirmed(_bounded(best.point, candidate), best.prediction), spent
         confirmed = Confirmed(candidate, confirm(candidate))
         if limits.fit(confirmed.prediction):
-            return confirmed if best is None else faster_of(best, confirmed), spent
+            if best is None:
+                return confirmed, spent
+            swap = is_faster(confirmed.prediction.step_seconds, best.prediction.step_seconds)
+            chosen, loser = (confirmed, best) if swap else (best, confirmed)
+            return Confirmed(_bounded(chosen.point, loser.point), chosen.prediction), spent
         target = limits.lowered(target, confirmed.prediction)
     return best, spent
 
@@ -216,13 +220,6 @@ def with_plan(points: Sequence[Candidate], chosen: Confirmed, limits: Limits) ->
     own = replace(chosen.as_captured(), budget_bytes=limits.budget_bytes)
     others = (point for point in points if point.levers != own.levers and not dominates(point, own))
     return sorted([*others, own], key=lambda point: point.step_seconds)
-
-
-def faster_of(one: Confirmed, other: Confirmed) -> Confirmed:
-    """Return the faster of two plans; the first where the other is hardly faster."""
-    swap = is_faster(other.prediction.step_seconds, one.prediction.step_seconds)
-    chosen, loser = (other, one) if swap else (one, other)
-    return Confirmed(_bounded(chosen.point, loser.point), chosen.prediction)
 
 
 def is_faster(seconds: float, than: float) -> bool:

@@ -32,7 +32,7 @@ from memfit.cost import Pace, Paced, busy_notes, undisturbed_ratios
 from memfit.errors import MemfitError
 from memfit.foundations import Progress, format_bytes, format_seconds, silent
 from memfit.hardware import free_bytes
-from memfit.ir import BETWEEN_STEPS, NUMERICS, Device, Levers, MeasuredStep, Numerics, Proof, uses_text
+from memfit.ir import BETWEEN_STEPS, NUMERICS, Device, Levers, MeasuredStep, Proof, freest, uses_text
 from memfit.levers import applied_to_copy, compiles
 from memfit.planner.candidate_search import Confirmed
 from memfit.planner.confirmation import Excluded, first_line
@@ -347,16 +347,7 @@ def notes_of(found: Timed, device: Device) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-class MeasuredPlan(NamedTuple):
-    """A contender and its measured step."""
-
-    measured_seconds: float  # or what `weighed` makes of it
-    predicted_seconds: float
-    numerics: Numerics = "exact"
-    levers: int = 0  # that it uses
-
-
-def weighed(measured: Sequence[MeasuredPlan], error: float) -> list[MeasuredPlan]:
+def weighed(measured: Sequence[MeasuredStep], error: float) -> list[MeasuredStep]:
     """Return contenders with the step that measurement and prediction together speak for, of one or more.
 
     Few steps on a machine that does other work too can't tell apart plans that take about as long, and predictions
@@ -367,16 +358,16 @@ def weighed(measured: Sequence[MeasuredPlan], error: float) -> list[MeasuredPlan
     first = measured[0]
     share = RATIO_ERROR**2 / (RATIO_ERROR**2 + error**2)  # of what was measured
 
-    def seconds(one: MeasuredPlan) -> float:
+    def seconds(one: MeasuredStep) -> float:
         measured_ratio = one.measured_seconds / first.measured_seconds
         predicted_ratio = one.predicted_seconds / first.predicted_seconds
         logarithm = share * math.log(measured_ratio) + (1 - share) * math.log(predicted_ratio)
         return first.measured_seconds * math.exp(logarithm)
 
-    return [first, *(MeasuredPlan(seconds(one), *one[1:]) for one in measured[1:])]
+    return [first, *(replace(one, measured_seconds=seconds(one)) for one in measured[1:])]
 
 
-def fastest_measured(measured: Sequence[MeasuredPlan]) -> int:
+def fastest_measured(measured: Sequence[MeasuredStep]) -> int:
     """Return which contender to take, of one or more.
 
     Of those that are within `MARGIN` of the fastest it is one of the strictest numerics class, with the fewest
@@ -388,7 +379,7 @@ def fastest_measured(measured: Sequence[MeasuredPlan]) -> int:
 
     def preference(index: int) -> tuple[int, int, float, float, int]:
         one = measured[index]
-        return NUMERICS.index(one.numerics), one.levers, one.measured_seconds, one.predicted_seconds, index
+        return NUMERICS.index(freest(one.uses)), len(one.uses), one.measured_seconds, one.predicted_seconds, index
 
     return min(near, key=preference)
 
@@ -471,35 +462,30 @@ def taken(
     """Return the one of some plans, the first of which was predicted to be fastest, that is taken by their times."""
     if 0 in timed.errors:
         return unmeasured(predicted, timed.errors[0])
-    left = timed.step_seconds
-    steps = [
-        MeasuredStep(
+    steps = {
+        i: MeasuredStep(
             levers=plans[i].point.levers,
             uses=plans[i].point.uses,
             predicted_seconds=plans[i].prediction.step_seconds,
             measured_seconds=seconds,
             steps=timed.steps[i],
         )
-        for i, seconds in left.items()
-    ]
-    measured = tuple(sorted(steps, key=lambda step: step.measured_seconds))
+        for i, seconds in timed.step_seconds.items()
+    }
+    measured, left = tuple(sorted(steps.values(), key=lambda step: step.measured_seconds)), list(steps)
     while True:
-        found = [
-            MeasuredPlan(left[i], plan.prediction.step_seconds, plan.point.numerics, len(plan.point.uses))
-            for i, plan in enumerate(plans)
-            if i in left
-        ]
-        index = list(left)[fastest_measured(weighed(found, timed.ratio_error))]
+        index = left[fastest_measured(weighed([steps[i] for i in left], timed.ratio_error))]
         if index == 0:
             return predicted._replace(measured=measured, notes=tuple(notes))
         try:
             proof = prove(plans[index])
             break
         except Excluded:
-            del left[index]
+            left.remove(index)
+    took, first_took = (format_seconds(steps[i].measured_seconds) for i in (index, 0))
     note = (
-        f"chosen by measured and predicted times together: {format_seconds(left[index])} a step. The fastest"
-        f" plan by prediction ({uses_text(plans[0].point.uses)}) took {format_seconds(left[0])}"
+        f"chosen by measured and predicted times together: {took} a step. The fastest"
+        f" plan by prediction ({uses_text(plans[0].point.uses)}) took {first_took}"
     )
     chosen, other = predicted.confirmed.point, plans[index]
     bound = min(chosen.bound_seconds, other.prediction.step_seconds)  # of all combinations that were searched
