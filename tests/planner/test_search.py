@@ -119,13 +119,18 @@ def chosen(share: float, numerics: Numerics = "changed", factor: float = 1.0) ->
     return fastest_that_fits(within.allow(combinations()), within, Applied(factor), SECONDS)[0]
 
 
+def fitting(share: float, numerics: Numerics) -> Confirmed:
+    best = chosen(share, numerics)
+    assert best is not None
+    return best
+
+
 @settings(max_examples=8, deadline=None)
 @given(st.floats(0.3, 1.3), st.sampled_from(["exact", "reordered", "reduced"]), st.sampled_from([1.0, 1.05]))
 def test_what_is_chosen_fits_is_allowed_and_is_no_faster_than_its_bound(
     share: float, numerics: Numerics, factor: float
 ) -> None:
-    best = chosen(share, numerics, factor)
-    if best is None:
+    if (best := chosen(share, numerics, factor)) is None:
         return
     assert best.prediction.peak_upper_bytes <= int(share * plain_bytes())
     assert limits(0, numerics).allow([c for c in combinations() if c.levers == _bare(best.point)])
@@ -243,8 +248,8 @@ def test_a_known_plan_stays_where_others_are_hardly_faster() -> None:
 
 
 def test_of_two_plans_the_faster_one_has_the_bound_of_both() -> None:
-    slow, fast = (chosen(share, "exact") for share in (0.6, 1.1))
-    assert slow is not None and fast is not None and slow.prediction.step_seconds > fast.prediction.step_seconds
+    slow, fast = (fitting(share, "exact") for share in (0.6, 1.1))
+    assert slow.prediction.step_seconds > fast.prediction.step_seconds
     for known, share in ((slow, 1.1), (fast, 0.6)):
         within = limits(int(share * plain_bytes()), "exact")
         best, _ = fastest_that_fits(within.allow(combinations()), within, Applied(), SECONDS, known)
@@ -254,8 +259,7 @@ def test_of_two_plans_the_faster_one_has_the_bound_of_both() -> None:
 
 @pytest.mark.parametrize(("speed", "larger", "is_taken"), [(0.5, 1, True), (0.999, 1, False), (0.999, -1, True)])
 def test_rows_that_seem_faster_than_the_plan_are_captured(speed: float, larger: int, is_taken: bool) -> None:
-    best = chosen(0.7, "exact")
-    assert best is not None
+    best = fitting(0.7, "exact")
     peak_bytes, slow = best.prediction.peak_bytes + larger, best.prediction.step_seconds * 2
     levers = Levers(microbatch_size=4, regions=(Region(("blocks.0",)),))
     row = point(levers, peak_bytes, speed * best.prediction.step_seconds)
@@ -303,12 +307,14 @@ def test_no_row_beside_the_plan_dominates_it(rows: list[Row], allowed: Numerics,
 
     points = [point(levers, row.peak, row.seconds, row.numerics) for levers, row in found.items()]
     within = Limits(budget, 0.0, allowed)
-    fitting = [p for p in points if within.fit(confirm(p)) and NUMERICS.index(p.numerics) <= NUMERICS.index(allowed)]
-    assume(fitting)
-    chosen_plan, printed = held_against(points, Confirmed(fitting[0], confirm(fitting[0])), within, confirm)
+    within_budget = [
+        p for p in points if within.fit(confirm(p)) and NUMERICS.index(p.numerics) <= NUMERICS.index(allowed)
+    ]
+    assume(within_budget)
+    chosen_plan, printed = held_against(points, Confirmed(within_budget[0], confirm(within_budget[0])), within, confirm)
     assert within.fit(chosen_plan.prediction)
     assert_undominated(chosen_plan.as_captured(), printed)
-    measured = Confirmed(fitting[-1], confirm(fitting[-1]))
+    measured = Confirmed(within_budget[-1], confirm(within_budget[-1]))
     assert_undominated(measured.as_captured(), with_plan(printed, measured, within))
 
 
@@ -381,23 +387,20 @@ def test_near_ties_fit_are_allowed_and_no_slower_than_the_error(
 
 
 def test_a_larger_error_leaves_more_to_be_run_and_the_plain_step_is_the_first_of_them() -> None:
-    best = chosen(1.3, "reduced")
-    assert best is not None
+    best = fitting(1.3, "reduced")
     few, more = near(best, 1.3, step_error=0.0), near(best, 1.3, step_error=3.0)
     assert len(few) < len(more) and not all(plan.point.uses for plan in more[:2])
 
 
 def test_what_can_not_be_applied_or_does_not_fit_once_captured_is_left_out() -> None:
-    best = chosen(1.3, "reduced")
-    assert best is not None
+    best = fitting(1.3, "reduced")
     for confirm in (lambda _: None, lambda _: predicted(int(1.3 * plain_bytes()) + 1, 0.0)):
         assert near(best, 1.3, step_error=3.0, confirm=confirm) == [best]
 
 
 @pytest.mark.parametrize("over", [1.05, 1.3])
 def test_a_plan_with_a_wider_error_bar_is_solved_again_for_a_lower_peak(over: float) -> None:
-    best = chosen(0.6, "reduced")
-    assert best is not None
+    best = fitting(0.6, "reduced")
     asked: list[Candidate] = []
 
     def wide(point: Candidate) -> Prediction:
@@ -412,8 +415,7 @@ def test_a_plan_with_a_wider_error_bar_is_solved_again_for_a_lower_peak(over: fl
 
 
 def test_kinds_come_before_more_of_a_kind() -> None:
-    best = chosen(0.6, "reduced")
-    assert best is not None
+    best = fitting(0.6, "reduced")
     kinds = [frozenset(use.name for use in plan.point.uses) for plan in near(best, 0.6)[1:]]
     first = list(dict.fromkeys(kinds))
     assert kinds[: len(first)] == first
@@ -422,8 +424,7 @@ def test_kinds_come_before_more_of_a_kind() -> None:
 @pytest.mark.parametrize("other", ["32-true 4", "bf16-mixed 4"])
 def test_a_plan_that_runs_in_another_way_is_the_first_of_the_others(other: str) -> None:
     """Also where the plain step fits, and where steps that run alike are predicted to be faster."""
-    best = chosen(0.8, "reduced")
-    assert best is not None
+    best = fitting(0.8, "reduced")
 
     def way(levers: Levers) -> bool:
         return f"{levers.precision} {levers.microbatch_size}" == other
