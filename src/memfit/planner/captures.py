@@ -77,19 +77,6 @@ class _DataRun:
         return self.known
 
 
-def readings_to_send(workload: Workload, sizes: Sequence[int]) -> dict[int, Readings]:
-    """Return the step's readings with data, by microbatch size; none where it reads known values, or can't run here."""
-    whole = Levers(microbatch_size=samples_of(workload))
-    if why_no_data_run(workload) is not None or not reads_unknown(workload, functools.partial(applied, whole)):
-        return {}
-    runs = DataRuns(workload)
-    try:
-        by_size = {size: runs.of(Levers(microbatch_size=size))() for size in sorted(set(sizes))}
-    except CaptureError:  # a step that runs on a GPU only
-        return {}
-    return {size: readings for size, readings in by_size.items() if readings is not None}
-
-
 def receive(readings: dict[int, Readings]) -> None:
     _received.update(readings)
 
@@ -118,7 +105,13 @@ def call_elsewhere(
     there. Their progress is told as that of one. What a function raises is raised here once all have ended;
     `CaptureError` where a process ends without a reply.
     """
-    setters = [(receive, readings_to_send(workload, sizes))]
+    readings, whole = dict[int, Readings](), Levers(microbatch_size=samples_of(workload))
+    if why_no_data_run(workload) is None and reads_unknown(workload, functools.partial(applied, whole)):
+        runs = DataRuns(workload)
+        with contextlib.suppress(CaptureError):  # of a step that runs on a GPU only
+            by_size = {size: runs.of(Levers(microbatch_size=size))() for size in sorted(set(sizes))}
+            readings = {size: found for size, found in by_size.items() if found is not None}
+    setters = [(receive, readings)]
     packets = [packed(function, workload, options, setters) for options in calls]
     return hardware.process.run_each(packets, progress, fakes_cuda=fakes_cuda)
 

@@ -24,7 +24,7 @@ import dataclasses
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import thread_time
 
@@ -390,41 +390,38 @@ class ScaledTrace:
     """The step of one rank in one precision, for any number of samples, as some cards run it."""
 
     def __init__(self, workload: Workload, device: Device, precision: Precision, most: int) -> None:
-        self.workload, self.device, self.precision, self.most = workload, device, precision, most
+        self.workload, self.device, self.precision = workload, device, precision
         self._captures = Captures(workload, device)
-        self._of_one: dict[int, Trace] = {}
-        self._of_two: dict[int, Trace] = {}
+        self._most = {True: most, False: min(most, samples_of(workload)) // 2}  # of a whole step, of microbatches
+        self._known: dict[tuple[bool, int], Trace] = {}
 
     def trace(self, size: int, samples: int) -> Trace:
         """Return the step of a rank with some samples, in microbatches of a size."""
         if size >= samples:
-            return self._sized(self._of_one, samples, self.most, lambda size: self._part(size)(self._levers(size)))
-        half = min(self.most, samples_of(self.workload)) // 2
-        trace = self._sized(self._of_two, size, half, lambda size: self._captures(self._levers(size)))
+            return self._sized(samples, is_whole=True)
+        trace = self._sized(size, is_whole=False)
         if trace.microbatches == 2:
             return of_samples(trace, samples)
-        return self._part(samples)(self._levers(size))  # microbatches differ: all of them are captured
+        return self._captured(size, samples)  # microbatches differ: all of them are captured
 
-    def _sized(self, known: dict[int, Trace], size: int, most: int, captured: Callable[[int], Trace]) -> Trace:
+    def _sized(self, size: int, *, is_whole: bool) -> Trace:
         """Return the step of a size: a captured one, or from two that were."""
-        if size not in known:
-            is_end = size <= _LOW or size == most or most <= _LOW + 1
-            found = None
-            if not is_end:
-                low, high = (self._sized(known, end, most, captured) for end in (_LOW, most))
+        if (is_whole, size) not in self._known:
+            found, most = None, self._most[is_whole]
+            if _LOW < size != most > _LOW + 1:
+                low, high = (self._sized(end, is_whole=is_whole) for end in (_LOW, most))
                 found = between(low, high, size)
-            known[size] = found or captured(size)
-        return known[size]
+            samples = size if is_whole else samples_of(self.workload)
+            self._known[is_whole, size] = found or self._captured(size, samples)
+        return self._known[is_whole, size]
 
-    def _levers(self, size: int) -> Levers:
-        return Levers(precision=self.precision, microbatch_size=size)
+    def _captured(self, size: int, samples: int) -> Trace:
+        captures = self._captures
+        if samples != samples_of(self.workload):
+            from memfit.ranks import with_samples  # distributed packages take a second to import
 
-    def _part(self, samples: int) -> Captures:
-        if samples == samples_of(self.workload):
-            return self._captures
-        from memfit.ranks import with_samples  # distributed packages take a second to import
-
-        return Captures(with_samples(self.workload, samples), self.device)
+            captures = Captures(with_samples(self.workload, samples), self.device)
+        return captures(Levers(precision=self.precision, microbatch_size=size))
 
 
 @dataclass
