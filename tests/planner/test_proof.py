@@ -18,6 +18,8 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
 import memfit
+from benchmarks.steps.data import seed_all
+from benchmarks.steps.loop import difference, plain_steps, trained_by_plan, trained_plainly
 from memfit.errors import RecomputationError
 from memfit.hardware import find_device
 from memfit.ir import Levers, Plan, Region, levers_key
@@ -72,29 +74,8 @@ def planned(made: Workload, share: float = 0.6) -> Plan:
     return memfit.plan(made, budget=int(share * plain), numerics="exact", optimizers=["as-is"], points=1)
 
 
-def plain_loop(made: Workload, steps: int = 2) -> list[torch.Tensor]:
-    """Return losses, gradients and weights of a loop as anyone writes it."""
-    found = []
-    for _ in range(steps):
-        made.optimizer.zero_grad()
-        loss = made.loss_fn(made.model, made.batch)
-        assert isinstance(loss, torch.Tensor)
-        loss.backward()
-        made.optimizer.step()
-        found += [loss.detach(), *(p.detach().clone() for p in made.model.parameters())]
-    return found
-
-
-def planned_loop(plan: Plan, made: Workload, steps: int = 2) -> list[torch.Tensor]:
-    found = []
-    with apply(plan, made) as step:
-        for _ in range(steps):
-            found += [torch.tensor(step(made.batch).loss), *(p.detach().clone() for p in made.model.parameters())]
-    return found
-
-
-def are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def is_exact(plan: Plan, make: Callable[[], Workload]) -> bool:
+    return difference(trained_plainly(make), trained_by_plan(make, plan)) is None
 
 
 def test_a_plan_is_proven_and_what_differs_is_left_out() -> None:
@@ -105,7 +86,7 @@ def test_a_plan_is_proven_and_what_differs_is_left_out() -> None:
     assert not multiplied & {"1", "4"}
     assert any("is not recomputed: its second run differs from the first" in note for note in plan.notes)
     assert "bit for bit" in proof_text(plan) and "Proof" in str(plan)
-    assert are_equal(plain_loop(workload(1, 4)), planned_loop(plan, workload(1, 4)))
+    assert is_exact(plan, lambda: workload(1, 4))
     assert verify(plan, workload(), steps=0).bitwise
 
 
@@ -116,17 +97,11 @@ def test_layers_dropped_by_python_are_planned_exactly() -> None:
             return super().forward(x) * (2.0 if random.random() < 0.5 else 0.5)
 
     def make() -> Workload:
-        torch.manual_seed(0), random.seed(0)
+        seed_all(0)
         return made_of(nn.Sequential(*(Dropped() for _ in range(3))))
 
     plan = planned(make())
-    assert plan.levers.regions and plan.is_proven
-    found = []
-    for run in (plain_loop, lambda made: planned_loop(plan, made)):
-        made = make()
-        torch.manual_seed(0), random.seed(0)
-        found.append(run(made))
-    assert are_equal(*found)
+    assert plan.levers.regions and plan.is_proven and is_exact(plan, make)
     assert verify(plan, make(), steps=0).holds
 
 
@@ -145,7 +120,7 @@ def test_the_first_step_refuses_what_differs_and_updates_nothing(optimizer: str)
     before = [p.detach().clone() for p in made.model.parameters()]
     with apply(plan, made) as step, pytest.raises(RecomputationError, match="'2' can't be recomputed"):
         step(made.batch)
-    assert are_equal(before, [p.detach() for p in made.model.parameters()])
+    assert all(map(torch.equal, before, made.model.parameters()))
     assert all(p.grad is None for p in made.model.parameters())
 
 
@@ -162,11 +137,15 @@ class Later(Opaque):
 @pytest.mark.parametrize("optimizer", ["as-is", "in-backward"])
 def test_only_the_first_step_is_checked_and_it_changes_nothing(optimizer: str) -> None:
     plan = unproven(workload(), (Region(("1", "2")), Region(("4",))), optimizer=optimizer)
-    assert are_equal(plain_loop(workload()), planned_loop(plan, workload()))
-    made = workload()
-    made.model[2].factor = Later()  # type: ignore[index,union-attr]
-    planned_loop(plan, made, 3)  # no later step is checked
-    planned_loop(replace(plan, proof=replace(plan.proof, levers=levers_key(plan.levers))), workload(2))
+    assert is_exact(plan, workload)
+
+    def later() -> Workload:
+        made = workload()
+        made.model[2].factor = Later()  # type: ignore[index,union-attr]
+        return made
+
+    trained_by_plan(later, plan)  # the second step is not checked
+    trained_by_plan(lambda: workload(2), replace(plan, proof=replace(plan.proof, levers=levers_key(plan.levers))))
 
 
 def test_what_can_not_run_here_is_not_proven() -> None:
@@ -256,7 +235,7 @@ def test_nothing_is_kept_of_tensors_where_nothing_is_checked() -> None:
         with checking():
             assert isinstance(Expected(torch.ones(2)).checksum, int)
             assert Expected(torch.ones(2)).original is None
-            plain_loop(made, 1)
+            list(plain_steps(made, 1))
         assert Expected(torch.ones(2)).checksum is None
 
 
