@@ -21,8 +21,7 @@ from memfit.foundations import format_seconds
 from memfit.hardware import find_device
 from memfit.ir import Levers, Regions
 from memfit.planner import capture_levers, costs_of
-from memfit.solver import Problem, Solver, build, options
-from memfit.solver.milp import FINE
+from memfit.solver import FINE, Problem, Solver, build, options
 from memfit.workload import batch_size_of
 
 TIME_LIMIT_SECONDS = 9.0

@@ -9,9 +9,8 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +18,10 @@ import torch
 
 from memfit import hardware
 from memfit.foundations import interrupts
-from memfit.ir import Levers
+from memfit.ir import Levers, Trace
 from memfit.pipeline import loop_plans
 from memfit.pipeline._plan import MEASURE_VARIABLE
-from memfit.planner import captures as captured_steps
-from memfit.planner.captures import StepVariant
+from memfit.planner import StepVariant, captured_through
 from tests import warm
 from tests.fixed_costs import fixed_costs
 from tests.quick_plans import quick_plans
@@ -153,14 +151,13 @@ def _seeded() -> None:
 
 
 @pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[Levers]:
+def captures() -> Iterator[list[Levers]]:
     """The levers of every capture that plans make in the test."""
     found: list[Levers] = []
-    captured = captured_steps._captured
 
-    def counted(variant: StepVariant) -> Any:
+    def counted(variant: StepVariant, capture: Callable[[StepVariant], Trace]) -> Trace:
         found.append(variant.levers)
-        return captured(variant)
+        return capture(variant)
 
-    monkeypatch.setattr(captured_steps, "_captured", counted)
-    return found
+    with captured_through(counted):
+        yield found

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import io
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import cloudpickle
 import msgspec
@@ -28,30 +26,15 @@ import numpy as np
 import torch
 
 from memfit import hardware, ir
-from memfit.errors import CaptureError
 from memfit.ir import Trace
-from memfit.planner import Captures, captures
-from memfit.planner.captures import StepVariant
+from memfit.planner import StepVariant, captured_through
 from memfit.workload import Workload
 
-_captured, _warm = captures._captured, Captures.__dict__["_warm"].func
 _known: dict[str, Trace] = {}
 
 
 class _Unknown(Exception):
     """Something that a key can't be made of."""
-
-
-class _Warmed:
-    """Stands for a copy that has made a step, which is made where a capture needs it."""
-
-    def __init__(self, captures: Captures) -> None:
-        self.captures = captures
-
-    @functools.cached_property
-    def workload(self) -> Workload | None:
-        found: Workload | None = _warm(self.captures)
-        return found
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -128,29 +111,21 @@ def remembered_captures(folder: Path) -> Iterator[None]:
         folder: Where the processes of a session share what they captured.
     """
 
-    def captured(variant: StepVariant) -> Trace:
+    def captured(variant: StepVariant, capture: Callable[[StepVariant], Trace]) -> Trace:
         device, data = variant.device, variant.data
-
-        def made() -> Trace:
-            warmed: Any = variant.workload
-            real = warmed.workload if isinstance(warmed, _Warmed) else warmed
-            if real is None:
-                raise CaptureError("the step fails under fake tensors")
-            return _captured(dataclasses.replace(variant, workload=real))
-
         if data.readings or data.policy is not None:
-            return made()
+            return capture(variant)
         named = [getattr(variant.build, "__name__", ""), variant.warm, variant.explores]
         sent = dataclasses.replace(data.workload, batches=None, evaluate=None)
         here = msgspec.structs.replace(device, usable_bytes=0) if device.kind == "cpu" else device  # what is free now
         key = _key(sent, [variant.levers, here, named, hardware.shim.is_loaded()])
         if key is None:
-            return made()
+            return capture(variant)
         path = folder / f"{key}.json"
         if key not in _known and path.exists():
             _known[key] = ir.codec.read(path, Trace)
         if key not in _known:
-            trace = made()
+            trace = capture(variant)
             if data.readings or data.policy is not None:  # it read what it was given
                 return trace
             _known[key] = trace
@@ -159,10 +134,5 @@ def remembered_captures(folder: Path) -> Iterator[None]:
             made_here.rename(path)  # another process may read it
         return _known[key]
 
-    warm = functools.cached_property(_Warmed)
-    warm.__set_name__(Captures, "_warm")
-    with (
-        mock.patch.object(captures, "_captured", captured),
-        mock.patch.object(Captures, "_warm", warm),
-    ):
+    with captured_through(captured):
         yield

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 import memfit
 from memfit import ir
 from memfit.hardware import find_device
-from memfit.ir import Levers, Prediction
-from memfit.planner import capture_levers
+from memfit.ir import Levers, Prediction, Trace
+from memfit.planner import StepVariant, capture_levers, captured_through
 from memfit.workload import Workload
 from tests import remembered
 from tests.workloads import quick
@@ -26,14 +26,13 @@ from tests.workloads import quick
 def made(tmp_path: Path) -> Iterator[list[Any]]:
     """A list that grows by what is captured, where nothing was before."""
     found: list[Any] = []
-    real = remembered._captured
 
-    def counted(*arguments: Any, **options: Any) -> Any:
-        found.append(real(*arguments, **options))
+    def counted(variant: StepVariant, capture: Callable[[StepVariant], Trace]) -> Trace:
+        found.append(capture(variant))
         return found[-1]
 
     with (
-        mock.patch.object(remembered, "_captured", counted),
+        captured_through(counted),
         mock.patch.dict(remembered._known, clear=True),
         remembered.remembered_captures(tmp_path),
     ):

@@ -19,7 +19,7 @@ from benchmarks.frontier.methods import Apply
 from memfit.capture import measure_peak_bytes, measure_peaks
 from memfit.hardware import synchronize
 from memfit.pipeline.placement import place_of
-from memfit.planner.prediction import CACHING
+from memfit.planner import CACHING
 from memfit.training import Step
 from memfit.workload import Workload
 

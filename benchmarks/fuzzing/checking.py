@@ -22,11 +22,10 @@ from memfit.capture import real_copy, without_collector
 from memfit.cost import calibration, with_workspaces
 from memfit.errors import InfeasibleError, MemfitError
 from memfit.hardware import allocated, find_device, host_name
-from memfit.ir import CostTable, Device, Levers, OpCost, Plan, Regions, Trace, Work, simulate
+from memfit.ir import CostTable, Levers, OpCost, Plan, Regions, Trace, Work, simulate
 from memfit.levers import applied
 from memfit.pipeline import _plan
-from memfit.planner import capture_levers, captured_steps, confirmation, predict
-from memfit.planner.captures import DataRuns
+from memfit.planner import StepVariant, capture_levers, captured_steps, captured_through, predict
 from memfit.solver import Solver, build, options
 from memfit.workload import Workload, batch_size_of
 
@@ -204,7 +203,7 @@ class _Planning:
         """Return a plan, or that for the budget that memfit names where there is none."""
         with (
             mock.patch.object(captured_steps, "costs_of", self.costs.of),
-            mock.patch.object(confirmation, "capture_levers", self._captured),
+            captured_through(self._captured),
         ):
             try:
                 return self._planned(workload, budget_bytes)
@@ -222,10 +221,10 @@ class _Planning:
             time_limit_seconds=_PLANNING_SECONDS,
         )
 
-    def _captured(self, workload: Workload, levers: Levers, device: Device, data: DataRuns | None = None) -> Trace:
+    def _captured(self, variant: StepVariant, capture: Callable[[StepVariant], Trace]) -> Trace:
         """Return the trace of a step; the plain one is not captured again."""
-        plain = levers == Levers(microbatch_size=batch_size_of(workload.batch))
-        return self.trace if plain else capture_levers(workload, levers, device, data)
+        plain = variant.levers == Levers(microbatch_size=batch_size_of(variant.workload.batch))
+        return self.trace if plain else capture(variant)
 
 
 def _off(predicted: int, measured: int) -> str:

@@ -18,7 +18,7 @@ from benchmarks.frontier.xformers_policy import wrappers
 from benchmarks.overhead import compare
 from memfit import Workload
 from memfit.capture import real_copy
-from memfit.planner.prediction import CACHING
+from memfit.planner import CACHING
 from tests.accelerators.steps import distilled
 
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from memfit.errors import BudgetError
 from memfit.foundations import Progress, read_budget
 from memfit.hardware import find_device
-from memfit.ir import FleetRow, Levers, allocations, replay, simulate
-from memfit.planner import capture_each, costs_of, fleet_search
+from memfit.ir import FleetRow, Levers, Region, allocations, replay, simulate
+from memfit.planner import FleetRequest, FleetSearch, capture_each, costs_of, search
 from memfit.ranks import SEARCHED, proposals, repeated_blocks, shard, with_samples, with_share_of_update
 from memfit.workload import Workload, samples_of
 
@@ -41,47 +41,22 @@ def loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return F.mse_loss(model(batch["x"]), batch["y"])
 
 
-def search(
-    workload: Workload, devices: list[str], budget: str, world_sizes: list[int], **more: Any
-) -> fleet_search.FleetSearch:
-    options = options_of(devices, budget=read_budget(budget, of_plain=False), world_sizes=world_sizes, **more)
-    return fleet_search.search(workload, options, lambda *_: None)
-
-
-def options_of(devices: list[str], **more: Any) -> fleet_search.FleetRequest:
+def request(devices: list[str], budget: str = "90%", **more: Any) -> FleetRequest:
     """Return the options of a search for some cards."""
-    given: dict[str, Any] = {"budget": read_budget("90%", of_plain=False), "world_sizes": [1]}
+    given: dict[str, Any] = {"budget": read_budget(budget, of_plain=False), "world_sizes": [1]}
     given |= {"numerics": "reordered", "precisions": None, "each": True, "modes": SEARCHED, "steps": 1, "prices": {}}
-    return fleet_search.FleetRequest(devices=[find_device(name) for name in devices], **(given | more))
+    return FleetRequest(devices=[find_device(name) for name in devices], **(given | more))
 
 
-def searched(
-    workload: Workload, *, device: str, budgets: list[str], world_sizes: list[int], progress: object
-) -> dict[str, list[Checked]]:
-    """Return the rows of a search by budget, each held against captures of its own and against brute force."""
-    found = {}
-    for budget in budgets:
-        rows = search(workload, [device], budget, world_sizes).rows
-        found[budget] = [_checked(workload, row) for row in rows]
-    return found
+def searched(workload: Workload, *, asked: list[dict[str, Any]], progress: object) -> list[FleetSearch]:
+    """Return what is found with some options each, by themselves."""
+    return [search(workload, request(**each), lambda *_: None) for each in asked]
 
 
-def grouped(workload: Workload, *, devices: list[str], progress: object) -> list[tuple[FleetRow, FleetRow]]:
-    """Return the rows of cards searched together, each with that of the card alone."""
-    options = {"budget": "90%", "world_sizes": [1, 4], "numerics": "reduced"}
-    together = search(workload, devices, **options).rows
-    alone = [row for name in devices for row in search(workload, [name], **options).rows]
-    order = {name: place for place, name in enumerate(devices)}
-    return list(zip(sorted(together, key=lambda row: order[row.device]), alone, strict=True))
-
-
-def in_parts(
-    workload: Workload, *, devices: list[str], budget: str, world_sizes: list[int], progress: object
-) -> tuple[fleet_search.FleetSearch, list[fleet_search.FleetSearch]]:
-    """Return a search for all cards and numbers of ranks, and one for each pair of them alone."""
-    together = search(workload, devices, budget, world_sizes)
-    pairs = [(name, ranks) for name in devices for ranks in world_sizes]
-    return together, [search(workload, [name], budget, [ranks]) for name, ranks in pairs]
+def checked(workload: Workload, *, asked: list[dict[str, Any]], progress: object) -> list[list[Checked]]:
+    """Return the rows of some searches, each held against captures of its own and against brute force."""
+    found = searched(workload, asked=asked, progress=progress)
+    return [[_checked(workload, row) for row in each.rows] for each in found]
 
 
 def _checked(workload: Workload, row: FleetRow) -> Checked:
@@ -99,13 +74,12 @@ def _all(workload: Workload, row: FleetRow) -> list[Levers]:
     sizes = [size for size in (samples, samples // 2, samples // 4) if size]
     units = tuple(str(index) for index in range(6))
     shardings: list[Any] = [None] if row.ranks == 1 else proposals(row.ranks, SEARCHED, units, 8)
-    region = type(row.levers.regions[0]) if row.levers.regions else None
-    counts = (0, 3, 6) if region else (0,)
+    counts = (0, 3, 6) if row.levers.regions else (0,)
     return [
         Levers(
             precision=row.levers.precision,
             microbatch_size=size,
-            regions=tuple(region((units[index],)) for index in range(count)) if region else (),
+            regions=tuple(Region((unit,)) for unit in units[:count]),
             sharding=sharding and replace(sharding, reduces=reduces),
         )
         for size in sizes
@@ -133,19 +107,6 @@ def _predicted(workload: Workload, row: FleetRow, levers: Levers) -> tuple[int, 
     report = replay(allocations(trace, costs, levers.regions), device.allocator, total_bytes=device.memory_bytes)
     held = int(report.peak_reserved_bytes * (1 + costs.peak_error) * (1 + trace.slack))
     return held, simulate(trace, costs, levers.regions).step_seconds
-
-
-def found(
-    workload: Workload,
-    *,
-    devices: list[str],
-    budget: str,
-    world_sizes: list[int],
-    each: bool = True,
-    progress: object,
-) -> fleet_search.FleetSearch:
-    """Return what one search finds."""
-    return search(workload, devices, budget, world_sizes, each=each)
 
 
 def counted(workload: Workload, *, steps: int, fails: bool, progress: Progress) -> int:

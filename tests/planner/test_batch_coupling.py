@@ -15,11 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memfit
 from memfit.errors import PlanError
-from memfit.planner.batch_coupling import SAMPLES, coupled_samples
+from memfit.planner import coupled_samples
 from memfit.workload import Workload
 from tests.models import BUILDERS
 
 BATCH = 12
+SAMPLES = 8  # that are looked at, at most
 Loss = Callable[[nn.Module, Any], Any]
 
 
@@ -96,7 +97,7 @@ def test_no_shared_workload_is_accused(name: str) -> None:
     assert coupled_samples(BUILDERS[name]()) is None
 
 
-def test_nothing_is_changed_and_no_gradient_is_made() -> None:
+def test_nothing_is_changed_no_gradient_is_made_and_few_samples_are_run() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -109,10 +110,20 @@ def test_nothing_is_changed_and_no_gradient_is_made() -> None:
             out: torch.Tensor = self.inner(x)
             return out
 
+    class Largest(TorchDispatchMode):
+        samples = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.addmm.default:
+                self.samples = max(self.samples, len(args[1]))
+            return func(*args, **(kwargs or {}))
+
     model = Counting().train()
-    workload = dataclasses.replace(workload_of(cross_entropy), model=model)
+    workload = dataclasses.replace(workload_of(cross_entropy, 500), model=model)
     state = torch.get_rng_state()
-    assert coupled_samples(workload) is None
+    with Largest() as largest:  # type: ignore[no-untyped-call]
+        assert coupled_samples(workload) is None
+    assert largest.samples == SAMPLES  # however large the batch is
     assert float(model.calls) == 0 and model.seen == [] and model.training and model.inner.weight.grad is None
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -131,22 +142,6 @@ def test_nothing_is_said_without_data_or_where_the_loss_fails() -> None:
     with torch.device("meta"):
         model = nn.Linear(6, 4)
     assert coupled_samples(dataclasses.replace(workload_of(contrastive), model=model)) is None
-
-
-def test_few_samples_are_run() -> None:
-    """However large the batch is."""
-
-    class Largest(TorchDispatchMode):
-        samples = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten.addmm.default:
-                self.samples = max(self.samples, len(args[1]))
-            return func(*args, **(kwargs or {}))
-
-    with Largest() as largest:  # type: ignore[no-untyped-call]
-        coupled_samples(workload_of(contrastive, 500))
-    assert largest.samples == SAMPLES
 
 
 def test_microbatches_are_left_out_of_plans_unless_allowed() -> None:

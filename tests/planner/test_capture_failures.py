@@ -14,8 +14,8 @@ import memfit
 from memfit._torch import DataDependentOutputException
 from memfit.cost import missing_kernel
 from memfit.errors import CaptureError, InfeasibleError
-from memfit.ir import Levers, Plan, Region
-from memfit.planner import assembly, confirmation, first_line
+from memfit.ir import Levers, Plan, Region, Trace
+from memfit.planner import StepVariant, captured_through, first_line
 from memfit.planner.confirmation import failing, refusal_notes
 from memfit.workload import Workload
 
@@ -114,7 +114,7 @@ MORE = ("weights without their history", "weights that another loss needs")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.ci) if n in MORE else n for n in FAILING])
 def test_a_lever_that_the_step_fails_with_is_left_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loss_fn, options, note = FAILING[name]
-    monkeypatch.setattr(assembly, "_CHEAP", -1.0)  # every way of updating the parameters is tried
+    monkeypatch.setattr("memfit.planner.assembly._CHEAP", -1.0)  # every way of updating the parameters is tried
     plan = planned(workload(loss_fn), "1GiB", **options)
     assert plan.levers == Levers(microbatch_size=32)
     assert any(text.startswith(note) for text in plan.notes), plan.notes
@@ -135,15 +135,19 @@ def test_the_failure_of_the_plain_step_is_the_users() -> None:
         planned(workload(broken), "1GiB")
 
 
-def _refusing(monkeypatch: pytest.MonkeyPatch, is_refused: Callable[[Levers], bool]) -> None:
-    captured = confirmation.capture_levers
+def _planned(made: Workload, is_refused: Callable[[Levers], bool], numerics: str) -> Plan:
+    """Return a plan within less than the plain step takes, where some steps can't be captured by themselves."""
 
-    def refusing(made: Workload, levers: Levers, device: Any, data: Any = None) -> Any:
-        if is_refused(levers):
+    def refusing(variant: StepVariant, capture: Callable[[StepVariant], Trace]) -> Trace:
+        if variant.explores and is_refused(variant.levers):
             raise CaptureError("these do not go together")
-        return captured(made, levers, device, data)
+        return capture(variant)
 
-    monkeypatch.setattr(confirmation, "capture_levers", refusing)
+    budget = int(0.7 * memfit.estimate(made).peak_bytes)
+    with captured_through(refusing):
+        plan = planned(made, budget, numerics=numerics, optimizers=["as-is"])
+    assert plan.predicted.peak_upper_bytes <= budget
+    return plan
 
 
 def _wide() -> Workload:
@@ -155,32 +159,23 @@ def _wide() -> Workload:
 
 
 @pytest.mark.ci
-def test_regions_that_a_planned_step_fails_with_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_regions_that_a_planned_step_fails_with_are_left_out() -> None:
     made = _wide()
-    budget = int(0.7 * memfit.estimate(made).peak_bytes)
-    options: Any = {"numerics": "exact", "optimizers": ["as-is"]}
-    first = planned(made, budget, **options)
-    culprit = first.levers.regions[0].modules[0]
-    _refusing(monkeypatch, lambda levers: any(culprit in region.modules for region in levers.regions))
-    plan = planned(made, budget, **options)
-    assert plan.predicted.peak_upper_bytes <= budget
+    culprit = _planned(made, lambda levers: False, "exact").levers.regions[0].modules[0]
+    plan = _planned(made, lambda levers: any(culprit in region.modules for region in levers.regions), "exact")
     assert not any(culprit in region.modules for region in plan.levers.regions)
     assert any(f"{culprit} is not recomputed: with it the step fails" in note for note in plan.notes), plan.notes
 
 
 @pytest.mark.ci
-def test_levers_that_fail_once_regions_are_chosen_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = _wide()
-    budget = int(0.7 * memfit.estimate(made).peak_bytes)
+def test_levers_that_fail_once_regions_are_chosen_are_left_out() -> None:
     refused: list[Levers] = []
 
     def is_refused(levers: Levers) -> bool:
         refused.extend([levers] if levers.lean or levers.microbatch_size < 256 else [])
         return levers in refused
 
-    _refusing(monkeypatch, is_refused)
-    plan = planned(made, budget, numerics="reordered", optimizers=["as-is"])
-    assert plan.predicted.peak_upper_bytes <= budget
+    plan = _planned(_wide(), is_refused, "reordered")
     assert plan.levers.regions and not plan.levers.lean and plan.levers.microbatch_size == 256
     told = any("left out, since the step fails with it (these do not go together)" in note for note in plan.notes)
     assert told == bool(refused), plan.notes

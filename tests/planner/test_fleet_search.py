@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +10,7 @@ import memfit
 from memfit import hardware, planner
 from memfit.hardware import family, known_devices
 from memfit.ir import FleetRow
-from memfit.planner import fleet_search
-from memfit.workload import Workload
+from memfit.planner import FleetSearch
 from tests.planner import fleet_searches
 from tests.planner.fleet_searches import Checked, mlp
 
@@ -24,25 +22,26 @@ TOLERANCE = 1.05  # what is about as fast is not taken for more levers, and a me
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Checked]]:
-    return asked(fleet_searches.searched, mlp(), device=DEVICE, budgets=BUDGETS, world_sizes=[1, 4, 16])
+    asked = [{"devices": [DEVICE], "budget": budget, "world_sizes": [1, 4, 16]} for budget in BUDGETS]
+    (checked,) = planner.call_elsewhere(fleet_searches.checked, mlp(), [{"asked": asked}], lambda *_: None, sizes=[])
+    return dict(zip(BUDGETS, checked, strict=True))
 
 
-def asked(function: Callable[..., Any], workload: Workload, **options: Any) -> Any:
-    """Return what a function finds in a process with fake CUDA."""
-    return planner.call_elsewhere(function, workload, [options], lambda *_: None, sizes=[])[0]
+def searched(samples: int, devices: list[str], *others: list[str], **options: Any) -> list[FleetSearch]:
+    """Return what is found for some cards, and for others by themselves, in a process with fake CUDA."""
+    asked = [{"devices": each, **options} for each in (devices, *others)]
+    call: Any = planner.call_elsewhere
+    return list(call(fleet_searches.searched, mlp(samples), [{"asked": asked}], lambda *_: None, sizes=[])[0])
 
 
 @pytest.mark.ci  # `make test` has plans of few rows: `pipeline/test_fleet.py`
-def test_every_row_is_what_its_own_capture_is_predicted_to_take(found: dict[str, list[Checked]]) -> None:
+def test_every_row_is_what_its_own_capture_takes_and_brute_force_finds_nothing_faster(
+    found: dict[str, list[Checked]],
+) -> None:
     assert all(rows for rows in found.values())
     for each in (each for rows in found.values() for each in rows):
         assert each.row.held_bytes == each.held_bytes <= each.row.budget_bytes
         assert each.row.step_seconds == pytest.approx(each.step_seconds, rel=1e-6)
-
-
-@pytest.mark.ci
-def test_brute_force_finds_nothing_faster(found: dict[str, list[Checked]]) -> None:
-    for each in (each for rows in found.values() for each in rows):
         assert each.row.step_seconds <= each.fastest_seconds * TOLERANCE, each.row
 
 
@@ -77,29 +76,31 @@ def test_one_rank_is_planned_as_memfit_plan_does(found: dict[str, list[Checked]]
 
 @pytest.mark.ci
 def test_cards_that_share_captures_are_predicted_as_alone() -> None:
-    devices = ["rtx-3090", "a100-40gb", "mi300x"]
-    pairs = asked(fleet_searches.grouped, mlp(32), devices=devices)
-    assert len(pairs) == 6
-    for together, alone in pairs:
-        assert plan_of(together) == plan_of(alone) and together.held_bytes == alone.held_bytes
-        assert together.step_seconds == pytest.approx(alone.step_seconds, rel=0.02)
+    names = ["rtx-3090", "a100-40gb", "mi300x"]
+    options: dict[str, Any] = {"world_sizes": [1, 4], "numerics": "reduced"}
+    together, *alone = searched(32, names, *([name] for name in names), **options)
+    rows, own = rows_of(together), rows_of(*alone)
+    assert rows.keys() == own.keys() and len(rows) == 6
+    for key, row in rows.items():
+        assert plan_of(row) == plan_of(own[key]) and row.held_bytes == own[key].held_bytes
+        assert row.step_seconds == pytest.approx(own[key].step_seconds, rel=0.02)
 
 
 @pytest.mark.ci
 def test_what_cards_and_ranks_share_is_what_each_finds_alone() -> None:
     """Replays, peaks and what the allocator holds are shared; budgets are not, and one card has no room at all."""
-    options: dict[str, Any] = {
-        "devices": ["a100-80gb", "a100-40gb", "rtx-3070"],
-        "budget": "0.5%",
-        "world_sizes": [1, 4],
-    }
-    together, alone = asked(fleet_searches.in_parts, mlp(), **options)
-    rows = {(row.device, row.ranks): row for row in together.rows}
-    rows_alone = {(row.device, row.ranks): row for each in alone for row in each.rows}
-    assert rows.keys() == rows_alone.keys() and len({row.levers for row in rows.values()}) > 2
+    names = ["a100-80gb", "a100-40gb", "rtx-3070"]
+    (together,) = searched(64, names, budget="0.5%", world_sizes=[1, 4])
+    alone = [
+        each
+        for ranks in (1, 4)
+        for each in searched(64, *([name] for name in names), budget="0.5%", world_sizes=[ranks])
+    ]
+    rows, own = rows_of(together), rows_of(*alone)
+    assert rows.keys() == own.keys() and len({row.levers for row in rows.values()}) > 2
     for key, row in rows.items():
-        assert (plan_of(row), memory_of(row)) == (plan_of(rows_alone[key]), memory_of(rows_alone[key]))
-        assert row.step_seconds == pytest.approx(rows_alone[key].step_seconds, rel=1e-9)
+        assert (plan_of(row), memory_of(row)) == (plan_of(own[key]), memory_of(own[key]))
+        assert row.step_seconds == pytest.approx(own[key].step_seconds, rel=1e-9)
     least = [misfit for each in alone for misfit in each.misfits if misfit.device not in {name for name, _ in rows}]
     assert together.misfits == [min(least, key=lambda misfit: misfit.held_bytes)]
     assert together.misfits[0].held_bytes > together.misfits[0].budget_bytes
@@ -107,43 +108,39 @@ def test_what_cards_and_ranks_share_is_what_each_finds_alone() -> None:
 
 @pytest.mark.ci
 def test_ranks_that_can_not_be_faster_are_left_out_unless_asked() -> None:
-    def rows(each: bool) -> list[FleetRow]:
-        options = {"devices": [DEVICE], "budget": "2GiB", "world_sizes": range(1, 13), "each": each}
-        found: list[FleetRow] = asked(fleet_searches.found, mlp(8), **options).rows
-        return found
-
-    every, some = rows(True), rows(False)
+    every, some = (
+        searched(8, [DEVICE], budget="2GiB", world_sizes=range(1, 13), each=each)[0].rows for each in (True, False)
+    )
     assert [row.ranks for row in every] == list(range(1, 9))  # the batch has eight samples
-    assert {row.ranks for row in some} < {row.ranks for row in every}
     assert [row.ranks for row in some] == [1, 2, 3, 4, 8]  # five to seven have two samples at most, as four have
-    kept = {row.ranks: row for row in some}
     for row in every:
-        fewer = min(kept[ranks].step_seconds for ranks in kept if ranks <= row.ranks)
+        fewer = min(kept.step_seconds for kept in some if kept.ranks <= row.ranks)
         assert fewer <= row.step_seconds * 1.1, row
 
 
 def test_cards_of_one_family_are_searched_together_and_none_is_left_out() -> None:
     cards = [device for device in known_devices().values() if device.kind == "cuda"]
-    options = fleet_searches.options_of([card.name for card in cards], numerics="reduced")
+    options = fleet_searches.request([card.name for card in cards], numerics="reduced")
     parts = [part.devices for part in options.in_two()]
     assert len(parts) == 2
     assert sorted(device.name for part in parts for device in part) == sorted(device.name for device in cards)
     assert {family(device) for device in parts[0]}.isdisjoint(family(device) for device in parts[1])
     assert abs(len(parts[0]) - len(parts[1])) <= max(len(cards) // 4, 1)
-    alone = fleet_searches.options_of([cards[0].name], numerics="reduced")
+    alone = fleet_searches.request([cards[0].name], numerics="reduced")
     assert alone.in_two() == [alone]
 
 
 @pytest.mark.ci
 def test_searches_in_two_parts_find_what_one_does() -> None:
-    options: dict[str, Any] = {"world_sizes": [1, 4], "budget": "320MiB"}
     names = ["a100-80gb", "h100"]
-    together = asked(fleet_searches.found, mlp(), **options, devices=names)
-    calls = [{**options, "devices": [name]} for name in names]
-    apart = planner.call_elsewhere(fleet_searches.found, mlp(), calls, lambda *_: None, sizes=[])
-    joined = fleet_search.joined(apart)
-    assert sorted(joined.rows, key=by_card) == sorted(together.rows, key=by_card)
+    together, *apart = searched(64, names, *([name] for name in names), world_sizes=[1, 4], budget="320MiB")
+    joined = planner.joined(apart)
+    assert rows_of(joined) == rows_of(together)
     assert (joined.notes, joined.step_error) == (together.notes, together.step_error)
+
+
+def rows_of(*searches: FleetSearch) -> dict[tuple[str, int], FleetRow]:
+    return {(row.device, row.ranks): row for each in searches for row in each.rows}
 
 
 def plan_of(row: FleetRow) -> tuple[object, ...]:
@@ -152,7 +149,3 @@ def plan_of(row: FleetRow) -> tuple[object, ...]:
 
 def memory_of(row: FleetRow) -> tuple[int, int, int]:
     return row.budget_bytes, row.peak_bytes, row.held_bytes
-
-
-def by_card(row: FleetRow) -> tuple[str, int]:
-    return row.device, row.ranks

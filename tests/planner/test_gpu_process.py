@@ -86,21 +86,21 @@ def test_a_plan_is_made_for_a_gpu() -> None:
 @pytest.mark.ci
 def test_a_script_with_its_own_classes(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(
-        "import torch, memfit, beside\n"
-        "class Net(torch.nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.layer = torch.nn.Linear(16, beside.OUT)\n"
-        "    def forward(self, x):\n"
-        "        return beside.act(self.layer(x))\n"
-        "def loss(model, batch):\n"
-        "    assert torch.cuda.is_available()\n"
-        "    return model(batch).mean()\n"
-        "model = Net()\n"
-        "work = memfit.Workload(model, torch.randn(4, 16), loss, torch.optim.SGD(model.parameters(), lr=0.1))\n"
-        "print(memfit.estimate(work, device='a100-80gb').peak_bytes, torch.cuda.is_available())\n"
-    )
+    script.write_text("""
+import torch, memfit, beside
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(16, beside.OUT)
+    def forward(self, x):
+        return beside.act(self.layer(x))
+def loss(model, batch):
+    assert torch.cuda.is_available()
+    return model(batch).mean()
+model = Net()
+work = memfit.Workload(model, torch.randn(4, 16), loss, torch.optim.SGD(model.parameters(), lr=0.1))
+print(memfit.estimate(work, device='a100-80gb').peak_bytes, torch.cuda.is_available())
+""")
     (tmp_path / "beside.py").write_text("import torch\nOUT = 3\ndef act(x):\n    return torch.tanh(x)\n")
     environment = {**os.environ, "PYTHONPATH": str(Path(memfit.__file__).parent.parent)}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
@@ -109,15 +109,15 @@ def test_a_script_with_its_own_classes(tmp_path: Path) -> None:
     assert int(peak) > 0 and available == "False"
 
 
+def call(*calls: dict[str, Any], told: Any = lambda *_: None) -> list[int]:
+    return planner.call_elsewhere(counted, mlp(2), calls, told, sizes=[])
+
+
 def test_calls_at_once_reply_in_their_order_and_tell_their_progress_as_one() -> None:
     told: list[tuple[str, int, int]] = []
     calls = [{"steps": 3, "fails": False}, {"steps": 5, "fails": False}]
-    assert planner.call_elsewhere(counted, mlp(2), calls, lambda *stage: told.append(stage), sizes=[]) == [3, 5]
+    assert call(*calls, told=lambda *stage: told.append(stage)) == [3, 5]
     done = [count for _, count, _ in told]
     assert {stage for stage, _, _ in told} == {"count"} and done == sorted(done) and told[-1] == ("count", 8, 8)
-
-
-def test_a_call_that_fails_among_others_raises_its_error() -> None:
-    calls = [{"steps": 3, "fails": False}, {"steps": 5, "fails": True}]
-    with pytest.raises(BudgetError, match="steps=5"):
-        planner.call_elsewhere(counted, mlp(2), calls, lambda *_: None, sizes=[])
+    with pytest.raises(BudgetError, match="steps=5"):  # one fails among others
+        call(calls[0], {"steps": 5, "fails": True})

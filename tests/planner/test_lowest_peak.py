@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ import memfit
 from memfit.errors import InfeasibleError, MemfitError
 from memfit.hardware import find_device
 from memfit.ir import ChunkedLoss, Levers, Numerics, OptimizerLever, Plan, Precision, Region, allows, freest
-from memfit.levers import CONFLICTS, LEVERS, LeversOn, UpdateLever, circumstances, lever_names, lever_uses, met
+from memfit.levers import CONFLICTS, LeversOn, circumstances, lever_names, lever_uses, met
 from memfit.planner import capture_levers, costs_of, predict
 from memfit.workload import Workload
 from tests.models import Transformer
@@ -81,22 +81,17 @@ def adapters() -> Workload:
     return dataclasses.replace(made, optimizer=torch.optim.AdamW(trained))
 
 
-class Case(NamedTuple):
-    make: Callable[[], Workload]
-    numerics: Numerics
-
-
-CASES = {
-    "mlp, exact": Case(mlp, "exact"),
-    "mlp with SGD, reduced": Case(lambda: mlp(torch.optim.SGD), "reduced"),
-    "mlp with Adafactor": Case(lambda: mlp(torch.optim.Adafactor), "reordered"),
-    "mlp, changed": Case(mlp, "changed"),
-    "convolutions, exact": Case(convolutions, "exact"),
-    "convolutions, changed": Case(convolutions, "changed"),
-    "tied, large states": Case(lambda: language_model(1, 64, 2000, torch.optim.AdamW), "reduced"),
-    "tied, many tokens": Case(lambda: language_model(2, 256, 500, torch.optim.SGD), "reordered"),
-    "adapters": Case(adapters, "reordered"),
-    "deep": Case(lambda: language_model(6, 64, 300, torch.optim.SGD, tied=False), "reordered"),
+CASES: dict[str, tuple[Callable[[], Workload], Numerics]] = {
+    "mlp, exact": (mlp, "exact"),
+    "mlp with SGD, reduced": (lambda: mlp(torch.optim.SGD), "reduced"),
+    "mlp with Adafactor": (lambda: mlp(torch.optim.Adafactor), "reordered"),
+    "mlp, changed": (mlp, "changed"),
+    "convolutions, exact": (convolutions, "exact"),
+    "convolutions, changed": (convolutions, "changed"),
+    "tied, large states": (lambda: language_model(1, 64, 2000, torch.optim.AdamW), "reduced"),
+    "tied, many tokens": (lambda: language_model(2, 256, 500, torch.optim.SGD), "reordered"),
+    "adapters": (adapters, "reordered"),
+    "deep": (lambda: language_model(6, 64, 300, torch.optim.SGD, tied=False), "reordered"),
 }
 QUICK = ("mlp, exact",)
 
@@ -123,12 +118,8 @@ def by_hand(made: Workload, plan: Plan) -> Iterator[Levers]:
     own, size = plan.levers, plan.batch_size
     linear = [fqn for fqn, each in made.model.named_modules() if type(each) is nn.Linear]
     blocks = [fqn for fqn, _ in made.model.named_modules() if fqn and fqn.rpartition(".")[2].isdigit()]
-    optimizers: tuple[OptimizerLever, ...] = (
-        "as-is",
-        *(lever.value for lever in LEVERS if isinstance(lever, UpdateLever)),
-    )
     near = [replace(own, precision=precision) for precision in PRECISIONS]
-    near += [replace(own, optimizer=optimizer) for optimizer in optimizers]
+    near += [replace(own, optimizer=optimizer) for optimizer in get_args(OptimizerLever)]
     near += [replace(own, microbatch_size=each) for each in sorted({1, 2, size // 2 or 1, size})]
     near += [replace(own, lean=lean) for lean in ((), ("*",))]
     chunked = [ChunkedLoss(head=head, rows=16) for head in linear[-1:]]

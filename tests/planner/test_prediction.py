@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -10,13 +12,10 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-from memfit.cost import KERNELS_BYTES, roofline
+from memfit.cost import kernels_bytes, roofline
 from memfit.hardware import find_device
-from memfit.ir import Levers, OptimizerLever, Precision, Region
-from memfit.planner import Captures, capture_levers, predict
-from memfit.planner import captures as captured_steps
-from memfit.planner.captures import StepVariant
-from memfit.training import Step
+from memfit.ir import Levers, OptimizerLever, Precision, Region, Trace
+from memfit.planner import Captures, StepVariant, capture_levers, captured_through, predict
 from memfit.workload import Workload, batch_size_of
 from tests.gpus import AMPERE
 from tests.models import BUILDERS, COSTS, plain_trace, squared_error, transformer
@@ -66,32 +65,36 @@ def test_what_changes_the_optimizers_state_starts_without(optimizer: OptimizerLe
     assert captures(plain) == capture_levers(workload, plain, DEVICE)
 
 
-def test_only_the_first_makes_a_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    workload, steps = transformer(layers=1), []
-    update = Step.update_parameters
-    monkeypatch.setattr(Step, "update_parameters", lambda self, *given: (steps.append(self), update(self, *given))[1])
+def noted(variants: list[StepVariant]) -> AbstractContextManager[None]:
+    """Add what is captured to a list."""
+
+    def store(variant: StepVariant, capture: Callable[[StepVariant], Trace]) -> Trace:
+        variants.append(variant)
+        return capture(variant)
+
+    return captured_through(store)
+
+
+def test_all_are_of_one_copy_that_has_made_a_step() -> None:
+    workload, variants = transformer(layers=1), list[StepVariant]()
     captures = Captures(workload, DEVICE)
-    for expected, size in ((2, 4), (3, 2), (4, 1)):
-        captures(Levers(microbatch_size=size))
-        assert len(steps) == expected
-    assert not workload.optimizer.state
+    with noted(variants):
+        for size in (4, 2, 1):
+            captures(Levers(microbatch_size=size))
+    copies = [variant.copied() for variant in variants if variant.copied is not None]
+    assert len(copies) == 3 and all(copied is copies[0] for copied in copies) and all(v.warm for v in variants)
+    assert copies[0].optimizer.state and not workload.optimizer.state
 
 
-def test_a_model_that_holds_something_of_the_step_before_is_captured_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_holds_something_of_the_step_before_is_captured_by_itself() -> None:
     model = nn.Sequential(nn.Linear(16, 16), Caching(), nn.Linear(16, 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     workload = Workload(model, (torch.randn(8, 16), torch.randn(8, 16)), squared_error, optimizer)
-    captures, made = Captures(workload, DEVICE), []
-    captured = captured_steps._captured
-
-    def counted(variant: StepVariant) -> object:
-        made.append(variant.warm)
-        return captured(variant)
-
-    monkeypatch.setattr(captured_steps, "_captured", counted)
+    captures, variants = Captures(workload, DEVICE), list[StepVariant]()
     levers = Levers(precision="bf16-mixed", microbatch_size=8)
-    assert captures(levers) == capture_levers(workload, levers, DEVICE)
-    assert made[-2:] == [False, False]  # whether or not it was tried with the one before
+    with noted(variants):
+        assert captures(levers) == capture_levers(workload, levers, DEVICE)
+    assert [variant.warm for variant in variants[-2:]] == [False, False]  # whether or not it was tried with that one
 
 
 def test_a_full_card_is_retried_before_it_is_said_to_be_too_small() -> None:
@@ -100,7 +103,7 @@ def test_a_full_card_is_retried_before_it_is_said_to_be_too_small() -> None:
     costs = roofline([trace], roomy)
     found, _ = predict(trace, costs, roomy)
     assert found.retries == 0 and found.context_bytes == roomy.context_bytes
-    assert found.context_upper_bytes == roomy.context_bytes + KERNELS_BYTES
+    assert found.context_upper_bytes == roomy.context_bytes + kernels_bytes(trace)
     assert found.peak_reserved_bytes is not None
     tight, _ = predict(trace, costs, replace(roomy, usable_bytes=found.peak_reserved_bytes - 1))
     small, _ = predict(trace, costs, replace(roomy, usable_bytes=found.peak_bytes // 2))

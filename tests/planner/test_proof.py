@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,9 +14,12 @@ import torch
 import transformers
 from msgspec.structs import replace
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
 import memfit
+from benchmarks.steps.data import seed_all
+from benchmarks.steps.loop import difference, plain_steps, trained_by_plan, trained_plainly
 from memfit.errors import RecomputationError
 from memfit.hardware import find_device
 from memfit.ir import Levers, Plan, Region, levers_key
@@ -26,7 +30,6 @@ from memfit.planner.confirmation import CaptureFailures, why_not_proven
 from memfit.recomputation import checking, checkpointed
 from memfit.recomputation.probe import Expected, _sums, checksum, report
 from memfit.report.summary import proof_text
-from memfit.training import Step
 from memfit.workload import Workload
 
 
@@ -56,11 +59,14 @@ class Layer(nn.Module):
         return (x * self.factor()).sin() if self.factor is not None else x.sin()
 
 
-def workload(*odd: int, layers: int = 6) -> Workload:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Layer(Opaque() if i in odd else None) for i in range(layers)))
+def made_of(model: nn.Module) -> Workload:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return Workload(model, torch.randn(256, 16), lambda model, batch: model(batch).square().mean(), optimizer)
+
+
+def workload(*odd: int) -> Workload:
+    torch.manual_seed(0)
+    return made_of(nn.Sequential(*(Layer(Opaque() if i in odd else None) for i in range(6))))
 
 
 def planned(made: Workload, share: float = 0.6) -> Plan:
@@ -68,29 +74,8 @@ def planned(made: Workload, share: float = 0.6) -> Plan:
     return memfit.plan(made, budget=int(share * plain), numerics="exact", optimizers=["as-is"], points=1)
 
 
-def plain_loop(made: Workload, steps: int = 2) -> list[torch.Tensor]:
-    """Return losses, gradients and weights of a loop as anyone writes it."""
-    found = []
-    for _ in range(steps):
-        made.optimizer.zero_grad()
-        loss = made.loss_fn(made.model, made.batch)
-        assert isinstance(loss, torch.Tensor)
-        loss.backward()
-        made.optimizer.step()
-        found += [loss.detach(), *(p.detach().clone() for p in made.model.parameters())]
-    return found
-
-
-def planned_loop(plan: Plan, made: Workload, steps: int = 2) -> list[torch.Tensor]:
-    found = []
-    with apply(plan, made) as step:
-        for _ in range(steps):
-            found += [torch.tensor(step(made.batch).loss), *(p.detach().clone() for p in made.model.parameters())]
-    return found
-
-
-def are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def is_exact(plan: Plan, make: Callable[[], Workload]) -> bool:
+    return difference(trained_plainly(make), trained_by_plan(make, plan)) is None
 
 
 def test_a_plan_is_proven_and_what_differs_is_left_out() -> None:
@@ -101,7 +86,7 @@ def test_a_plan_is_proven_and_what_differs_is_left_out() -> None:
     assert not multiplied & {"1", "4"}
     assert any("is not recomputed: its second run differs from the first" in note for note in plan.notes)
     assert "bit for bit" in proof_text(plan) and "Proof" in str(plan)
-    assert are_equal(plain_loop(workload(1, 4)), planned_loop(plan, workload(1, 4)))
+    assert is_exact(plan, lambda: workload(1, 4))
     assert verify(plan, workload(), steps=0).bitwise
 
 
@@ -112,19 +97,11 @@ def test_layers_dropped_by_python_are_planned_exactly() -> None:
             return super().forward(x) * (2.0 if random.random() < 0.5 else 0.5)
 
     def make() -> Workload:
-        made = workload()
-        model = nn.Sequential(*(Dropped() for _ in range(3)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return dataclasses.replace(made, model=model, optimizer=optimizer)
+        seed_all(0)
+        return made_of(nn.Sequential(*(Dropped() for _ in range(3))))
 
-    torch.manual_seed(0)
     plan = planned(make())
-    assert plan.levers.regions and plan.is_proven
-    found = []
-    for run in (plain_loop, lambda made: planned_loop(plan, made)):
-        torch.manual_seed(0), random.seed(0)
-        found.append(run(make()))
-    assert are_equal(*found)
+    assert plan.levers.regions and plan.is_proven and is_exact(plan, make)
     assert verify(plan, make(), steps=0).holds
 
 
@@ -143,27 +120,35 @@ def test_the_first_step_refuses_what_differs_and_updates_nothing(optimizer: str)
     before = [p.detach().clone() for p in made.model.parameters()]
     with apply(plan, made) as step, pytest.raises(RecomputationError, match="'2' can't be recomputed"):
         step(made.batch)
-    assert are_equal(before, [p.detach() for p in made.model.parameters()])
+    assert all(map(torch.equal, before, made.model.parameters()))
     assert all(p.grad is None for p in made.model.parameters())
 
 
+class Later(Opaque):
+    """What is the same in the first step, whose forward pass runs twice."""
+
+    def __deepcopy__(self, memo: Any) -> Later:
+        return Later()
+
+    def __call__(self) -> float:
+        return max(0.0, super().__call__() - 1.25) + 1
+
+
 @pytest.mark.parametrize("optimizer", ["as-is", "in-backward"])
-def test_only_the_first_step_is_checked_and_it_changes_nothing(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_step_is_checked_and_it_changes_nothing(optimizer: str) -> None:
     plan = unproven(workload(), (Region(("1", "2")), Region(("4",))), optimizer=optimizer)
-    assert are_equal(plain_loop(workload()), planned_loop(plan, workload()))
-    checked: list[Step] = []
-    monkeypatch.setattr("memfit.levers.registry.checking", lambda: checked.append(1) or checking())  # type: ignore
-    made = workload()
-    with apply(plan, made) as step:
-        for _ in range(3):
-            step(made.batch)
-    assert len(checked) == 1
-    with apply(replace(plan, proof=replace(plan.proof, levers=levers_key(plan.levers))), made) as step:
-        step(made.batch)
-    assert len(checked) == 1
+    assert is_exact(plan, workload)
+
+    def later() -> Workload:
+        made = workload()
+        made.model[2].factor = Later()  # type: ignore[index,union-attr]
+        return made
+
+    trained_by_plan(later, plan)  # the second step is not checked
+    trained_by_plan(lambda: workload(2), replace(plan, proof=replace(plan.proof, levers=levers_key(plan.levers))))
 
 
-def test_what_can_not_run_here_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_not_run_here_is_not_proven() -> None:
     made = workload()
     plain = memfit.estimate(made)
     cpu = memfit.devices()[0]
@@ -173,20 +158,30 @@ def test_what_can_not_run_here_is_not_proven(monkeypatch: pytest.MonkeyPatch) ->
     assert "free here" in why_not_proven(made, cpu, replace(plain, peak_bytes=2**60), 1.0)
     meta = dataclasses.replace(made, batch=made.batch.to("meta"))
     assert "has no data" in why_not_proven(meta, cpu, plain, 1.0)
-    monkeypatch.setattr(confirmation, "LONGEST_SECONDS", 0.0)
-    plan = planned(workload())
+    plan = planned(meta)
     assert plan.levers.regions and not plan.is_proven
     assert "the first step compares" in proof_text(plan)
 
 
-def test_a_step_that_fails_with_data_is_planned_without_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*_: Any) -> Any:
-        raise ValueError("no such file")
+def test_a_step_that_fails_with_data_is_planned_without_a_proof() -> None:
+    made = workload()
 
-    monkeypatch.setattr(confirmation, "differences", failing)
-    plan = planned(workload())
+    def loss_fn(model: Any, batch: torch.Tensor) -> Any:
+        if not isinstance(batch, FakeTensor):
+            raise ValueError("no such file")
+        return made.loss_fn(model, batch)
+
+    plan = planned(dataclasses.replace(made, loss_fn=loss_fn))
     assert plan.levers.regions
     assert plan.proof.why == "the step can't be run here (ValueError: no such file)"
+
+
+def test_a_checksum_sees_where_numbers_are() -> None:
+    one = torch.arange(100.0)
+    other = one.clone()
+    other[[3, 50]] = one[[50, 3]]
+    assert checksum(one) != checksum(other)
+    assert _sums(one) != _sums(other)
 
 
 VIEWS: dict[str, torch.Tensor] = {
@@ -216,24 +211,20 @@ def test_a_checksum_sees_every_bit_and_its_place(tensor: torch.Tensor) -> None:
         assert _sums(moved.view(tensor.shape)) != _sums(tensor.contiguous())
 
 
-def test_a_checksum_sees_where_numbers_are() -> None:
-    one = torch.arange(100.0)
-    other = one.clone()
-    other[[3, 50]] = one[[50, 3]]
-    assert checksum(one) != checksum(other)
-    assert _sums(one) != _sums(other)
-
-
 def test_differences_of_other_kernels_are_warned_of_unless_they_are_to_be_the_same() -> None:
     error = RecomputationError(("a",), "a", "other values")
-    with pytest.raises(RecomputationError):
-        report(error, torch.device("cpu"))
     with pytest.warns(RuntimeWarning, match="deterministic_algorithms"):
         report(error, torch.device("cuda"))
-    torch.use_deterministic_algorithms(True)
+    for device, deterministic in (("cpu", False), ("cuda", True)):
+        with pytest.raises(RecomputationError), deterministically(deterministic):
+            report(error, torch.device(device))
+
+
+@contextlib.contextmanager
+def deterministically(are_used: bool) -> Iterator[None]:
+    torch.use_deterministic_algorithms(are_used)
     try:
-        with pytest.raises(RecomputationError):
-            report(error, torch.device("cuda"))
+        yield
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -244,7 +235,7 @@ def test_nothing_is_kept_of_tensors_where_nothing_is_checked() -> None:
         with checking():
             assert isinstance(Expected(torch.ones(2)).checksum, int)
             assert Expected(torch.ones(2)).original is None
-            plain_loop(made, 1)
+            list(plain_steps(made, 1))
         assert Expected(torch.ones(2)).checksum is None
 
 

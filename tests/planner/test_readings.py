@@ -15,8 +15,8 @@ import memfit
 from benchmarks.common import whole_run_peak_bytes
 from benchmarks.steps.loop import difference, trained_by_plan, trained_plainly
 from memfit import hardware
-from memfit.capture import Readings
-from memfit.planner import captures
+from memfit.ir import Trace
+from memfit.planner import StepVariant, captured_through
 from memfit.workload import Workload
 
 Course = Callable[[nn.Module, Tensor], Tensor]
@@ -78,17 +78,17 @@ def test_an_exact_plan_keeps_its_budget_and_every_bit(course: Course) -> None:
 
 
 @pytest.mark.ci
-def test_a_plan_runs_the_step_with_data_once_for_each_microbatch_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int | None] = []
-    read = captures.read_with_data
+def test_a_plan_runs_the_step_with_data_once_for_each_microbatch_size() -> None:
+    runs = []
 
-    def counted(made: Workload, build: object, microbatch_size: int | None) -> Readings | None:
-        sizes.append(microbatch_size)
-        return read(made, build, microbatch_size)  # type: ignore[arg-type]
+    def noted(variant: StepVariant, capture: Callable[[StepVariant], Trace]) -> Trace:
+        runs.append(variant.data)
+        return capture(variant)
 
-    monkeypatch.setattr(captures, "read_with_data", counted)
-    memfit.plan(workload(reads, samples=4), budget="0.95x", precisions=["32-true"], points=1)
-    assert {4, 2, 1} <= set(sizes) and len(sizes) == len(set(sizes))
+    with captured_through(noted):
+        memfit.plan(workload(reads, samples=4), budget="0.95x", precisions=["32-true"], points=1)
+    assert {4, 2, 1} <= {levers.microbatch_size for levers in runs[0].readings}
+    assert all(data is runs[0] for data in runs)  # which knows each once
 
 
 @pytest.mark.skipif(hardware.shim.has_gpu(), reason="a GPU is here: nothing is sent")

@@ -14,7 +14,6 @@ from torch import nn
 import memfit
 from memfit.ir import Levers
 from memfit.levers import microbatch_sizes
-from memfit.planner import assembly
 from memfit.planner.captured_steps import size_between
 from memfit.workload import Workload
 from tests.measuring import peaks
@@ -71,16 +70,16 @@ def test_it_is_the_one_of_the_fewest_microbatches_that_fit(batch_size: int, budg
         assert found == count_of(batch_size, fewest)  # as equal as can be
 
 
+SIZES = [32, 16, 8, 4, 1]
+
+
 def test_nothing_is_captured_that_is_no_faster_than_the_best_plan() -> None:
     world = World(32)
-    assert world.between([32, 16, 8, 4, 1], world.peak(7)) == 7
-    assert world.between([32, 16, 8, 4, 1], world.peak(7), below_seconds=world.seconds(7) + 0.01) == 7
-    assert world.between([32, 16, 8, 4, 1], world.peak(7), below_seconds=world.seconds(7)) is None
-
-
-def test_the_upper_end_is_what_has_to_fit() -> None:
-    world = World(32, doubtful_bytes=SAMPLE_BYTES)
-    assert world.between([32, 16, 8, 4, 1], world.peak(8)) == 7
+    assert world.between(SIZES, world.peak(7)) == 7
+    assert world.between(SIZES, world.peak(7), below_seconds=world.seconds(7) + 0.01) == 7
+    assert world.between(SIZES, world.peak(7), below_seconds=world.seconds(7)) is None
+    doubtful = World(32, doubtful_bytes=SAMPLE_BYTES)  # the upper end is what has to fit
+    assert doubtful.between(SIZES, doubtful.peak(8)) == 7
 
 
 def test_sizes_of_other_levers_are_no_neighbours() -> None:
@@ -93,7 +92,7 @@ def test_sizes_of_other_levers_are_no_neighbours() -> None:
 
 
 @pytest.mark.ci
-def test_a_plan_takes_one_where_the_captured_sizes_fit_badly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_takes_one_where_the_captured_sizes_fit_badly() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(4)), nn.Linear(128, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -102,7 +101,6 @@ def test_a_plan_takes_one_where_the_captured_sizes_fit_badly(monkeypatch: pytest
     options: dict[str, Any] = {"numerics": "reordered", "precisions": ["32-true"], "measure": False, "points": 2}
     plan = memfit.plan(workload, budget=budget, **options)
     assert plan.levers == Levers(microbatch_size=7) and plan.predicted.peak_upper_bytes <= budget
-    monkeypatch.setattr(assembly, "_SIZES_BETWEEN", 0)
-    without = memfit.plan(workload, budget=budget, **options)
-    assert without.levers.microbatch_size in {8, 4, 1} and without.predicted.step_seconds > plan.predicted.step_seconds
+    others = [point for point in plan.frontier if point.levers.microbatch_size != 7 and point.held_bytes <= budget]
+    assert others and all(point.step_seconds > plan.predicted.step_seconds for point in others)
     assert peaks(workload, plan.levers)[1] <= budget

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from memfit.ir import NUMERICS, Candidate, Levers, LeverUse, Numerics, Precision, Regions
 from memfit.solver import (
     COARSE,
+    FINE,
     SIMPLER_WITHIN,
     Choice,
     Combination,
@@ -24,7 +25,6 @@ from memfit.solver import (
     frontier,
     options,
 )
-from memfit.solver.milp import FINE
 from tests.models import plain_trace
 from tests.solver.test_problem import with_workspaces
 
@@ -98,10 +98,9 @@ def test_the_lowest_is_the_same_one_whatever_was_solved_before(combinations: lis
         solved = Combination(c.levers, c.problem, c.uses_of)
         lowest = solved.lowest(10.0)
         flipped = [lowest.x ^ (np.arange(len(lowest.x)) == i) for i in range(len(lowest.x))]
-        alike = [x for x in flipped if c.problem.peak_bytes(x) == lowest.peak_bytes]
-        assert alike  # others are as low, or this tests nothing
-        solved.solver._found += alike
-        solved.fastest(lowest.peak_bytes, FINE, 2.0)
+        assert any(c.problem.peak_bytes(x) == lowest.peak_bytes for x in flipped)  # others are as low
+        for budget_bytes in (lowest.peak_bytes, lowest.peak_bytes + 1):
+            solved.fastest(budget_bytes, FINE, 2.0)
         assert np.array_equal(solved.lowest(10.0).x, lowest.x)
 
 
@@ -110,34 +109,47 @@ def test_the_plain_step_wins_where_it_fits(combinations: list[Combination]) -> N
     assert chosen is not None and chosen.levers.regions == () and chosen.numerics == "exact"
 
 
+class Noted(Solver):
+    """A solver that notes its tolerances: whatever is found, others may be faster."""
+
+    tolerances: list[float]
+
+    def fastest(self, budget_bytes: int, tolerance: float = 0.0, time_limit_seconds: float = 10.0) -> Choice | None:
+        self.tolerances.append(tolerance)
+        return super().fastest(budget_bytes, tolerance, time_limit_seconds)
+
+    def bound(self, budget_bytes: int, time_limit_seconds: float = 10.0) -> float | None:
+        return 0.0
+
+
+class OfFractions(Solver):
+    """A solver of a problem that only fractions fit."""
+
+    def fastest(self, budget_bytes: int, tolerance: float = 0.0, time_limit_seconds: float = 10.0) -> Choice | None:
+        return None
+
+
+def solved_by(kind: type[Solver], combinations: list[Combination]) -> list[Combination]:
+    found = [Combination(c.levers, c.problem, c.uses_of) for c in combinations]
+    for c in found:
+        c.solver = kind(c.problem)
+    return found
+
+
 @pytest.mark.parametrize(("count", "tolerances"), [(1, [FINE]), (2, [COARSE, COARSE, FINE])])
 def test_only_several_combinations_are_solved_coarsely_first(
-    count: int, tolerances: list[float], combinations: list[Combination], monkeypatch: pytest.MonkeyPatch
+    count: int, tolerances: list[float], combinations: list[Combination]
 ) -> None:
-    solved: list[float] = []
-    solving = Solver.fastest
-
-    def noted(solver: Solver, budget_bytes: int, tolerance: float, *others: float) -> Choice | None:
-        solved.append(tolerance)
-        return solving(solver, budget_bytes, tolerance, *others)
-
-    monkeypatch.setattr(Solver, "fastest", noted)
-    monkeypatch.setattr(Solver, "bound", lambda *_: 0.0)  # whatever is found, the others may be faster
-    chosen = fastest(combinations[:count], int(combinations[0].plain().peak_bytes * 0.8))
-    assert chosen is not None and solved == tolerances
+    Noted.tolerances = []
+    chosen = fastest(solved_by(Noted, combinations[:count]), int(combinations[0].plain().peak_bytes * 0.8))
+    assert chosen is not None and Noted.tolerances == tolerances
 
 
-def test_one_combination_that_only_fractions_fit_has_no_plan(
-    combinations: list[Combination], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Solver, "fastest", lambda *_: None)
-    for count in (1, 2):
-        assert fastest(combinations[:count], combinations[0].plain().peak_bytes) is None
-
-
-def test_nothing_fits_nothing(combinations: list[Combination]) -> None:
-    assert fastest(combinations, 1000) is None
-    assert fastest(combinations[:1], 1000) is None
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_does_not_fit_or_only_by_fractions_has_no_plan(count: int, combinations: list[Combination]) -> None:
+    assert fastest(combinations[:count], 1000) is None
+    of_fractions = solved_by(OfFractions, combinations[:count])
+    assert fastest(of_fractions, combinations[0].plain().peak_bytes) is None
 
 
 def played(

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.ir import Region, Regions, simulate
-from memfit.solver import Solver, build, options
-from memfit.solver.candidates import FEW_OPERATORS, Worth, every_keep_set, keep_sets
+from memfit.solver import Solver, Worth, build, keep_sets, options
 from tests.covering import some
 from tests.models import plain_trace
 from tests.solver.test_problem import with_workspaces
@@ -53,7 +52,7 @@ def test_the_comparison_notices_a_set_left_out() -> None:
 def test_every_set_counts_that_needs_less_while_recomputed(worth: list[Worth], seed: int) -> None:
     rng = np.random.default_rng(seed)
     added, changes = rng.integers(0, 50, 6), rng.integers(-20, 20, (len(worth), 6))
-    found = every_keep_set(worth, added, changes)
+    found = keep_sets(worth, 10_000, (added, changes))
 
     def figures(kept: tuple[int, ...]) -> tuple[int, float, int]:
         nbytes, seconds = taken(worth, kept)
@@ -85,7 +84,7 @@ def test_no_set_of_kept_operators_is_faster_than_a_region_s_options(name: str, f
     solver = Solver(build(regions, costs, mine))
     (region,) = regions.calls_of((fqn,))
     keepable = sorted({op for o in mine for kept in o.kept.values() for op in kept})
-    assert 5 <= len(keepable) <= FEW_OPERATORS
+    assert 5 <= len(keepable) <= 12  # for which all sets are looked at
     sets = [s for n in range(len(keepable) + 1) for s in itertools.combinations(keepable, n)]
     for kept in random.Random(seed).sample(sets, min(48, len(sets))):
         keep = tuple(sorted(regions.op_key(region, op) for op in kept))

@@ -92,7 +92,7 @@ def assemble(request: Request) -> Plan:
 
 class _Assembly:
     def __init__(self, request: Request) -> None:
-        self.request, self.steps = request, CapturedSteps(request)
+        self.request, self.options, self.steps = request, request.options, CapturedSteps(request)
         self.confirmation = Confirmation(request.workload, self.steps.failures, request.options.engine)
         self.notes: list[str] = list(request.findings.notes)
         self.excluded = request.findings.excluded
@@ -104,12 +104,19 @@ class _Assembly:
 
     def capture(self) -> None:
         """Capture the step with every combination of levers but regions that is searched."""
-        steps, request = self.steps, self.request
+        steps, request, device = self.steps, self.request, self.request.device
         request.progress("capture", 0, 1)
         first = self.confirmation.capture(steps.alone)
         request.findings.plain = steps.traces[steps.alone] = first
         steps.share()
-        fits = self._as_is.peak_upper_bytes <= self._budget_bytes()
+        # On a GPU the budget is held against what the allocator reserves.
+        plain_bytes = bytes_of_plain(request.budget, self._as_is) if request.budget.of == "plain" else 0
+        budget_bytes = request.budget.nbytes(device_bytes=device.usable_bytes, plain_bytes=plain_bytes)
+        self.budget_share = request.budget.share_text(device.name, device.usable_bytes, plain_bytes)
+        steps.budget_bytes = budget_bytes
+        fits = self._as_is.peak_upper_bytes <= budget_bytes
+        if request.budget.of == "device" and fits:
+            self.notes.append("the plain step fits this share of the device: half of the plain step's peak is '0.5x'")
         steps.coupling = coupling(first, request.workload)
         if isinstance(request.workload, LoopWorkload) and (fits or not request.workload.tape.entries):
             # A loop waits, and other levers only save memory: none is needed where the plain step fits, and for the
@@ -141,18 +148,6 @@ class _Assembly:
                 self.notes += [str(e)] if e.is_noted else []
         return wanted
 
-    def _budget_bytes(self) -> int:
-        """Return the budget in bytes, and note it: on a GPU it is held against what the allocator reserves."""
-        budget, device = self.request.budget, self.request.device
-        plain = self._as_is if budget.of == "plain" else None
-        plain_bytes = 0 if plain is None else bytes_of_plain(budget, plain)
-        budget_bytes = budget.nbytes(device_bytes=device.usable_bytes, plain_bytes=plain_bytes)
-        self.budget_share = budget.share_text(device.name, device.usable_bytes, plain_bytes)
-        self.steps.budget_bytes = budget_bytes
-        if budget.of == "device" and self._as_is.peak_upper_bytes <= budget_bytes:
-            self.notes.append("the plain step fits this share of the device: half of the plain step's peak is '0.5x'")
-        return budget_bytes
-
     @property
     def _as_is(self) -> Prediction:
         """The prediction for the step as the user wrote it."""
@@ -161,18 +156,16 @@ class _Assembly:
     @property
     def limits(self) -> Limits:
         assert self.steps.budget_bytes is not None
-        return Limits(self.steps.budget_bytes, self.steps.costs.peak_error, self.request.options.numerics)
+        return Limits(self.steps.budget_bytes, self.steps.costs.peak_error, self.options.numerics)
 
     def _with_any(self, wanted: list[Levers]) -> list[Levers]:
         """Return combinations, with the plain step where no other is left that may be chosen."""
-        if any(self.steps.allows(levers) for levers in wanted):
+        if any(map(self.steps.allows, wanted)):
             return wanted
-        if self.request.options.compile is True:
-            notes = self.steps.failures.notes()
-            raise PlanError(
-                "compile=True, and the step can't be compiled: "
-                + ("; ".join(notes) if notes else f"numerics={self.request.options.numerics!r} does not allow it")
-            )
+        if self.options.compile is True:
+            not_allowed = [f"numerics={self.options.numerics!r} does not allow it"]
+            why = "; ".join(self.steps.failures.notes() or not_allowed)
+            raise PlanError(f"compile=True, and the step can't be compiled: {why}")
         return [*wanted, *self.steps.captured([self.steps.plain])]
 
     # Search
@@ -221,7 +214,7 @@ class _Assembly:
 
     def _choose(self) -> Confirmed:
         """Return the fastest plan that fits. Fallbacks are tried only where no other is cheap."""
-        seconds = self.request.options.time_limit_seconds
+        seconds = self.options.time_limit_seconds
         best = self._fastest(self.combinations, seconds)
         while True:
             best_seconds = math.inf if best is None else best.prediction.step_seconds
@@ -316,14 +309,14 @@ class _Assembly:
 
     def _can_be_tried(self, levers: Levers) -> bool:
         """Tell whether a combination is allowed, has room in the host, has not failed, and was not searched."""
-        steps, request = self.steps, self.request
-        names = lever_names(steps.on(levers)) | circumstances(request.workload, request.device)
+        steps = self.steps
+        names = lever_names(steps.on(levers)) | circumstances(self.request.workload, self.request.device)
         return (
             levers not in self.wanted
             and steps.allows(levers)
             and steps.host_bytes_left(levers) >= 0
             and not steps.failures.has_failed(levers)
-            and not met(CONFLICTS, names, request.options.numerics)
+            and not met(CONFLICTS, names, self.options.numerics)
         )
 
     def _of_all(self, seconds: float) -> Confirmed | None:
@@ -336,10 +329,8 @@ class _Assembly:
         added = self._search_too(steps.captured([x for x in self._proposed() if self._can_be_tried(x)]))
         best = self._fastest(added, seconds)
         for lever in self.request.fallbacks if best is None else ():
-            added = []
-            floors = [
-                (c.solver.peak_floor_bytes - lever.most_saved_bytes(steps.traces[c.levers]), c) for c in self._bases()
-            ]
+            added, saved = [], lever.most_saved_bytes
+            floors = [(c.solver.peak_floor_bytes - saved(steps.traces[c.levers]), c) for c in self._bases()]
             for floor_bytes, base in sorted(floors, key=lambda found: found[0]):
                 share, allowed = seconds / len(self.combinations), self.limits.allow(self.combinations)
                 lowest_bytes = min(c.solver.leanest(share).peak_bytes for c in allowed)
@@ -388,14 +379,14 @@ class _Assembly:
 
     def _frontier(self, chosen: Confirmed) -> list[Candidate]:
         """Solve the frontier, without the chosen plan; set the `peak_upper_bytes` of each point."""
-        limit, workload = self.request.options.time_limit_seconds, self.request.workload
+        limit, workload = self.options.time_limit_seconds, self.request.workload
         left = min(max((1 - _FIRST_SHARE) * limit, limit - self.solving_seconds), limit / 2)
         if isinstance(workload, LoopWorkload):
             if not workload.tape.entries:  # for the first step alone
                 return []
             left = min(left, _LOOP_FRONTIER_SECONDS)
         progress = functools.partial(self.request.progress, "frontier")
-        points = frontier(self.combinations, self.request.options.points, progress, left)
+        points = frontier(self.combinations, self.options.points, progress, left)
         with_regions = chosen.excess if chosen.point.levers.regions else 1.0
         found = []
         for point in points:
@@ -427,40 +418,38 @@ class _Assembly:
 
     def measured(self, predicted: ChosenPlan) -> ChosenPlan:
         """Return the plan that is fastest as it runs here, of those that the prediction can't tell apart."""
-        request = self.request
-        if request.options.measure is False:
+        request, measure, chosen = self.request, self.options.measure, predicted.confirmed
+        if measure is False:
             return predicted
         why = why_not_here(request.workload, request.device, max(request.world_size, request.processes))
-        if request.options.engine is not None:
+        if self.options.engine is not None:
             why = "another library's engine shares the step"
-        code = self._code_seconds(predicted.confirmed.point.levers)
-        if request.options.measure == "auto" and code > CODE_SECONDS:
+        code = self._code_seconds(chosen.point.levers)
+        if measure == "auto" and code > CODE_SECONDS:
             why = why or f"compiling it is predicted to take {format_seconds(code)}: measure=True compiles it"
         if why:
             return unmeasured(predicted, why)
+
+        def near() -> list[Confirmed]:  # with measure="auto" those only whose code is made in time
+            error, confirm = self.steps.costs.step_error, self._confirm_another
+            found = near_ties(self.combinations, self.limits, chosen, confirm, step_error=error, way=compiles)
+            total, kept = 0.0, list[Confirmed]()
+            for plan in found:
+                seconds = self._code_seconds(plan.point.levers) if measure == "auto" else 0.0
+                if total + seconds <= CODE_SECONDS:
+                    total += seconds
+                    kept.append(plan)
+            return kept
+
         return measured_choice(
             predicted,
-            lambda: self._near_ties(predicted.confirmed),
+            near,
             self._proof,
             workload=request.workload,
             device=request.device,
-            measure=request.options.measure,
+            measure=measure,
             progress=request.progress,
         )
-
-    def _near_ties(self, chosen: Confirmed) -> list[Confirmed]:
-        """Return the plans to run; with measure="auto" those only whose code is made in time."""
-        error, confirm = self.steps.costs.step_error, self._confirm_another
-        found = near_ties(self.combinations, self.limits, chosen, confirm, step_error=error, way=compiles)
-        if self.request.options.measure is True:
-            return found
-        total, kept = 0.0, list[Confirmed]()
-        for plan in found:
-            seconds = self._code_seconds(plan.point.levers)
-            if total + seconds <= CODE_SECONDS:
-                total += seconds
-                kept.append(plan)
-        return kept
 
     def _code_seconds(self, levers: Levers) -> float:
         """Return about how long a plan's code takes to make; 0 where none is."""
@@ -502,21 +491,21 @@ class _Assembly:
             frontier=points,
             notes=self._notes(choice, code_seconds),
             proof=choice.proof,
-            engine=request.options.engine,
+            engine=self.options.engine,
             measured=choice.measured,
             code_seconds=code_seconds,
         )
 
     def _notes(self, choice: ChosenPlan, code_seconds: float) -> list[str]:
         """Return the notes of a plan: on the plain step, on the search, on what was chosen, and on what failed."""
-        steps, levers, engine = self.steps, choice.confirmed.point.levers, self.request.options.engine
+        steps, levers, engine = self.steps, choice.confirmed.point.levers, self.options.engine
         plain = steps.traces[steps.plain]
         notes = [*plain.notes, *self.notes, *choice.notes]
         draws = any(op.random for op in plain.ops)
-        if draws and levers.microbatch_size < steps.batch_size:
-            notes.append(f"{OTHER_DRAWS}microbatches differ from the whole batch's; their probability is the same")
-        elif draws and draws_otherwise(levers):
-            notes.append(f"{OTHER_DRAWS}compiled code differ from the uncompiled step's; their probability is the same")
+        other = "microbatches differ from the whole batch's" if levers.microbatch_size < steps.batch_size else ""
+        if not other and draws_otherwise(levers):
+            other = "compiled code differ from the uncompiled step's"
+        notes += [f"{OTHER_DRAWS}{other}; their probability is the same"] if draws and other else []
         if compiles(levers):
             kernels = kernels_of(steps.trace(replace(levers, regions=())))
             takes = "seconds to minutes"

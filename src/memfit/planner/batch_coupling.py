@@ -15,28 +15,28 @@ from msgspec.structs import replace
 
 from memfit.capture import nothing_changes
 from memfit.errors import PlanError
-from memfit.ir import Candidate, Plan, Trace
+from memfit.ir import Levers, Numerics, Plan, Trace
 from memfit.levers import OF_BATCH_NORM, OF_COUPLING_LOSS, OF_GRADIENT_HOOKS, has_gradient_hooks
 from memfit.training import evaluation_mode
 from memfit.workload import Workload, has_data, part_of, rng_state, samples_of, take
 
-SAMPLES = 8
-"""Samples that are looked at, at most."""
-TOLERANCE = {"cpu": 1e-4}
-"""Relative difference that may be rounding, by kind of device."""
-_TOLERANCE = 1e-2  # of others, whose kernels may change with the batch's size
+_SAMPLES = 8  # that are looked at, at most
+_TOLERANCE, _TOLERANCE_ELSEWHERE = 1e-4, 1e-2
+"""Relative differences that may be rounding: on the CPU, and where kernels may change with the batch's size."""
 
 
 def coupling(trace: Trace, workload: Workload) -> str | None:
     """Return a note on what couples the samples of a batch; None where nothing is seen to, or nothing can be cut."""
     if samples_of(workload) < 2:
         return None
-    rows = [OF_BATCH_NORM] if any(module.couples_batch for module in trace.modules) else []
-    rows += [OF_GRADIENT_HOOKS] if any(map(has_gradient_hooks, workload.model.parameters())) else []
-    for row in rows:
-        return f"microbatches are left out ({row.other}): {row.why}; {row.instead}"
-    found = coupled_samples(workload)
-    return None if found is None else _note(found)
+    if any(module.couples_batch for module in trace.modules):
+        row = OF_BATCH_NORM
+    elif any(map(has_gradient_hooks, workload.model.parameters())):
+        row = OF_GRADIENT_HOOKS
+    else:
+        found = coupled_samples(workload)
+        return None if found is None else _note(found)
+    return f"microbatches are left out ({row.other}): {row.why}; {row.instead}"
 
 
 def coupled_samples(workload: Workload) -> str | None:
@@ -46,7 +46,7 @@ def coupled_samples(workload: Workload) -> str | None:
     there is no data, where the loss draws random numbers, or where it can't be computed like this.
     """
     size = samples_of(workload)
-    samples = min(SAMPLES, size)
+    samples = min(_SAMPLES, size)
     is_wide = all(p.itemsize >= 4 for p in workload.model.parameters())
     if samples < 2 or not (is_wide and has_data(workload)):
         return None
@@ -58,9 +58,9 @@ def coupled_samples(workload: Workload) -> str | None:
                 whole, together = _losses(workload, samples)
     except Exception:  # someone's loss in evaluation mode, on other samples than it is made for
         return None
-    kind = next((p.device.type for p in workload.model.parameters()), "cpu")
-    scale = max(abs(whole), abs(together))
-    if not math.isfinite(whole) or abs(whole - together) <= TOLERANCE.get(kind, _TOLERANCE) * scale:
+    is_elsewhere = next((p.device.type for p in workload.model.parameters()), "cpu") != "cpu"
+    tolerance = _TOLERANCE_ELSEWHERE if is_elsewhere else _TOLERANCE
+    if not math.isfinite(whole) or abs(whole - together) <= tolerance * max(abs(whole), abs(together)):
         return None
     return f"the loss of {samples} samples is {whole:.5g} at once, and {together:.5g} in two parts"
 
@@ -75,22 +75,19 @@ def _losses(workload: Workload, samples: int) -> tuple[float, float]:
         batch = take(workload.batch, [round(i * (size - 1) / (samples - 1)) for i in range(samples)])
     parameters = {id(p): p for p in workload.model.parameters()}
     model = copy.deepcopy(workload.model, parameters)  # all else that a model has, it may change
+
+    def value(start: int, stop: int) -> tuple[float, float | None]:  # the loss and its count, None where it is a mean
+        found: Any = workload.loss_fn(model, part_of(workload, batch, start, stop))
+        return (float(found[0]), float(found[1])) if isinstance(found, tuple) else (float(found), None)
+
     with evaluation_mode(model):
         before = rng_state()
-        whole, *parts = (
-            _value(workload.loss_fn(model, part_of(workload, batch, start, stop)))
-            for start, stop in ((0, samples), (0, cut), (cut, samples))
-        )
+        whole, *parts = value(0, samples), value(0, cut), value(cut, samples)
         if rng_state() != before:
             raise ValueError("the loss draws random numbers")
     if whole[1] is None:
         return whole[0], sum(loss * n / samples for (loss, _), n in zip(parts, (cut, samples - cut), strict=True))
     return whole[0] / whole[1], sum(loss for loss, _ in parts) / sum(count or 0.0 for _, count in parts)
-
-
-def _value(value: Any) -> tuple[float, float | None]:
-    """Return a loss and its count, None where it is a mean."""
-    return (float(value[0]), float(value[1])) if isinstance(value, tuple) else (float(value), None)
 
 
 def without_coupled(plan: Plan, workload: Workload) -> Plan:
@@ -99,11 +96,15 @@ def without_coupled(plan: Plan, workload: Workload) -> Plan:
     For plans that were made for a device elsewhere, from shapes alone: those for the CPU have looked at the data.
     Refused where the plan's own levers are forbidden.
     """
-    chosen = plan.levers.microbatch_size < plan.batch_size and plan.numerics != "changed"
-    if plan.device == "cpu" or not (chosen or any(_is_cut(plan, point) for point in plan.frontier)):
+
+    def is_cut(levers: Levers, numerics: Numerics) -> bool:
+        return levers.microbatch_size < plan.batch_size and numerics != "changed"
+
+    whole = [point for point in plan.frontier if not is_cut(point.levers, point.numerics)]
+    chosen = is_cut(plan.levers, plan.numerics)
+    if plan.device == "cpu" or not (chosen or len(whole) < len(plan.frontier)):
         return plan
-    found = coupled_samples(workload)
-    if found is None:
+    if (found := coupled_samples(workload)) is None:
         return plan
     if chosen:
         row = OF_COUPLING_LOSS
@@ -112,11 +113,7 @@ def without_coupled(plan: Plan, workload: Workload) -> Plan:
             f" training: {row.other} ({found}): {row.why}. What to do: {row.instead}. The row in"
             f" docs/reference/combinations.md: {row.row()}"
         )
-    return replace(plan, frontier=[p for p in plan.frontier if not _is_cut(plan, p)], notes=[*plan.notes, _note(found)])
-
-
-def _is_cut(plan: Plan, point: Candidate) -> bool:
-    return point.levers.microbatch_size < plan.batch_size and point.numerics != "changed"
+    return replace(plan, frontier=whole, notes=[*plan.notes, _note(found)])
 
 
 def _note(found: str) -> str:

@@ -1,5 +1,4 @@
-"""The search: the fastest of captured combinations of levers that fits, others that may be as fast, and the fastest of
-these as measured.
+"""The search: the fastest of captured combinations of levers that fits, and others that may be as fast.
 
 Nothing here runs a step. It needs traces and costs, and no torch.
 """
@@ -7,8 +6,7 @@ Nothing here runs a step. It needs traces and costs, and no torch.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import thread_time
 from typing import NamedTuple
@@ -17,7 +15,7 @@ from msgspec.structs import replace
 
 from memfit.errors import InfeasibleError
 from memfit.foundations import format_bytes
-from memfit.ir import NUMERICS, Candidate, Levers, Numerics, Prediction, allows, uses_text
+from memfit.ir import Candidate, Levers, Numerics, Prediction, allows, uses_text
 from memfit.report import enough_text, infeasible_verdict, place_lines
 from memfit.solver import COARSE, SIMPLER_WITHIN, Choice, Combination, dominates, fastest, undominated
 
@@ -28,13 +26,7 @@ ADVICE_SECONDS = 1.0
 _WIDEST = 1.1  # more than any error bar, as a multiple of the peak: those of compiled steps are up to 5 %
 _ROUNDING_BYTES = 64  # what floats in the solver may miss
 
-MOST = 4
-"""The most plans that are run, the one predicted to be fastest among them."""
-MARGIN = 0.005
-"""Plans this near to the fastest count as fast: of them one that changes less is taken."""
-RATIO_ERROR = 0.06
-"""The standard error of predicted ratios between plans, chosen: half of those in `benchmarks.step_times` are within
-2 %, and steps unlike its own, or on a busy machine, are further off."""
+_MOST = 4  # plans that are run, the one predicted to be fastest among them
 _SOLVE_SECONDS = 2.0
 _LEAST_SOLVE_SECONDS = 0.1
 _REFIT_SECONDS = 0.5
@@ -76,16 +68,12 @@ class Saving(NamedTuple):
 
 @dataclass(frozen=True)
 class Advice:
-    """What an error says of a step that does not fit.
-
-    Attributes:
-        savings: Returns what else would save of a plan of some levers and peak, the most first.
-        plain_bytes: What the step needs as it is; None where that is not known.
-    """
+    """What an error says of a step that does not fit."""
 
     batch: str
     savings: Callable[[Levers, int], Sequence[Saving]] = lambda *_: []
-    plain_bytes: int | None = None
+    """Returns what else would save of a plan of some levers and peak, the most first."""
+    plain_bytes: int | None = None  # that the step needs as it is; None where that is not known
 
 
 Beside = Callable[[Candidate], Sequence[Confirmed]]
@@ -93,17 +81,11 @@ Beside = Callable[[Candidate], Sequence[Confirmed]]
 
 
 class Limits(NamedTuple):
-    """The limits of a plan.
+    """The limits of a plan."""
 
-    Attributes:
-        budget_bytes: What a step may hold.
-        peak_error: By what share peaks may be above what the solver has.
-        numerics: The freest numerics class.
-    """
-
-    budget_bytes: int
-    peak_error: float
-    numerics: Numerics
+    budget_bytes: int  # that a step may hold
+    peak_error: float  # by what share peaks may be above what the solver has
+    numerics: Numerics  # the freest class
 
     def allow(self, combinations: Sequence[Combination]) -> list[Combination]:
         return [c for c in combinations if allows(self.numerics, c.numerics)]
@@ -132,16 +114,20 @@ def fastest_that_fits(
     """
     target, spent = limits.peak_bytes, 0.0
     for _ in range(_ATTEMPTS if combinations else 0):
-        started = time.thread_time()
+        started = thread_time()
         candidate = fastest(combinations, target, _FIRST_SHARE * (seconds - spent))
-        spent += time.thread_time() - started
+        spent += thread_time() - started
         if candidate is None:
             break
         if best is not None and not is_faster(candidate.step_seconds, best.prediction.step_seconds):
             return Confirmed(_bounded(best.point, candidate), best.prediction), spent
         confirmed = Confirmed(candidate, confirm(candidate))
         if limits.fit(confirmed.prediction):
-            return confirmed if best is None else faster_of(best, confirmed), spent
+            if best is None:
+                return confirmed, spent
+            swap = is_faster(confirmed.prediction.step_seconds, best.prediction.step_seconds)
+            chosen, loser = (confirmed, best) if swap else (best, confirmed)
+            return Confirmed(_bounded(chosen.point, loser.point), chosen.prediction), spent
         target = limits.lowered(target, confirmed.prediction)
     return best, spent
 
@@ -236,13 +222,6 @@ def with_plan(points: Sequence[Candidate], chosen: Confirmed, limits: Limits) ->
     return sorted([*others, own], key=lambda point: point.step_seconds)
 
 
-def faster_of(one: Confirmed, other: Confirmed) -> Confirmed:
-    """Return the faster of two plans; the first where the other is hardly faster."""
-    swap = is_faster(other.prediction.step_seconds, one.prediction.step_seconds)
-    chosen, loser = (other, one) if swap else (one, other)
-    return Confirmed(_bounded(chosen.point, loser.point), chosen.prediction)
-
-
 def is_faster(seconds: float, than: float) -> bool:
     """Tell whether a plan is enough faster to take more levers for it."""
     return than > (1 + SIMPLER_WITHIN) * seconds
@@ -298,7 +277,7 @@ def near_ties(
     Others fit, and their predicted step is longer by no more than the error of predicted times. The first of them is
     one that runs in another way, since predictions of steps that run alike err alike. Then one of each kind is taken,
     which is of the same levers set otherwise, the plain step first: whoever plans wants to know what it takes. Then
-    come more of a kind, up to `MOST` in all.
+    come more of a kind, up to four in all.
 
     Args:
         confirm: Predicts a point of the frontier from its captured step; None where its levers can't be applied.
@@ -306,111 +285,42 @@ def near_ties(
         way: The way in which a step under some levers runs: compiled, or as it is.
     """
     longest_seconds = (1 + step_error) * chosen.prediction.step_seconds
-    points = list(_others(combinations, limits, chosen.point, longest_seconds))
+
+    def kind(point: Candidate) -> frozenset[str]:
+        return frozenset(use.name for use in point.uses)
+
+    # The fastest point that fits of each other combination, the most promising first.
+    by_levers = {combination.levers: combination for combination in combinations}
+    others = [c for c in limits.allow(combinations) if c.levers != replace(chosen.point.levers, regions=())]
+    bounds = {index: c.solver.bound(limits.peak_bytes) for index, c in enumerate(others)}
+    near = {index: bound for index, bound in bounds.items() if bound is not None and bound <= longest_seconds}
+    points, deadline = list[Candidate](), thread_time() + _SOLVE_SECONDS
+    for rank, index in enumerate(sorted(near, key=lambda index: near[index])):
+        if (left := deadline - thread_time()) <= 0:
+            break
+        share = max(left / (len(near) - rank), _LEAST_SOLVE_SECONDS)
+        point = others[index].fastest(limits.peak_bytes, COARSE, share)
+        if point is not None and point.step_seconds <= longest_seconds:
+            points.append(point)
     ordered = sorted(points, key=lambda point: (bool(point.uses), point.step_seconds))
     otherwise = [point for point in points if way(point.levers) != way(chosen.point.levers)]
     first = sorted(otherwise, key=lambda point: point.step_seconds)[:1]
-    kinds = {_kind(point) for point in (chosen.point, *first)}
+    kinds = {kind(point) for point in (chosen.point, *first)}
     for point in ordered:
-        if _kind(point) not in kinds:
-            kinds.add(_kind(point))
+        if kind(point) not in kinds:
+            kinds.add(kind(point))
             first.append(point)
-    found, by_levers = [chosen], {combination.levers: combination for combination in combinations}
-    for point in [*first, *(point for point in ordered if point not in first)]:
-        if len(found) == MOST:
-            break
-        plan = _fitting(by_levers[_bare(point)], point, limits, confirm)
-        if plan is not None and plan.prediction.step_seconds <= longest_seconds:
-            found.append(plan)
+    found = [chosen]
+    for expected in [*first, *(point for point in ordered if point not in first)]:
+        # The error bars of some levers are wider than what points are solved for: a lower peak may fit.
+        candidate: Candidate | None = expected
+        target, refits = limits.peak_bytes, 0
+        while candidate is not None and len(found) < _MOST and refits < _REFITS:
+            if (prediction := confirm(candidate)) is None:
+                break
+            if limits.fit(prediction):
+                found += [Confirmed(candidate, prediction)] if prediction.step_seconds <= longest_seconds else []
+                break
+            target, refits = limits.lowered(target, prediction), refits + 1
+            candidate = by_levers[replace(expected.levers, regions=())].fastest(target, COARSE, _REFIT_SECONDS)
     return found
-
-
-def _fitting(
-    combination: Combination, point: Candidate, limits: Limits, confirm: Callable[[Candidate], Prediction | None]
-) -> Confirmed | None:
-    """Return a point once its captured step fits, or where it does not, one of a lower peak; None where there is none.
-
-    The error bars of some levers are wider than what points are solved for.
-    """
-    target: int = limits.peak_bytes
-    for _ in range(_REFITS):
-        if (prediction := confirm(point)) is None or limits.fit(prediction):
-            return None if prediction is None else Confirmed(point, prediction)
-        target = limits.lowered(target, prediction)
-        if (lower := combination.fastest(target, COARSE, _REFIT_SECONDS)) is None:
-            break
-        point = lower
-    return None
-
-
-def _others(
-    combinations: Sequence[Combination], limits: Limits, chosen: Candidate, longest_seconds: float
-) -> Iterator[Candidate]:
-    """Yield the fastest point that fits of each allowed combination but the chosen plan's, the most promising first."""
-    allowed = [c for c in limits.allow(combinations) if c.levers != _bare(chosen)]
-    bounds = {index: c.solver.bound(limits.peak_bytes) for index, c in enumerate(allowed)}
-    near = {index: bound for index, bound in bounds.items() if bound is not None and bound <= longest_seconds}
-    deadline = thread_time() + _SOLVE_SECONDS
-    for rank, index in enumerate(sorted(near, key=lambda index: near[index])):
-        left = deadline - thread_time()
-        if left <= 0:
-            return
-        share = max(left / (len(near) - rank), _LEAST_SOLVE_SECONDS)
-        point = allowed[index].fastest(limits.peak_bytes, COARSE, share)
-        if point is not None and point.step_seconds <= longest_seconds:
-            yield point
-
-
-def _bare(point: Candidate) -> Levers:
-    """Return the levers of a point without regions, which its combination has."""
-    return replace(point.levers, regions=())
-
-
-def _kind(point: Candidate) -> frozenset[str]:
-    return frozenset(use.name for use in point.uses)
-
-
-class MeasuredPlan(NamedTuple):
-    """A contender and its measured step."""
-
-    measured_seconds: float  # or what `weighed` makes of it
-    predicted_seconds: float
-    numerics: Numerics = "exact"
-    levers: int = 0  # that it uses
-
-
-def weighed(measured: Sequence[MeasuredPlan], error: float) -> list[MeasuredPlan]:
-    """Return contenders with the step that measurement and prediction together speak for, of one or more.
-
-    Few steps on a machine that does other work too can't tell apart plans that take about as long, and predictions
-    err too. The logarithm of each ratio to the first contender is the mean of the measured and the predicted one, each
-    with the inverse of its variance as the weight: the estimate of the least variance where both err independently.
-    `error` is the standard error of measured ratios, as a share (≥ 0); 0 leaves measured times as they are.
-    """
-    first = measured[0]
-    share = RATIO_ERROR**2 / (RATIO_ERROR**2 + error**2)  # of what was measured
-
-    def seconds(one: MeasuredPlan) -> float:
-        measured_ratio = one.measured_seconds / first.measured_seconds
-        predicted_ratio = one.predicted_seconds / first.predicted_seconds
-        logarithm = share * math.log(measured_ratio) + (1 - share) * math.log(predicted_ratio)
-        return first.measured_seconds * math.exp(logarithm)
-
-    return [first, *(MeasuredPlan(seconds(one), *one[1:]) for one in measured[1:])]
-
-
-def fastest_measured(measured: Sequence[MeasuredPlan]) -> int:
-    """Return which contender to take, of one or more.
-
-    Of those that are within `MARGIN` of the fastest it is one of the strictest numerics class, with the fewest
-    levers, and then the fastest of these. A larger margin would be noise's way to a slow plan: whatever errs by as much
-    is taken as equal.
-    """
-    longest_seconds = (1 + MARGIN) * min(one.measured_seconds for one in measured)
-    near = [index for index, one in enumerate(measured) if one.measured_seconds <= longest_seconds]
-
-    def preference(index: int) -> tuple[int, int, float, float, int]:
-        one = measured[index]
-        return NUMERICS.index(one.numerics), one.levers, one.measured_seconds, one.predicted_seconds, index
-
-    return min(near, key=preference)

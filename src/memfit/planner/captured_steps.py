@@ -102,9 +102,6 @@ class CapturedSteps:
     """Captured steps, each with its costs, its prediction, and the problem of choosing its regions.
 
     It is the `Setting` that levers are asked about.
-
-    Attributes:
-        part: The workload of one rank: with the largest part of the batch.
     """
 
     def __init__(self, request: Request) -> None:
@@ -114,7 +111,7 @@ class CapturedSteps:
         self.compilers, self.must_compile = request.compilers, request.options.compile is True
         self.tries_all = False
         self.global_batch_size = samples_of(request.workload)
-        self.part = request.workload
+        self.part = request.workload  # of one rank: with the largest part of the batch
         if request.world_size > 1:
             from memfit.ranks import of_one_rank  # distributed packages take a second to import
 
@@ -132,38 +129,38 @@ class CapturedSteps:
         self.are_renewed = False  # whether operators were measured anew since this was set
 
     def on(self, levers: Levers) -> LeversOn:
-        """Return levers on the global batch."""
         return LeversOn(levers, self.global_batch_size, self.coupling is not None)
 
     def uses(self, levers: Levers) -> tuple[LeverUse, ...]:
         return lever_uses(self.on(levers))
 
-    def share(self) -> None:
-        """Have ranks share the step, where there are several: the plain step is then that of data parallelism."""
-        if self.request.world_size == 1:
-            return
-        units = repeated_blocks(self.trace(self.alone))
-        self.shardings = proposals(self.request.world_size, self.request.modes, units, self.device.cards_per_node)
-        self.plain = replace(self.alone, sharding=self.shardings[0])
-
     def allows(self, levers: Levers) -> bool:
         return allows(self.numerics, freest(self.uses(levers)))
 
+    def share(self) -> None:
+        """Have ranks share the step, where there are several: the plain step is then that of data parallelism."""
+        if self.request.world_size > 1:
+            units = repeated_blocks(self.trace(self.alone))
+            self.shardings = proposals(self.request.world_size, self.request.modes, units, self.device.cards_per_node)
+            self.plain = replace(self.alone, sharding=self.shardings[0])
+
     def trace(self, levers: Levers) -> Trace:
         """Return the trace of the step with some levers; raise `NotOffered`, with a note, where there is none."""
-        if levers not in self.traces:
-            if (trace := self._traced(levers)) is None:
-                raise NotOffered("the step can't be captured with it")
-            self.traces[levers] = trace
+        if not self._is_captured(levers):
+            raise NotOffered("the step can't be captured with it")
         return self.traces[levers]
 
-    def _traced(self, levers: Levers) -> Trace | None:
-        """Return the trace of the step with some levers, of shared ones on paper; None where it can't be captured."""
+    def _is_captured(self, levers: Levers) -> bool:
+        """Capture the step with some levers, of shared ones on paper; tell whether that is possible."""
+        if levers in self.traces:
+            return True
         alone = replace(levers, sharding=None)
-        trace = self.traces.get(alone) or self.failures.capture(alone)
-        if trace is not None and levers.sharding is not None:
+        if (trace := self.traces.get(alone) or self.failures.capture(alone)) is None:
+            return False
+        if levers.sharding is not None:
             self.traces[alone] = trace
-        return None if trace is None else of_engine(trace, levers.sharding or self.request.options.engine)
+        self.traces[levers] = of_engine(trace, levers.sharding or self.request.options.engine)
+        return True
 
     def predicted(self, levers: Levers) -> Prediction:
         if levers not in self._predictions:
@@ -175,12 +172,10 @@ class CapturedSteps:
 
     def captured(self, wanted: Sequence[Levers]) -> list[Levers]:
         """Capture the step with combinations of levers, and measure its operators; return the ones that work."""
-        progress = self.request.progress
+        progress, working = self.request.progress, list[Levers]()
         for index, levers in enumerate(wanted):
-            if levers not in self.traces and (trace := self._traced(levers)) is not None:
-                self.traces[levers] = trace
+            working += [levers] if self._is_captured(levers) else []
             progress("capture", index + 1, len(wanted))
-        working = [levers for levers in wanted if levers in self.traces]
         if not working:
             return []
         in_tf32 = [trace for trace in self.traces.values() if trace.precision == "tf32"]
@@ -247,8 +242,7 @@ class CapturedSteps:
 
     def host_bytes_left(self, levers: Levers) -> int:
         """Return the host memory that levers leave for regions; below 0 where it is not enough."""
-        state = state_bytes(self.traces[self.plain])
-        taken = lever_host_bytes(levers, state, self.host_budget_bytes)
+        taken = lever_host_bytes(levers, state_bytes(self.traces[self.plain]), self.host_budget_bytes)
         return self.host_budget_bytes - sum(taken.values())
 
 
@@ -263,32 +257,33 @@ class DeferredCandidates:
     @property
     def compiled_sizes(self) -> list[int]:
         """The sizes of compiled microbatches that compiled steps told not to capture, the largest first."""
-        if not self._compiled:
-            return []
-        return sorted({levers.microbatch_size for levers in self.waiting if compiles(levers)}, reverse=True)
+        sizes = {levers.microbatch_size for levers in self.waiting if self._compiled and compiles(levers)}
+        return sorted(sizes, reverse=True)
 
     def next(self, best_seconds: float, peak_bytes: int) -> list[Levers]:
         """Capture those that need not wait, and return the ones that work; none where the others can wait.
 
-        The best plan that fits takes `best_seconds`: infinite where none does, and then nothing can wait.
+        The best plan that fits takes `best_seconds`: infinite where none does, and then nothing can wait. What may be
+        enough faster need not wait; of compiled steps the largest, which tells of smaller ones.
         """
-        while chosen := self._chosen(best_seconds, peak_bytes):
+        while self.waiting:
+            compiled = [levers for levers in self.waiting if compiles(levers)]
+            others = [levers for levers in self.waiting if levers not in compiled]
+            largest_first = sorted(compiled, key=lambda levers: -levers.microbatch_size)
+            faster = (x for x in largest_first if self._expected_seconds(x, peak_bytes) < best_seconds)
+            if math.isinf(best_seconds):
+                chosen = self.waiting
+            elif (first := next(faster, None)) is not None:
+                chosen = [first]
+            elif any(self._seconds(self._wholes[levers]) < best_seconds for levers in others):
+                chosen = others
+            else:
+                break
             self.waiting = [levers for levers in self.waiting if levers not in chosen]
             if found := self._steps.captured(chosen):
                 self._compiled += filter(compiles, found)
                 return found
         return []
-
-    def _chosen(self, best_seconds: float, peak_bytes: int) -> list[Levers]:
-        """Return what may be enough faster; of compiled steps the largest, which tells of smaller ones."""
-        if math.isinf(best_seconds):
-            return self.waiting
-        compiled = [levers for levers in self.waiting if compiles(levers)]
-        for levers in sorted(compiled, key=lambda levers: -levers.microbatch_size):
-            if self._expected_seconds(levers, peak_bytes) < best_seconds:
-                return [levers]
-        others = [levers for levers in self.waiting if levers not in compiled]
-        return others if any(self._seconds(self._whole(levers)) < best_seconds for levers in others) else []
 
     def _expected_seconds(self, levers: Levers, peak_bytes: int) -> float:
         """Return what a compiled step takes at least.
@@ -296,22 +291,19 @@ class DeferredCandidates:
         It is expected to be to the step as it is, in time and in peak, as the next larger one was. Infinite where none
         was captured, where another compiler's was faster, or where the step as it is does not fit.
         """
-        whole, size = self._whole(levers), levers.microbatch_size
-        family = uncompiled(whole)
-        larger = [x for x in self._compiled if x.microbatch_size > size and uncompiled(self._whole(x)) == family]
+        size, wholes = levers.microbatch_size, self._wholes
+        whole, family = wholes[levers], uncompiled(wholes[levers])
+        larger = [x for x in self._compiled if x.microbatch_size > size and uncompiled(wholes.get(x, x)) == family]
         if not larger:
             return math.inf
         fastest = min(larger, key=lambda x: (x.microbatch_size, self._seconds(x)))
         own, other = uncompiled(levers), uncompiled(fastest)
-        if self._whole(fastest) != whole or len(self._steps.captured([own, other])) < 2:
+        if wholes.get(fastest, fastest) != whole or len(self._steps.captured([own, other])) < 2:
             return math.inf
         compiled, plain = self._steps.predicted(fastest), self._steps.predicted(other)
         bound = self._steps.combination(own).solver.bound(int(peak_bytes * plain.peak_bytes / compiled.peak_bytes))
         least = _DOUBT * _HALVING ** math.log2(fastest.microbatch_size / size)
         return math.inf if bound is None else least * bound * compiled.step_seconds / plain.step_seconds
-
-    def _whole(self, levers: Levers) -> Levers:
-        return self._wholes.get(levers, levers)
 
     def _seconds(self, levers: Levers) -> float:
         return self._steps.predicted(levers).step_seconds

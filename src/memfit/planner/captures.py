@@ -5,9 +5,10 @@ There tensors of a GPU are fake too, or this process is one of a group.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -29,7 +30,7 @@ from memfit.capture import (
     why_no_data_run,
 )
 from memfit.errors import CaptureError
-from memfit.foundations import Progress
+from memfit.foundations import Progress, silent
 from memfit.ir import Device, Levers, Trace
 from memfit.levers import LeversOn, applied, compiles, described_loop, used_levers
 from memfit.ranks import shard
@@ -63,14 +64,7 @@ class _DataRun:
     data: DataRuns
     plain: Levers
     explores: bool
-
-    @property
-    def policy(self) -> Policy | None:
-        return self.data.policy
-
-    @policy.setter
-    def policy(self, policy: Policy | None) -> None:
-        self.data.policy = policy
+    policy = property(lambda self: self.data.policy, lambda self, policy: setattr(self.data, "policy", policy))
 
     @property
     def known(self) -> Readings | None:
@@ -81,19 +75,6 @@ class _DataRun:
             build = functools.partial(applied, self.plain)
             self.data.readings[self.plain] = read_with_data(self.data.workload, build, self.plain.microbatch_size)
         return self.known
-
-
-def readings_to_send(workload: Workload, sizes: Sequence[int]) -> dict[int, Readings]:
-    """Return the step's readings with data, by microbatch size; none where it reads known values, or can't run here."""
-    whole = Levers(microbatch_size=samples_of(workload))
-    if why_no_data_run(workload) is not None or not reads_unknown(workload, functools.partial(applied, whole)):
-        return {}
-    runs = DataRuns(workload)
-    try:
-        by_size = {size: runs.of(Levers(microbatch_size=size))() for size in sorted(set(sizes))}
-    except CaptureError:  # a step that runs on a GPU only
-        return {}
-    return {size: readings for size, readings in by_size.items() if readings is not None}
 
 
 def receive(readings: dict[int, Readings]) -> None:
@@ -124,7 +105,13 @@ def call_elsewhere(
     there. Their progress is told as that of one. What a function raises is raised here once all have ended;
     `CaptureError` where a process ends without a reply.
     """
-    setters = [(receive, readings_to_send(workload, sizes))]
+    readings, whole = dict[int, Readings](), Levers(microbatch_size=samples_of(workload))
+    if why_no_data_run(workload) is None and reads_unknown(workload, functools.partial(applied, whole)):
+        runs = DataRuns(workload)
+        with contextlib.suppress(CaptureError):  # of a step that runs on a GPU only
+            by_size = {size: runs.of(Levers(microbatch_size=size))() for size in sorted(set(sizes))}
+            readings = {size: found for size, found in by_size.items() if found is not None}
+    setters = [(receive, readings)]
     packets = [packed(function, workload, options, setters) for options in calls]
     return hardware.process.run_each(packets, progress, fakes_cuda=fakes_cuda)
 
@@ -138,8 +125,24 @@ class StepVariant:
     device: Device
     data: DataRuns
     build: Callable[..., AbstractContextManager[StepProgram]] = applied  # from the levers and a copy of the workload
-    warm: bool = False  # whether the workload has made a step, and its second one is like it (`CaptureJob`)
+    copied: Callable[[], Workload] | None = None  # the copy that is captured in place of the workload; None for itself
+    warm: bool = False  # whether what is captured has made a step, and its second one is like it (`CaptureJob`)
     explores: bool = True  # whether other control-flow paths of the step are tried too
+
+
+Store = Callable[[StepVariant, Callable[[StepVariant], Trace]], Trace]
+"""Returns the trace of a step, which it may have, or have captured by a function."""
+_stores: list[Store] = []
+
+
+@contextlib.contextmanager
+def captured_through(store: Store) -> Iterator[None]:
+    """Ask a store for each step that is to be captured within the context, such as one that keeps traces."""
+    _stores.append(store)
+    try:
+        yield
+    finally:
+        _stores.remove(store)
 
 
 def capture_levers(workload: Workload, levers: Levers, device: Device, data: DataRuns | None = None) -> Trace:
@@ -151,7 +154,11 @@ def capture_levers(workload: Workload, levers: Levers, device: Device, data: Dat
 
 
 def capture_each(
-    workload: Workload, levers: Sequence[Levers], device: Device, data: DataRuns | None = None
+    workload: Workload,
+    levers: Sequence[Levers],
+    device: Device,
+    data: DataRuns | None = None,
+    progress: Progress = silent,
 ) -> list[Trace]:
     """Return the traces of a workload's step with some levers each, as `capture_levers` does.
 
@@ -160,13 +167,9 @@ def capture_each(
     if is_elsewhere(device):
         options = {"levers": list(levers), "device": device}
         sizes = [each.microbatch_size for each in levers]
-        return call_elsewhere(_captured_there, workload, [options], lambda *_: None, sizes=sizes)[0]
+        return call_elsewhere(capture_each, workload, [options], silent, sizes=sizes)[0]
     data = data or DataRuns(workload)
     return [_captured(StepVariant(workload, each, device, data)) for each in levers]
-
-
-def _captured_there(workload: Workload, *, levers: list[Levers], device: Device, progress: Progress) -> list[Trace]:
-    return capture_each(workload, levers, device)
 
 
 def capture_plain(workload: Workload, levers: Levers, device: Device) -> Trace:
@@ -186,8 +189,8 @@ class Captures:
     def __init__(self, workload: Workload, device: Device) -> None:
         self.workload, self.device = workload, device
         self.data = DataRuns(workload)
-        if isinstance(workload, LoopWorkload) and workload.tape.entries:
-            self._warm = None
+        self._copy: Workload | None = None  # that has made a step
+        self._starts_anew = isinstance(workload, LoopWorkload) and bool(workload.tape.entries)
 
     def __call__(self, levers: Levers) -> Trace:
         """Return the trace of the step with levers applied, as `capture_levers` does."""
@@ -197,9 +200,9 @@ class Captures:
         size = samples_of(self.workload)
         as_before = not any(lever.changes_state(levers) for lever in used_levers(LeversOn(levers, size)))
         is_as_later = not compiles(levers)  # of compiled steps, the first is like no other
-        if as_before and is_as_later and self._warm is not None:
+        if as_before and is_as_later and not self._starts_anew:
             try:
-                return _captured(dataclasses.replace(variant, workload=self._warm, warm=True))
+                return _captured(dataclasses.replace(variant, copied=self._warmed, warm=True))
             except CaptureError:  # as for a model that holds something of the step before, in another precision
                 pass
         return _captured(variant)
@@ -210,17 +213,25 @@ class Captures:
             return capture_levers(self.workload, levers, self.device, self.data)
         return _captured(StepVariant(self.workload, levers, self.device, self.data, warm=True, explores=False))
 
-    @functools.cached_property
-    def _warm(self) -> Workload | None:
-        """A copy that has made a step; None where that fails, as of a step that reads what only data can tell."""
-        plain = Levers(microbatch_size=samples_of(self.workload))
-        try:
-            return warmed(self.workload, functools.partial(applied, plain), device=_fake_device(self.device))
-        except CaptureError:
-            return None
+    def _warmed(self) -> Workload:
+        """Return the copy that has made a step; it fails once and for all where the step reads what only data tells."""
+        if self._copy is None:
+            self._starts_anew = True
+            plain = Levers(microbatch_size=samples_of(self.workload))
+            device = _fake_device(self.device)
+            self._copy = warmed(self.workload, functools.partial(applied, plain), device=device)
+            self._starts_anew = False
+        return self._copy
 
 
-def _captured(variant: StepVariant) -> Trace:
+def _captured(variant: StepVariant, stores: Sequence[Store] | None = None) -> Trace:
+    stores = _stores if stores is None else stores
+    return stores[-1](variant, functools.partial(_captured, stores=stores[:-1])) if stores else _capture(variant)
+
+
+def _capture(variant: StepVariant) -> Trace:
+    if variant.copied is not None:
+        variant = dataclasses.replace(variant, workload=variant.copied(), copied=None)
     sharding, device = variant.levers.sharding, variant.device
     if sharding is None:
         return _captured_here(variant)
@@ -257,25 +268,23 @@ def _captured_here(variant: StepVariant) -> Trace:
             raise
         trace = capture_with_data(job, instead_of=e)
     selective = sorted({fqn for region in levers.regions if region.keep for fqn in region.modules})
-    trace = replace(trace, selective=selective)
+    trace, notes = replace(trace, selective=selective), list(trace.notes)
     if workload.loop is not None and variant.build is not described_loop:
-        found = ["memfit captured its own step; Workload.loop does not change its order"]
-        trace = replace(trace, notes=[*trace.notes, *found])
+        notes.append("memfit captured its own step; Workload.loop does not change its order")
     elif workload.loop is not None:
-        found = ["memfit captured your own loop, as Workload.loop describes it"]
+        notes.append("memfit captured your own loop, as Workload.loop describes it")
         if workload.loop.cudnn_benchmark and device.kind == "cuda":
-            found.append(
+            notes.append(
                 "with Loop.cudnn_benchmark cuDNN chooses the fastest kernels, even if they need more memory: the"
                 f" error bar is {BENCHMARK_ERROR:.0%} wider"
             )
-        trace = replace(trace, notes=[*trace.notes, *found])
     if job.device is not None:
-        return trace
-    note = (
+        return replace(trace, notes=notes)
+    notes.append(
         f"memfit captured the step for a CPU: fake CUDA tensors are not available ({hardware.shim.why_not()})."
         " Attention, normalisation and the optimizer use other kernels on a GPU, so the error bar is wide"
     )
-    return replace(trace, device=device.name, notes=[*trace.notes, note])
+    return replace(trace, device=device.name, notes=notes)
 
 
 def _fake_device(device: Device) -> Device | None:

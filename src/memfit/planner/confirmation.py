@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from msgspec.structs import replace
@@ -56,9 +57,7 @@ class CaptureFailures:
 
     def notes(self) -> list[str]:
         """Return which levers were left out and why, those that fail alike together."""
-        alike: dict[str, list[str]] = {}
-        for levers, why in self._failed.items():
-            alike.setdefault(why, []).append(" with ".join(sorted(self._names(levers))))
+        alike = _by_reason((" with ".join(sorted(self._names(levers))), why) for levers, why in self._failed.items())
         listed = {why: ", ".join(dict.fromkeys(names)) for why, names in alike.items()}
         return [f"{names}: left out, since the step fails with it ({why})" for why, names in listed.items()]
 
@@ -67,7 +66,14 @@ class CaptureFailures:
         return frozenset(lever.use(on).brief for lever in used_levers(on))
 
 
-def fails(attempt: Attempt, levers: Levers) -> bool:
+def _by_reason(whys: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    alike: dict[str, list[str]] = {}
+    for what, why in whys:
+        alike.setdefault(why, []).append(what)
+    return alike
+
+
+def _fails(attempt: Attempt, levers: Levers) -> bool:
     try:
         attempt(levers)
     except Exception:  # someone's code, which may raise anything
@@ -82,7 +88,7 @@ def failing(levers: Levers, regions: Sequence[Region], attempt: Attempt) -> list
     middle = len(regions) // 2
     found: list[Region] = []
     for half in (regions[:middle], regions[middle:]):
-        if fails(attempt, replace(levers, regions=tuple(half))):
+        if _fails(attempt, replace(levers, regions=tuple(half))):
             found += failing(levers, half, attempt)
     return found or list(regions)
 
@@ -102,15 +108,10 @@ def first_line(error: BaseException) -> str:
 
 def refusal_notes(refused: Mapping[str, str]) -> list[str]:
     """Return why modules are not recomputed (`solver.candidates.refusals`), those of one reason together."""
-    alike: dict[str, list[str]] = {}
-    for fqn, why in refused.items():
-        if fqn:
-            alike.setdefault(why, []).append(fqn)
-    who = {why: "it" if len(names) == 1 else "each" for why, names in alike.items()}
-    more = {why: f" and {len(n) - _NAMED} more" if len(n) > _NAMED else "" for why, n in alike.items()}
     return [
-        f"{', '.join(names[:_NAMED])}{more[why]} {'is' if len(names) == 1 else 'are'} not recomputed: {who[why]} {why}"
-        for why, names in alike.items()
+        f"{', '.join(names[:_NAMED])}{f' and {len(names) - _NAMED} more' if len(names) > _NAMED else ''}"
+        + (f" is not recomputed: it {why}" if len(names) == 1 else f" are not recomputed: each {why}")
+        for why, names in _by_reason((fqn, why) for fqn, why in refused.items() if fqn).items()
     ]
 
 
@@ -152,11 +153,13 @@ class Confirmation:
         try:
             trace = self.capture(levers)
         except RecomputationError as e:
-            raise self._without_differing(self._differences(levers) or {e.modules: e}, levers) from e
+            with probing() as found, contextlib.suppress(MemfitError):  # the modules that differ, without data
+                self._captures.of_one_step(levers)
+            raise self._without_differing(found or {e.modules: e}, levers) from e
         except MemfitError as e:
             raise self._without_failing(levers, e, self.capture) from e
-        if found := self._growing(trace):
-            raise self._without_differing(found, levers)
+        if growing := self._growing(trace):
+            raise self._without_differing(growing, levers)
         return trace
 
     def proof(self, levers: Levers, as_is: Prediction, step_seconds: float, progress: Progress) -> Proof:
@@ -173,25 +176,17 @@ class Confirmation:
         if why:
             return Proof(why=why)
         progress("prove", 0, 1)
+        compare = functools.partial(differences, self._part)
         try:
-            found = self._differences_with_data(levers)
+            found = compare(levers)
         except Exception as e:  # someone's code, which may raise anything
-            if fails(self._differences_with_data, self._plain):
+            if _fails(compare, self._plain):
                 return Proof(why=f"the step can't be run here ({first_line(e)})")
-            raise self._without_failing(levers, e, self._differences_with_data) from e
+            raise self._without_failing(levers, e, compare) from e
         if found:
             raise self._without_differing(found, levers)
         progress("prove", 1, 1)
         return Proof(levers=key)
-
-    def _differences_with_data(self, levers: Levers) -> Differences:
-        return differences(self._part, levers)
-
-    def _differences(self, levers: Levers) -> Differences:
-        """Return the modules that differ when they run again, found without data."""
-        with probing() as found, contextlib.suppress(MemfitError):
-            self._captures.of_one_step(levers)
-        return found
 
     def _without_differing(self, found: Differences, levers: Levers) -> Excluded:
         """Leave out the regions around modules that differ when they run again, or lean modules."""
@@ -201,10 +196,8 @@ class Confirmation:
             f"{e.module} is not recomputed: its second run differs from the first ({e.how})" for e in found.values()
         ]
         modules = {fqn for of, e in found.items() if of in regions for fqn in enclosing(e.module)}
-        error = next(iter(found.values()))
-        if found.keys() <= regions:
-            return Excluded(error, notes, modules)
-        return Excluded(error, notes, modules, recomputes)  # with what runs again outside of regions
+        error, out = next(iter(found.values())), () if found.keys() <= regions else (recomputes,)
+        return Excluded(error, notes, modules, *out)  # what recomputes, where it runs again outside of regions
 
     def _growing(self, trace: Trace) -> Differences:
         """Return the modules that call an operator whose recomputation takes larger tensors than the forward pass.
@@ -241,7 +234,7 @@ class Confirmation:
     def _without_failing(self, levers: Levers, error: Exception, attempt: Callable[[Levers], object]) -> Excluded:
         """Leave out those regions without which a step works, or its other levers; raise where the plain one fails."""
         bare = replace(levers, regions=())
-        if fails(attempt, bare):
+        if _fails(attempt, bare):
             if bare == self._plain:
                 raise error
             self._failures.leave_out(bare, first_line(error))
@@ -257,19 +250,17 @@ class Confirmation:
 def why_not_proven(workload: Workload, device: Device, plain: Prediction, step_seconds: float) -> str:
     """Return why a plan is not proven before it is returned; "" where it can be."""
     free = free_bytes()
-    if isinstance(workload, LoopWorkload):
-        return "the loop itself runs it"
-    if device.is_here and device.kind != "cpu":
-        return f"it runs on {device.name}"
-    if device.kind != "cpu":
-        return f"planned for {device.name}, and this machine's CPU computes differently"
-    if not has_data(workload):
-        return "the model or the batch has no data here"
-    if step_seconds > LONGEST_SECONDS:
-        return f"a step is predicted to take {format_seconds(step_seconds)}"
-    if _ROOM * plain.peak_bytes > free:
-        return f"the plain step needs {format_bytes(plain.peak_bytes)}, and {format_bytes(free)} is free here"
-    return ""
+    whys = {
+        "the loop itself runs it": isinstance(workload, LoopWorkload),
+        f"it runs on {device.name}": device.is_here and device.kind != "cpu",
+        f"planned for {device.name}, and this machine's CPU computes differently": device.kind != "cpu",
+        "the model or the batch has no data here": not has_data(workload),
+        f"a step is predicted to take {format_seconds(step_seconds)}": step_seconds > LONGEST_SECONDS,
+        f"the plain step needs {format_bytes(plain.peak_bytes)}, and {format_bytes(free)} is free here": (
+            _ROOM * plain.peak_bytes > free
+        ),
+    }
+    return next((why for why, holds in whys.items() if holds), "")
 
 
 def differences(workload: Workload, levers: Levers, place: torch.device | None = None) -> Differences:

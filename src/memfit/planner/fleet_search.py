@@ -21,14 +21,12 @@ error bar.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from time import thread_time
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -106,18 +104,14 @@ class FleetRequest:
         return [dataclasses.replace(self, devices=part) for part in parts if part]
 
 
-class FleetSearch(NamedTuple):
+@dataclass
+class FleetSearch:
     """What was found, for which cards nothing fits, and what was assumed."""
 
-    rows: list[FleetRow]
-    misfits: list[Misfit]
-    notes: list[str]
-    step_error: float
-
-
-def search(workload: Workload, options: FleetRequest, progress: Progress) -> FleetSearch:
-    """Return the fastest plan found for each card and number of ranks."""
-    return _Search(workload, options, progress).result()
+    rows: list[FleetRow] = field(default_factory=list)
+    misfits: list[Misfit] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    step_error: float = 0.0
 
 
 def joined(searches: Sequence[FleetSearch]) -> FleetSearch:
@@ -130,41 +124,35 @@ def joined(searches: Sequence[FleetSearch]) -> FleetSearch:
     )
 
 
-class _Search:
-    def __init__(self, workload: Workload, options: FleetRequest, progress: Progress) -> None:
-        self.workload, self.options, self.progress = workload, options, progress
-        self.samples = samples_of(workload)
-        self.rows: list[FleetRow] = []
-        self.misfits: list[Misfit] = []
-        self.notes: list[str] = []
-        self.step_error = 0.0
-        self.done = 0
-
-    def result(self) -> FleetSearch:
-        waiting, menus = list(self.options.devices), dict[Precision, list[RegionSet]]()
-        for device in waiting:
-            for precision in self.options.precisions or ():
-                check_precision(precision, "precisions", device, self.workload)
-        while waiting:
-            self.progress("capture", len(self.options.devices) - len(waiting), len(self.options.devices))
-            group = _Group(self, waiting, menus)
-            group.run()
-            waiting = [device for device in waiting if device not in group.devices]
-        return FleetSearch(self.rows, self.misfits, list(dict.fromkeys(self.notes)), self.step_error)
-
-    @functools.cached_property
-    def world_sizes(self) -> list[int]:
-        """Return the numbers of ranks that have a sample each, from the fewest."""
-        sizes = sorted(set(self.options.world_sizes))
-        useful = [size for size in sizes if size <= self.samples]
-        if len(useful) < len(sizes):
-            self.notes.append(f"numbers of ranks above {self.samples} are left out: some ranks would have no sample")
-        if not useful:
-            raise UsageError(
-                f"world_sizes= begins at {sizes[0]}, and the batch has {self.samples} samples, so some ranks"
-                " would have none: give fewer ranks, or a larger Workload.batch"
-            )
-        return useful
+def search(workload: Workload, options: FleetRequest, progress: Progress) -> FleetSearch:
+    """Return the fastest plan found for each card and number of ranks."""
+    samples, found = samples_of(workload), FleetSearch()
+    for device in options.devices:
+        for precision in options.precisions or ():
+            check_precision(precision, "precisions", device, workload)
+    sizes = sorted(set(options.world_sizes))
+    useful = [size for size in sizes if size <= samples]
+    if len(useful) < len(sizes):
+        found.notes.append(f"numbers of ranks above {samples} are left out: some ranks would have no sample")
+    if not useful:
+        raise UsageError(
+            f"world_sizes= begins at {sizes[0]}, and the batch has {samples} samples, so some ranks"
+            " would have none: give fewer ranks, or a larger Workload.batch"
+        )
+    waiting, menus, done = list(options.devices), dict[Precision, list[RegionSet]](), 0
+    while waiting:
+        progress("capture", len(options.devices) - len(waiting), len(options.devices))
+        group = _Group(workload, dataclasses.replace(options, world_sizes=useful), waiting, menus, found, progress)
+        for ranks in useful[:1] if group.is_whole else useful:
+            for device in group.devices:
+                done += 1
+                progress("search", done, len(options.devices) * len(useful))
+                group.search(device, ranks)
+            group.steps.clear()  # no other number of ranks has them
+        found.misfits += [least for name, least in group.least.items() if group.fastest[name] == math.inf]
+        waiting = [device for device in waiting if device not in group.devices]
+    found.notes = list(dict.fromkeys(found.notes))
+    return found
 
 
 class _Group:
@@ -173,71 +161,69 @@ class _Group:
     The first group solves `menus`: what is recomputed, from nothing to the lowest peak, by precision.
     """
 
-    def __init__(self, search: _Search, waiting: Sequence[Device], menus: dict[Precision, list[RegionSet]]) -> None:
-        self.search, self.options, first = search, search.options, waiting[0]
-        searched = self.options.precisions_for(first)
-        most = self.samples(search.world_sizes[0])
-        self.programs = {precision: ScaledTrace(search.workload, first, precision, most) for precision in searched}
+    def __init__(
+        self,
+        workload: Workload,
+        options: FleetRequest,
+        waiting: Sequence[Device],
+        menus: dict[Precision, list[RegionSet]],
+        found: FleetSearch,
+        progress: Progress,
+    ) -> None:
+        self.options, self.found, self.global_samples, first = options, found, samples_of(workload), waiting[0]
+        searched = options.precisions_for(first)
+        most = self.samples(options.world_sizes[0])
+        self.programs = {precision: ScaledTrace(workload, first, precision, most) for precision in searched}
         traces = {precision: program.trace(most, most) for precision, program in self.programs.items()}
         self.devices = [
-            card for card in waiting if self.options.precisions_for(card) == searched and runs_alike(first, card)
+            card for card in waiting if options.precisions_for(card) == searched and runs_alike(first, card)
         ]
         plain = traces[searched[0]]
-        search.notes += [note for note in plain.notes if not note.startswith("attention on ")]
+        found.notes += [note for note in plain.notes if not note.startswith("attention on ")]
         self.units = repeated_blocks(plain)
-        for precision, trace in traces.items():
-            if precision not in menus:
-                search.progress("solve", len(menus), len(menus) + 1)
-                menus[precision] = checkpoint_menu(trace, costs_of([trace], first), self.units)
         self.menus: dict[Precision, list[RegionSet]] = {}
         for precision, trace in traces.items():
+            if precision not in menus:
+                progress("solve", len(menus), len(menus) + 1)
+                menus[precision] = checkpoint_menu(trace, costs_of([trace], first), self.units)
             calls = Regions(trace).calls  # another program may lack some of the modules
             self.menus[precision] = [x for x in menus[precision] if all(r.modules[0] in calls for r in x)]
-        found = coupling(plain, search.workload)
-        self.couples = found is not None
-        if found is not None and self.options.numerics != "changed":
-            if search.world_sizes[0] > 1:
-                raise UsageError(f"world_sizes= has no 1, and several ranks are not allowed: {found}")
-            search.notes.append(f"one rank and one microbatch only: {found}")
-        self.is_whole = self.couples and self.options.numerics != "changed"  # the batch is cut by nothing
+        why = coupling(plain, workload)
+        self.couples = why is not None
+        self.is_whole = self.couples and options.numerics != "changed"  # the batch is cut by nothing
+        if self.is_whole:
+            if options.world_sizes[0] > 1:
+                raise UsageError(f"world_sizes= has no 1, and several ranks are not allowed: {why}")
+            found.notes.append(f"one rank and one microbatch only: {why}")
+        self.fastest = dict.fromkeys((device.name for device in self.devices), math.inf)
+        self.least: dict[str, Misfit] = {}
+        self.steps: dict[tuple[object, ...], _RankStep] = {}
+        self._is_free: dict[tuple[str, int], bool] = {}  # whether memory limited no plan of a rank of so many samples
         self._alone: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._steps: dict[tuple[object, ...], _RankStep] = {}
         self._programs: dict[tuple[object, ...], list[_Program]] = defaultdict(list)
 
-    def run(self) -> None:
-        search, options = self.search, self.options
-        fastest = dict.fromkeys((device.name for device in self.devices), math.inf)
-        free: dict[tuple[str, int], bool] = {}  # whether memory limited no plan of a rank with so many samples
-        least: dict[str, Misfit] = {}
-        for ranks in search.world_sizes:
-            if self.is_whole and ranks > 1:
-                break
-            for device in self.devices:
-                search.done += 1
-                search.progress("search", search.done, len(options.devices) * len(search.world_sizes))
-                key = device.name, self.samples(ranks)
-                # Do fewer cards as well? As many samples a rank have room: more cards would share the update only, and
-                # send more. Whole nodes are looked at all the same, since they may keep copies of what is sharded. Or
-                # no step can be faster.
-                if not options.each and free.get(key, False) and ranks % device.cards_per_node:
-                    continue
-                bound = 0.0 if options.each else min(self.bound_seconds(x, ranks, device) for x in self.sizes(ranks))
-                if not options.each and not is_faster(bound, fastest[device.name]):
-                    continue
-                found = _OneCard(self, device, ranks).fastest()
-                if isinstance(found, Misfit):
-                    kept = least.get(device.name, found)
-                    least[device.name] = min(kept, found, key=lambda each: each.held_bytes)
-                    continue
-                fastest[device.name] = min(fastest[device.name], found.step_seconds)
-                free[key] = not found.levers.regions and found.levers.microbatch_size == self.samples(ranks)
-                search.rows.append(found)
-            self._steps.clear()  # no other number of ranks has them
-        search.misfits += [least[name] for name, seconds in fastest.items() if seconds == math.inf and name in least]
+    def search(self, device: Device, ranks: int) -> None:
+        """Note the fastest plan of a number of cards of a kind, or the least that they would hold."""
+        each, key = self.options.each, (device.name, self.samples(ranks))
+        # Do fewer cards as well? As many samples a rank have room: more cards would share the update only, and send
+        # more. Whole nodes are looked at all the same, since they may keep copies of what is sharded. Or no step can be
+        # faster.
+        if not each and self._is_free.get(key, False) and ranks % device.cards_per_node:
+            return
+        bound = 0.0 if each else min(self.bound_seconds(levers, ranks, device) for levers in self.sizes(ranks))
+        if not each and not is_faster(bound, self.fastest[device.name]):
+            return
+        row = _OneCard(self, device, ranks).fastest()
+        if isinstance(row, Misfit):
+            self.least[device.name] = min(self.least.get(device.name, row), row, key=lambda one: one.held_bytes)
+            return
+        self.fastest[device.name] = min(self.fastest[device.name], row.step_seconds)
+        self._is_free[key] = not row.levers.regions and row.levers.microbatch_size == self.samples(ranks)
+        self.found.rows.append(row)
 
     def samples(self, ranks: int) -> int:
         """Return the samples of the rank with the most."""
-        return -(-self.search.samples // ranks)
+        return -(-self.global_samples // ranks)
 
     def sizes(self, ranks: int) -> list[Levers]:
         """Return the levers of each precision and microbatch size, the whole of a rank's samples first."""
@@ -245,17 +231,6 @@ class _Group:
         while sizes[-1] > 1 and not self.is_whole and allows(self.options.numerics, "reordered"):
             sizes.append(-(-sizes[-1] // 2))
         return [Levers(precision=p, microbatch_size=size) for p in self.programs for size in sizes]
-
-    def shardings(self, levers: Levers, ranks: int, device: Device) -> list[Levers]:
-        """Return levers with each sharding among some ranks, the simplest first; alone for one rank."""
-        if ranks == 1:
-            return [levers]
-        reduces = ("last", "each") if levers.microbatch_size < self.samples(ranks) else ("each",)
-        return [
-            replace(levers, sharding=replace(sharding, reduces=when))
-            for sharding in proposals(ranks, self.options.modes, self.units, device.cards_per_node)
-            for when in reduces
-        ]
 
     def bound_seconds(self, levers: Levers, ranks: int, device: Device) -> float:
         """Return the least time of a step of one rank: all is computed once, nothing waits, and updates take no time.
@@ -282,7 +257,7 @@ class _Group:
     def step(self, levers: Levers, samples: int) -> _RankStep:
         """Return the step of one rank, with its share of the update; levers' regions are none of its own."""
         key = (levers.precision, levers.microbatch_size, samples, levers.sharding)
-        if key not in self._steps:
+        if key not in self.steps:
             trace = self.programs[levers.precision].trace(levers.microbatch_size, samples)
             if levers.sharding is not None:
                 trace = with_share_of_update(shard(trace, levers.sharding), levers.sharding)
@@ -290,8 +265,8 @@ class _Group:
             program = next((known for known in alike if known.trace.is_program_of(trace)), None)
             if program is None:
                 alike.append(program := _Program(trace, self.menus[levers.precision]))
-            self._steps[key] = _RankStep(trace, program)
-        return self._steps[key]
+            self.steps[key] = _RankStep(trace, program)
+        return self.steps[key]
 
 
 class _OneCard:
@@ -301,19 +276,26 @@ class _OneCard:
         self.group, self.device, self.ranks = group, device, ranks
         self.samples = group.samples(ranks)
         self.budget_bytes = group.options.budget.nbytes(device_bytes=device.usable_bytes)
-        self._lowest: dict[Levers, float] = {}
         self._plain_fits: dict[Levers, bool] = {}
         self._tried: list[tuple[_RankStep, int]] = []  # points that have no room by the simulated allocator
 
     def fastest(self) -> FleetRow | Misfit:
         """Return the fastest plan that fits, or else a `Misfit` with the least that a card would hold."""
         group, best = self.group, None
+        lowest: list[float] = []  # live bytes of the sizes that have no room, others are among those tried
         bounded = [(group.bound_seconds(each, self.ranks, self.device), each) for each in group.sizes(self.ranks)]
         for bound, levers in sorted(bounded, key=lambda item: item[0]):
             if best is not None and not is_faster(bound, best.step_seconds):
                 break  # as is every later one
-            shardings = group.shardings(levers, self.ranks, self.device)
-            for shared in shardings if self._has_room(levers, shardings) else ():
+            shardings = self._shardings(levers)
+            if not self._fits_live(group.step(shardings[0], self.samples), 0):
+                # Does it have room where the most is sharded and recomputed? Others hold more.
+                step = group.step(max(shardings, key=_share), self.samples)
+                live_bytes = self._live_upper(step, len(step.menu) - 1)
+                if live_bytes > self.budget_bytes:
+                    lowest.append(live_bytes)
+                    continue
+            for shared in shardings:
                 sharding = shared.sharding
                 if sharding is not None and sharding.mode == "zero3" and "zero2" in group.options.modes:
                     # Parameters would be gathered twice; keeping them gathered is as fast, where that has room.
@@ -324,56 +306,52 @@ class _OneCard:
         if best is not None:
             return best
         held = [step.held_bytes(point, self.device) for step, point in self._tried]
-        too_large = [live for live in self._lowest.values() if live > self.budget_bytes]  # others are among those held
-        held_bytes = int(min([*(each[1] for each in held if each is not None), *too_large]))
+        held_bytes = int(min([*(each[1] for each in held if each is not None), *lowest]))
         return Misfit(device=self.device.name, ranks=self.ranks, held_bytes=held_bytes, budget_bytes=self.budget_bytes)
 
-    def _has_room(self, levers: Levers, shardings: Sequence[Levers]) -> bool:
-        """Tell whether a size fits by live bytes where the most is sharded and recomputed: others hold more."""
-        if self._fits_live(self.group.step(shardings[0], self.samples), 0):
-            return True
-        if levers not in self._lowest:
-            step = self.group.step(max(shardings, key=_share), self.samples)
-            self._lowest[levers] = self._live_upper(step, len(step.menu) - 1)
-        return self._lowest[levers] <= self.budget_bytes
+    def _shardings(self, levers: Levers) -> list[Levers]:
+        """Return levers with each sharding among the ranks, the simplest first; alone for one rank."""
+        if self.ranks == 1:
+            return [levers]
+        reduces = ("last", "each") if levers.microbatch_size < self.samples else ("each",)
+        found = proposals(self.ranks, self.group.options.modes, self.group.units, self.device.cards_per_node)
+        return [replace(levers, sharding=replace(sharding, reduces=when)) for sharding in found for when in reduces]
 
     def _faster(self, levers: Levers, best: FleetRow | None) -> FleetRow | None:
         """Return the fastest point of some levers that fits where it beats the best so far, which stays otherwise."""
-        than = math.inf if best is None else best.step_seconds
+        than, device, options = math.inf if best is None else best.step_seconds, self.device, self.group.options
         step = self.group.step(levers, self.samples)
-        if best is not None and not is_faster(step.replay(0, self.device).step_seconds(), than):
+        if best is not None and not is_faster(step.replay(0, device).step_seconds(), than):
             self._plain_fits[levers] = True  # for what sends more: that is no faster either
             return best
         for point in range(self._first_with_room(step), len(step.menu)):
-            seconds = step.replay(point, self.device).step_seconds()
+            seconds = step.replay(point, device).step_seconds()
             if not is_faster(seconds, than):
                 break
-            held = step.held_bytes(point, self.device, self.budget_bytes)
-            if held is not None:
-                self._plain_fits[levers] = point == 0
-                return self._row(replace(levers, regions=step.menu[point]), *held, seconds)
-            self._tried.append((step, point))
+            held = step.held_bytes(point, device, self.budget_bytes)
+            if held is None:
+                self._tried.append((step, point))
+                continue
+            self._plain_fits[levers] = point == 0
+            chosen = replace(levers, regions=step.menu[point])
+            uses = lever_uses(LeversOn(chosen, self.group.global_samples, self.group.couples))
+            hours, price = seconds * options.steps / 3600, options.prices.get(device.name)
+            return FleetRow(
+                device=device.name,
+                ranks=self.ranks,
+                nodes=-(-self.ranks // device.cards_per_node),
+                levers=chosen,
+                uses=uses,
+                numerics=freest(uses),
+                budget_bytes=self.budget_bytes,
+                peak_bytes=held[0],
+                held_bytes=held[1],
+                step_seconds=seconds,
+                hours=hours,
+                cost=None if price is None else price.per_hour * self.ranks * hours,
+                currency="" if price is None else price.currency,
+            )
         return best
-
-    def _row(self, levers: Levers, peak_bytes: int, held_bytes: int, step_seconds: float) -> FleetRow:
-        options, name = self.group.options, self.device.name
-        uses = lever_uses(LeversOn(levers, self.group.search.samples, self.group.couples))
-        hours, price = step_seconds * options.steps / 3600, options.prices.get(name)
-        return FleetRow(
-            device=name,
-            ranks=self.ranks,
-            nodes=-(-self.ranks // self.device.cards_per_node),
-            levers=levers,
-            uses=uses,
-            numerics=freest(uses),
-            budget_bytes=self.budget_bytes,
-            peak_bytes=peak_bytes,
-            held_bytes=held_bytes,
-            step_seconds=step_seconds,
-            hours=hours,
-            cost=None if price is None else price.per_hour * self.ranks * hours,
-            currency="" if price is None else price.currency,
-        )
 
     def _first_with_room(self, step: _RankStep) -> int:
         """Return the first point of the menu that fits by live bytes, by halving: peaks fall along it."""
@@ -392,83 +370,70 @@ class _OneCard:
         return self._live_upper(step, point) <= self.budget_bytes
 
     def _live_upper(self, step: _RankStep, point: int) -> float:
-        search = self.group.search
-        search.step_error = max(search.step_error, step.on(self.device).costs.step_error)
+        found = self.group.found
+        found.step_error = max(found.step_error, step.on(self.device)[0].step_error)
         return step.peak_bytes(point, self.device) * step.excess(self.device)
 
 
 def _share(levers: Levers) -> tuple[int, int, int, bool]:
     """Return how much of the state is cut: the most sharded is the largest."""
-    sharding = levers.sharding
-    if sharding is None:
+    if (sharding := levers.sharding) is None:
         return 0, 0, 0, False
-    return (
-        ("ddp", "zero1", "zero2", "zero3").index(sharding.mode),
-        sharding.shards,
-        -len(sharding.kept),
-        sharding.reduces == "each",
-    )
+    rank = ("ddp", "zero1", "zero2", "zero3").index(sharding.mode)
+    return rank, sharding.shards, -len(sharding.kept), sharding.reduces == "each"
 
 
 class ScaledTrace:
     """The step of one rank in one precision, for any number of samples, as some cards run it."""
 
     def __init__(self, workload: Workload, device: Device, precision: Precision, most: int) -> None:
-        self.workload, self.device, self.precision, self.most = workload, device, precision, most
+        self.workload, self.device, self.precision = workload, device, precision
         self._captures = Captures(workload, device)
-        self._of_one: dict[int, Trace] = {}
-        self._of_two: dict[int, Trace] = {}
+        self._most = {True: most, False: min(most, samples_of(workload)) // 2}  # of a whole step, of microbatches
+        self._known: dict[tuple[bool, int], Trace] = {}
 
     def trace(self, size: int, samples: int) -> Trace:
         """Return the step of a rank with some samples, in microbatches of a size."""
         if size >= samples:
-            return self._sized(self._of_one, samples, self.most, lambda size: self._part(size)(self._levers(size)))
-        half = min(self.most, samples_of(self.workload)) // 2
-        trace = self._sized(self._of_two, size, half, lambda size: self._captures(self._levers(size)))
+            return self._sized(samples, is_whole=True)
+        trace = self._sized(size, is_whole=False)
         if trace.microbatches == 2:
             return trace.of_samples(samples)
-        return self._part(samples)(self._levers(size))  # microbatches differ: all of them are captured
+        return self._captured(size, samples)  # microbatches differ: all of them are captured
 
-    def _sized(self, known: dict[int, Trace], size: int, most: int, captured: Callable[[int], Trace]) -> Trace:
+    def _sized(self, size: int, *, is_whole: bool) -> Trace:
         """Return the step of a size: a captured one, or from two that were."""
-        if size not in known:
-            is_end = size <= _LOW or size == most or most <= _LOW + 1
-            found = None
-            if not is_end:
-                low, high = (self._sized(known, end, most, captured) for end in (_LOW, most))
+        if (is_whole, size) not in self._known:
+            found, most = None, self._most[is_whole]
+            if _LOW < size != most > _LOW + 1:
+                low, high = (self._sized(end, is_whole=is_whole) for end in (_LOW, most))
                 found = between(low, high, size)
-            known[size] = found or captured(size)
-        return known[size]
+            samples = size if is_whole else samples_of(self.workload)
+            self._known[is_whole, size] = found or self._captured(size, samples)
+        return self._known[is_whole, size]
 
-    def _levers(self, size: int) -> Levers:
-        return Levers(precision=self.precision, microbatch_size=size)
+    def _captured(self, size: int, samples: int) -> Trace:
+        captures = self._captures
+        if samples != samples_of(self.workload):
+            from memfit.ranks import with_samples  # distributed packages take a second to import
 
-    def _part(self, samples: int) -> Captures:
-        if samples == samples_of(self.workload):
-            return self._captures
-        from memfit.ranks import with_samples  # distributed packages take a second to import
-
-        return Captures(with_samples(self.workload, samples), self.device)
+            captures = Captures(with_samples(self.workload, samples), self.device)
+        return captures(Levers(precision=self.precision, microbatch_size=size))
 
 
+@dataclass
 class _Program:
     """One program, of which only bytes and costs differ by samples, ranks and cards, with what was found of it.
 
     What a step holds is known by the bytes of its storages and workspaces: other samples and ranks may have the same.
-    Its menu is what is recomputed, from nothing to the lowest peak.
     """
 
-    def __init__(self, trace: Trace, menu: list[RegionSet]) -> None:
-        self.trace, self.menu = trace, menu
-        self.replays: dict[int, Replay] = {}
-        self.peaks: dict[tuple[object, ...], int] = {}
-        self.held: dict[tuple[object, ...], tuple[int, int]] = {}
-        self.exceeded: dict[tuple[object, ...], float] = {}
-
-
-class _OnCard(NamedTuple):
-    costs: CostTable
-    workspaces: bytes  # a digest of them
+    trace: Trace
+    menu: list[RegionSet]  # what is recomputed, from nothing to the lowest peak
+    replays: dict[int, Replay] = field(default_factory=dict)
+    peaks: dict[tuple[object, ...], int] = field(default_factory=dict)
+    held: dict[tuple[object, ...], tuple[int, int]] = field(default_factory=dict)
+    exceeded: dict[tuple[object, ...], float] = field(default_factory=dict)
 
 
 class _RankStep:
@@ -477,24 +442,25 @@ class _RankStep:
     def __init__(self, trace: Trace, program: _Program) -> None:
         self.trace, self.menu, self._program = trace, program.menu, program
         self._storages = _digest(trace.storage_bytes)
-        self._on: dict[str, _OnCard] = {}
+        self._on: dict[str, tuple[CostTable, bytes]] = {}
         self._replays: dict[int, Replay] = {}
 
-    def on(self, device: Device) -> _OnCard:
+    def on(self, device: Device) -> tuple[CostTable, bytes]:
+        """Return the costs on a card, and a digest of the workspaces."""
         if device.name not in self._on:
             costs = costs_of([self.trace], device)
             sizes = [costs.of(text).workspace_bytes for text in self.trace.signatures]
             # By operator, since signatures are numbered otherwise for another number of samples.
             of_ops = np.array(sizes, np.int64)[self.trace.op_signatures]
-            self._on[device.name] = _OnCard(costs, _digest(of_ops, costs.resident_workspace_bytes))
+            self._on[device.name] = costs, _digest(of_ops, costs.resident_workspace_bytes)
         return self._on[device.name]
 
     def excess(self, device: Device) -> float:
         """Return the upper end of the peak, as a multiple of it."""
-        return (1 + self.on(device).costs.peak_error) * (1 + self.trace.slack)
+        return (1 + self.on(device)[0].peak_error) * (1 + self.trace.slack)
 
     def replay(self, point: int, device: Device) -> Replay:
-        costs, known = self.on(device).costs, self._program.replays
+        costs, known = self.on(device)[0], self._program.replays
         if point not in self._replays:
             if point not in known:
                 known[point] = Replay(self._program.trace, costs, self.menu[point])
@@ -503,40 +469,39 @@ class _RankStep:
 
     def peak_bytes(self, point: int, device: Device) -> int:
         """Return the most live bytes."""
-        key = (point, self._storages, self.on(device).workspaces)
+        key = (point, self._storages, self.on(device)[1])
         if key not in self._program.peaks:
             self._program.peaks[key] = self.replay(point, device).peak_bytes()
         return self._program.peaks[key]
 
     def held_bytes(self, point: int, device: Device, most: float = math.inf) -> tuple[int, int] | None:
         """Return the peak allocated, and what is held against the budget, as `predict` has them; None for more."""
-        excess = self.excess(device)
+        excess, settings = self.excess(device), device.allocator
         if device.kind == "cpu":
-            allocated = reserved = self.peak_bytes(point, device)
-        else:
-            found = self._allocator_bytes(point, device, (most + 1) / excess)
-            if found is None:
+            found = (self.peak_bytes(point, device),) * 2
+        else:  # the most that the simulated allocator has allocated and reserved
+            limited = (
+                settings.memory_fraction < 1 or settings.expandable_segments
+            )  # else the card's memory is no matter
+            own = (point, self._storages, self.on(device)[1])
+            key, most_reserved = (*own, settings, device.memory_bytes if limited else 0), (most + 1) / excess
+            held, exceeded = self._program.held, self._program.exceeded
+            if key not in held:
+                if most_reserved <= exceeded.get(key, -1):
+                    return None
+                events = self.replay(point, device).allocations(is_labelled=False)
+                report = replay_allocations(
+                    events, settings, total_bytes=device.memory_bytes, until_reserved_bytes=most_reserved
+                )
+                if report.peak_reserved_bytes > most_reserved:
+                    exceeded[key] = most_reserved
+                    return None
+                held[key] = report.peak_allocated_bytes, report.peak_reserved_bytes
+            found = held[key]
+            if found[1] > most_reserved:
                 return None
-            allocated, reserved = found
-        held_bytes = int(reserved * excess)
-        return (allocated, held_bytes) if held_bytes <= most else None
-
-    def _allocator_bytes(self, point: int, device: Device, most: float) -> tuple[int, int] | None:
-        """Return the most that the simulated allocator has allocated and reserved; None where more is reserved."""
-        settings, held, exceeded = device.allocator, self._program.held, self._program.exceeded
-        limited = settings.memory_fraction < 1 or settings.expandable_segments  # else the card's memory changes nothing
-        own = (point, self._storages, self.on(device).workspaces)
-        key = (*own, settings, device.memory_bytes if limited else 0)
-        if key not in held:
-            if most <= exceeded.get(key, -1):
-                return None
-            events = self.replay(point, device).allocations(is_labelled=False)
-            report = replay_allocations(events, settings, total_bytes=device.memory_bytes, until_reserved_bytes=most)
-            if report.peak_reserved_bytes > most:
-                exceeded[key] = most
-                return None
-            held[key] = report.peak_allocated_bytes, report.peak_reserved_bytes
-        return held[key] if held[key][1] <= most else None
+        held_bytes = int(found[1] * excess)
+        return (found[0], held_bytes) if held_bytes <= most else None
 
 
 def _digest(sizes: npt.NDArray[np.int64], more: int = 0) -> bytes:

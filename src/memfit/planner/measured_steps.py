@@ -10,9 +10,11 @@ plan finds it there.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import gc
+import itertools
 import math
 import random
 import statistics
@@ -30,9 +32,9 @@ from memfit.cost import Pace, Paced, busy_notes, undisturbed_ratios
 from memfit.errors import MemfitError
 from memfit.foundations import Progress, format_bytes, format_seconds, silent
 from memfit.hardware import free_bytes
-from memfit.ir import BETWEEN_STEPS, Device, Levers, MeasuredStep, Proof, uses_text
+from memfit.ir import BETWEEN_STEPS, NUMERICS, Device, Levers, MeasuredStep, Proof, freest, uses_text
 from memfit.levers import applied_to_copy, compiles
-from memfit.planner.candidate_search import Confirmed, MeasuredPlan, fastest_measured, weighed
+from memfit.planner.candidate_search import Confirmed
 from memfit.planner.confirmation import Excluded, first_line
 from memfit.planner.verb_options import Measure
 from memfit.training import Step
@@ -46,6 +48,11 @@ ASKED_SECONDS = 120.0
 """The same where one asks to measure, which ends as early where ratios are known."""
 CODE_SECONDS = 120.0
 """The code of the plans that are run is predicted to take no longer to make, unless one asks to measure."""
+MARGIN = 0.005
+"""Plans this near to the fastest count as fast: of them one that changes less is taken."""
+RATIO_ERROR = 0.06
+"""The standard error of predicted ratios between plans, chosen: half of those in `benchmarks.step_times` are within
+2 %, and steps unlike its own, or on a busy machine, are further off."""
 ROUNDS, ASKED_ROUNDS = 8, 24
 """Each plan has as many turns, where there is time and rounds differ, and where one asks to measure."""
 _LEAST_ROUNDS = 3
@@ -57,28 +64,23 @@ _ROOM = 1.1  # the free memory that is asked for, as a multiple of the largest p
 
 
 class Clocks(NamedTuple):
-    wall: Callable[[], float]
-    own: Callable[[], float]  # of the time that this thread computed
+    wall: Callable[[], float] = time.perf_counter
+    own: Callable[[], float] = time.thread_time  # of the time that this thread computed
 
 
-STAGE, CODE_STAGE = "measure plans", "make code"
-CLOCKS = Clocks(time.perf_counter, time.thread_time)
+_CLOCKS = Clocks()
+_STAGE = "measure plans"
 
 
 @dataclass
 class Turn:
-    """The times of a turn's steps.
-
-    Attributes:
-        slowdown: What a large operator took just before and after, as a multiple of what it took when it was timed.
-        attended_share: The share of a step in which its thread computed, by the medians of those after the first; 1 on
-            accelerators.
-    """
+    """The times of a turn's steps."""
 
     first_seconds: float
     seconds: list[float] = field(default_factory=list)
-    slowdown: float = 1.0
+    slowdown: float = 1.0  # of a large operator just before and after, as a multiple of what it took when it was timed
     attended_share: float = 1.0
+    """In which a step's thread computed, by the medians of those after the first; 1 on accelerators."""
 
 
 @dataclass
@@ -137,24 +139,21 @@ class Timed:
         in few rounds. At the machine's own pace, since the host of a virtual machine takes processors from it for
         seconds at a time, which slows plans of large operators most.
         """
-        return undisturbed_ratios(self._paced(index), self._paced(first), _LEAST_ROUNDS)
 
-    def _paced(self, index: int) -> list[Paced]:
-        """Return the time by which a plan is compared, turn by turn."""
-        found, are_first = list[Paced](), self.are_first_steps
-        for seconds, turn in zip(self._compared(index), self.turns[index], strict=True):
-            share = 1.0 if are_first else turn.attended_share  # that of a first step is not kept
-            found.append(Paced(statistics.median(seconds or [0.0]), turn.slowdown, share))
-        return found
+        def paced(index: int) -> list[Paced]:  # turn by turn; the share of a first step is not kept
+            turns, shared = self.turns[index], not self.are_first_steps
+            return [
+                Paced(statistics.median(seconds or [0.0]), turn.slowdown, turn.attended_share if shared else 1.0)
+                for seconds, turn in zip(self._compared(index), turns, strict=True)
+            ]
+
+        return undisturbed_ratios(paced(index), paced(first), _LEAST_ROUNDS)
 
     def _run(self) -> list[int]:  # the plans that were run and did not fail
         return [index for index, turns in enumerate(self.turns) if turns and index not in self.errors]
 
-    def _compared(self, index: int) -> list[list[float]]:
-        """Return the times by which a plan is compared, turn by turn."""
-        if self.are_first_steps:
-            return [[turn.first_seconds] for turn in self.turns[index]]
-        return [turn.seconds for turn in self.turns[index]]
+    def _compared(self, index: int) -> list[list[float]]:  # the times by which a plan is, turn by turn
+        return [[turn.first_seconds] if self.are_first_steps else turn.seconds for turn in self.turns[index]]
 
     @property
     def slowdown(self) -> float:
@@ -201,12 +200,7 @@ def why_no_room(device: Device, peak_bytes: int) -> str:
 def affordable(predicted_seconds: Sequence[float], limit_seconds: float = LIMIT_SECONDS) -> int:
     """Return how many plans, of the first ones, can be run often enough to compare them within a time."""
     least = _LEAST_ROUNDS * (1 + _STEPS)
-    total = 0.0
-    for count, seconds in enumerate(predicted_seconds):
-        total += least * seconds
-        if total > limit_seconds:
-            return count
-    return len(predicted_seconds)
+    return bisect.bisect_right(list(itertools.accumulate(least * each for each in predicted_seconds)), limit_seconds)
 
 
 def in_turns(
@@ -253,7 +247,7 @@ def timed_in_turns(
     *,
     limit_seconds: float,
     rounds: int = ROUNDS,
-    clocks: Clocks = CLOCKS,
+    clocks: Clocks = _CLOCKS,
     progress: Progress = silent,
 ) -> Timed:
     """Run steps under several plans on copies of a workload, in turns, and return what they took.
@@ -270,92 +264,74 @@ def timed_in_turns(
     Raises:
         WorkloadError: The loss function uses the original model.
     """
-    with nothing_changes(workload), contextlib.ExitStack() as kept:
-        on_code = functools.partial(progress, CODE_STAGE)
-        turns = _Turns(workload, plans, torch.device(device.name), clocks, kept, on_code)
-        in_turns(
-            turns,
-            len(plans),
-            clock=clocks.wall,
-            limit_seconds=limit_seconds,
-            rounds=rounds,
-            enough=lambda: turns.found.ratio_error <= _SURE,
-            progress=functools.partial(progress, STAGE),
-        )
-    return turns.found
+    place, found, code = torch.device(device.name), Timed([[] for _ in plans]), dict[int, Step]()
+    pace, latest = Pace() if place.type == "cpu" else None, list[Turn]()
 
+    def timed(step: Step) -> float:
+        wall, own = clocks.wall(), clocks.own()
+        step(step.workload.batch)
+        hardware.accelerators.synchronize(place)  # or the next step would wait for this one's update
+        seconds = clocks.wall() - wall
+        found.wall_seconds += seconds
+        found.own_seconds += clocks.own() - own
+        return seconds
 
-class _Turns:
-    """Runs the turns of some plans, and keeps the times of their steps; `kept` ends copies with code of their own."""
+    def run(index: int, limit_seconds: float, slowdown: float) -> float:
+        levers, predicted_seconds = plans[index]
+        with contextlib.ExitStack() as ends:
+            began = clocks.wall()
+            step = code.get(index)
+            if step is None:
+                step = ends.enter_context(applied_to_copy(levers, workload, place))
+                if compiles(levers):
+                    total = sum(compiles(levers) for levers, _ in plans)
+                    progress("make code", len(code), total)
+                    step(step.workload.batch)
+                    code[index] = step
+                    kept.push(ends.pop_all())  # the copy with its code, until the last turn
+                    progress("make code", len(code), total)
+            makes_until = clocks.wall()
+            turn = Turn(timed(step), slowdown=slowdown)
+            latest.append(turn)
+            found.turns[index].append(turn)
+            own_seconds = list[float]()
+            for _ in range(steps_of(predicted_seconds)):
+                if clocks.wall() >= makes_until + limit_seconds:
+                    break
+                before = found.own_seconds
+                turn.seconds.append(timed(step))
+                own_seconds.append(found.own_seconds - before)
+            if pace is not None and turn.seconds and (middle := statistics.median(turn.seconds)) > 0:
+                turn.attended_share = statistics.median(own_seconds) / middle
+        return makes_until - began
 
-    def __init__(
-        self,
-        workload: Workload,
-        plans: Sequence[tuple[Levers, float]],
-        place: torch.device,
-        clocks: Clocks,
-        kept: contextlib.ExitStack,
-        on_code: Callable[[int, int], None],
-    ) -> None:
-        self._workload, self._plans, self._place, self._clocks = workload, plans, place, clocks
-        self._kept, self._on_code, self._compiled = kept, on_code, dict[int, Step]()
-        self.found = Timed([[] for _ in plans])
-        self._pace = Pace() if place.type == "cpu" else None
-        self._latest: Turn | None = None
-
-    def __call__(self, index: int, seconds: float) -> float:
-        """Run a turn of a plan for some seconds; none where it failed before, or the first plan did."""
-        errors, apart_seconds = self.found.errors, 0.0
-        if index in errors or 0 in errors:
+    def run_unless_failed(index: int, limit_seconds: float) -> float:
+        apart_seconds = 0.0
+        if index in found.errors or 0 in found.errors:
             return apart_seconds
-        slowdown = 1.0 if self._pace is None else self._pace.read()
-        if self._latest is not None:  # after it the machine was as slow
-            self._latest.slowdown = max(self._latest.slowdown, slowdown)
+        slowdown = 1.0 if pace is None else pace.read()
+        if latest:  # after it the machine was as slow
+            latest[-1].slowdown = max(latest[-1].slowdown, slowdown)
         try:
             with rng_preserved():  # so that all plans draw the same numbers
-                apart_seconds = self._run(index, seconds, slowdown)
+                apart_seconds = run(index, limit_seconds, slowdown)
         except Exception as e:  # someone's code, which may raise anything
-            errors[index] = first_line(e)  # and not the error, whose frames hold the copy
+            found.errors[index] = first_line(e)  # and not the error, whose frames hold the copy
         gc.collect()  # the copy, before there is another one
         hardware.accelerators.release_cache()
         return apart_seconds
 
-    def _run(self, index: int, seconds: float, slowdown: float) -> float:
-        levers, predicted_seconds = self._plans[index]
-        with contextlib.ExitStack() as ends:
-            began = self._clocks.wall()
-            step = self._compiled.get(index)
-            if step is None:
-                step = ends.enter_context(applied_to_copy(levers, self._workload, self._place))
-                if compiles(levers):
-                    total = sum(compiles(levers) for levers, _ in self._plans)
-                    self._on_code(len(self._compiled), total)
-                    step(step.workload.batch)
-                    self._compiled[index] = step
-                    self._kept.push(ends.pop_all())
-                    self._on_code(len(self._compiled), total)
-            makes_until = self._clocks.wall()
-            turn = self._latest = Turn(self._step(step), slowdown=slowdown)
-            self.found.turns[index].append(turn)
-            own_seconds = list[float]()
-            for _ in range(steps_of(predicted_seconds)):
-                if self._clocks.wall() >= makes_until + seconds:
-                    break
-                before = self.found.own_seconds
-                turn.seconds.append(self._step(step))
-                own_seconds.append(self.found.own_seconds - before)
-            if self._pace is not None and turn.seconds and (middle := statistics.median(turn.seconds)) > 0:
-                turn.attended_share = statistics.median(own_seconds) / middle
-        return makes_until - began
-
-    def _step(self, step: Step) -> float:
-        wall, own = self._clocks.wall(), self._clocks.own()
-        step(step.workload.batch)
-        hardware.accelerators.synchronize(self._place)  # or the next step would wait for this one's update
-        seconds = self._clocks.wall() - wall
-        self.found.wall_seconds += seconds
-        self.found.own_seconds += self._clocks.own() - own
-        return seconds
+    with nothing_changes(workload), contextlib.ExitStack() as kept:
+        in_turns(
+            run_unless_failed,
+            len(plans),
+            clock=clocks.wall,
+            limit_seconds=limit_seconds,
+            rounds=rounds,
+            enough=lambda: found.ratio_error <= _SURE,
+            progress=functools.partial(progress, _STAGE),
+        )
+    return found
 
 
 def notes_of(found: Timed, device: Device) -> list[str]:
@@ -371,6 +347,43 @@ def notes_of(found: Timed, device: Device) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
+def weighed(measured: Sequence[MeasuredStep], error: float) -> list[MeasuredStep]:
+    """Return contenders with the step that measurement and prediction together speak for, of one or more.
+
+    Few steps on a machine that does other work too can't tell apart plans that take about as long, and predictions
+    err too. The logarithm of each ratio to the first contender is the mean of the measured and the predicted one, each
+    with the inverse of its variance as the weight: the estimate of the least variance where both err independently.
+    `error` is the standard error of measured ratios, as a share (≥ 0); 0 leaves measured times as they are.
+    """
+    first = measured[0]
+    share = RATIO_ERROR**2 / (RATIO_ERROR**2 + error**2)  # of what was measured
+
+    def seconds(one: MeasuredStep) -> float:
+        measured_ratio = one.measured_seconds / first.measured_seconds
+        predicted_ratio = one.predicted_seconds / first.predicted_seconds
+        logarithm = share * math.log(measured_ratio) + (1 - share) * math.log(predicted_ratio)
+        return first.measured_seconds * math.exp(logarithm)
+
+    return [first, *(replace(one, measured_seconds=seconds(one)) for one in measured[1:])]
+
+
+def fastest_measured(measured: Sequence[MeasuredStep]) -> int:
+    """Return which contender to take, of one or more.
+
+    Of those that are within `MARGIN` of the fastest it is one of the strictest numerics class, with the fewest
+    levers, and then the fastest of these. A larger margin would be noise's way to a slow plan: whatever errs by as much
+    is taken as equal.
+    """
+    longest_seconds = (1 + MARGIN) * min(one.measured_seconds for one in measured)
+    near = [index for index, one in enumerate(measured) if one.measured_seconds <= longest_seconds]
+
+    def preference(index: int) -> tuple[int, int, float, float, int]:
+        one = measured[index]
+        return NUMERICS.index(freest(one.uses)), len(one.uses), one.measured_seconds, one.predicted_seconds, index
+
+    return min(near, key=preference)
+
+
 class ChosenPlan(NamedTuple):
     """The plan that is taken."""
 
@@ -378,6 +391,11 @@ class ChosenPlan(NamedTuple):
     proof: Proof
     measured: tuple[MeasuredStep, ...] = ()  # the plans that were run, the fastest first
     notes: tuple[str, ...] = ()
+
+
+def unmeasured(predicted: ChosenPlan, why: str) -> ChosenPlan:
+    """Return the plan predicted to be fastest, with a note that says why none was run."""
+    return predicted._replace(notes=(f"chosen by predicted times; no plan was run to measure it: {why}",))
 
 
 def measured_choice(
@@ -395,22 +413,9 @@ def measured_choice(
     "auto" runs steps where there are several plans and enough time to compare them; True for longer, and also where one
     plan can be timed alone. What another plan recomputes is held against the user's step before it is taken.
     """
-    step_seconds = predicted.confirmed.prediction.step_seconds
-    predicted_to_take = f"a step is predicted to take {format_seconds(step_seconds)}"
-    if measure == "auto" and affordable([step_seconds] * 2, LONGEST_SECONDS) < 2:
-        return unmeasured(predicted, f"{predicted_to_take}, too long to compare plans in {LONGEST_SECONDS:.0f} s")
-    found = near()
-    is_code_made = any(compiles(plan.point.levers) for plan in found)
-    limit_seconds = ASKED_SECONDS if measure is True else LONGEST_SECONDS if is_code_made else LIMIT_SECONDS
-    too_long = f"{predicted_to_take}, too long to compare plans in {limit_seconds:.0f} s"
-    plans = found[: max(1, affordable([plan.prediction.step_seconds for plan in found], limit_seconds))]
-    if measure == "auto" and len(plans) == 1:
-        return predicted if len(found) == 1 else unmeasured(predicted, too_long)
-    # In memory are one step, and the copies that compiled ones keep meanwhile.
-    kept = [plan.prediction.by_category for plan in plans if compiles(plan.point.levers)]
-    kept_bytes = sum(each.get(category, 0) for each in kept for category in BETWEEN_STEPS)
-    if why := why_no_room(device, max(plan.prediction.peak_upper_bytes for plan in plans) + kept_bytes):
-        return unmeasured(predicted, why)
+    plans, limit_seconds, why = plans_to_run(predicted.confirmed, near, device, measure)
+    if not plans:
+        return unmeasured(predicted, why) if why else predicted
     try:
         timed = timed_in_turns(
             workload,
@@ -422,55 +427,67 @@ def measured_choice(
         )
     except MemfitError as e:
         return unmeasured(predicted, first_line(e))
-    progress(STAGE, 1, 1)  # also where the time was over before all turns had been
-    if 0 in timed.errors:
-        return unmeasured(predicted, timed.errors[0])
-    return _taken(predicted, plans, timed, notes_of(timed, device), prove)
+    progress(_STAGE, 1, 1)  # also where the time was over before all turns had been
+    return taken(predicted, plans, timed, notes_of(timed, device), prove)
 
 
-def unmeasured(predicted: ChosenPlan, why: str) -> ChosenPlan:
-    """Return the plan predicted to be fastest, with a note that says why none was run."""
-    return predicted._replace(notes=(f"chosen by predicted times; no plan was run to measure it: {why}",))
+def plans_to_run(
+    predicted: Confirmed, near: Callable[[], list[Confirmed]], device: Device, measure: Measure
+) -> tuple[list[Confirmed], float, str]:
+    """Return the plans that are run, the time that they have, and why none is; "" where there is nothing to compare."""
+    step_seconds = predicted.prediction.step_seconds
+    too_long = f"a step is predicted to take {format_seconds(step_seconds)}, too long to compare plans in"
+    if measure == "auto" and affordable([step_seconds] * 2, LONGEST_SECONDS) < 2:
+        return [], 0.0, f"{too_long} {LONGEST_SECONDS:.0f} s"
+    found = near()
+    is_code_made = any(compiles(plan.point.levers) for plan in found)
+    limit_seconds = ASKED_SECONDS if measure is True else LONGEST_SECONDS if is_code_made else LIMIT_SECONDS
+    plans = found[: max(1, affordable([plan.prediction.step_seconds for plan in found], limit_seconds))]
+    if measure == "auto" and len(plans) == 1:
+        return [], 0.0, "" if len(found) == 1 else f"{too_long} {limit_seconds:.0f} s"
+    # In memory are one step, and the copies that compiled ones keep meanwhile.
+    kept = [plan.prediction.by_category for plan in plans if compiles(plan.point.levers)]
+    kept_bytes = sum(each.get(category, 0) for each in kept for category in BETWEEN_STEPS)
+    why = why_no_room(device, max(plan.prediction.peak_upper_bytes for plan in plans) + kept_bytes)
+    return [] if why else plans, limit_seconds, why
 
 
-def _taken(
+def taken(
     predicted: ChosenPlan,
     plans: Sequence[Confirmed],
     timed: Timed,
     notes: Sequence[str],
     prove: Callable[[Confirmed], Proof],
 ) -> ChosenPlan:
-    left = timed.step_seconds
-    steps = [
-        MeasuredStep(
+    """Return the one of some plans, the first of which was predicted to be fastest, that is taken by their times."""
+    if 0 in timed.errors:
+        return unmeasured(predicted, timed.errors[0])
+    steps = {
+        i: MeasuredStep(
             levers=plans[i].point.levers,
             uses=plans[i].point.uses,
             predicted_seconds=plans[i].prediction.step_seconds,
             measured_seconds=seconds,
             steps=timed.steps[i],
         )
-        for i, seconds in left.items()
-    ]
-    measured = tuple(sorted(steps, key=lambda step: step.measured_seconds))
+        for i, seconds in timed.step_seconds.items()
+    }
+    measured, left = tuple(sorted(steps.values(), key=lambda step: step.measured_seconds)), list(steps)
     while True:
-        found = [
-            MeasuredPlan(left[i], plan.prediction.step_seconds, plan.point.numerics, len(plan.point.uses))
-            for i, plan in enumerate(plans)
-            if i in left
-        ]
-        index = list(left)[fastest_measured(weighed(found, timed.ratio_error))]
+        index = left[fastest_measured(weighed([steps[i] for i in left], timed.ratio_error))]
         if index == 0:
             return predicted._replace(measured=measured, notes=tuple(notes))
         try:
             proof = prove(plans[index])
             break
         except Excluded:
-            del left[index]
+            left.remove(index)
+    took, first_took = (format_seconds(steps[i].measured_seconds) for i in (index, 0))
     note = (
-        f"chosen by measured and predicted times together: {format_seconds(left[index])} a step. The fastest"
-        f" plan by prediction ({uses_text(plans[0].point.uses)}) took {format_seconds(left[0])}"
+        f"chosen by measured and predicted times together: {took} a step. The fastest"
+        f" plan by prediction ({uses_text(plans[0].point.uses)}) took {first_took}"
     )
-    chosen, taken = predicted.confirmed.point, plans[index]
-    bound = min(chosen.bound_seconds, taken.prediction.step_seconds)  # of all combinations that were searched
-    point = replace(taken.point, status=chosen.status, bound_seconds=bound)
-    return ChosenPlan(Confirmed(point, taken.prediction), proof, measured, (note, *notes))
+    chosen, other = predicted.confirmed.point, plans[index]
+    bound = min(chosen.bound_seconds, other.prediction.step_seconds)  # of all combinations that were searched
+    point = replace(other.point, status=chosen.status, bound_seconds=bound)
+    return ChosenPlan(Confirmed(point, other.prediction), proof, measured, (note, *notes))

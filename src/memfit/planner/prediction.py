@@ -82,15 +82,28 @@ def predict(
             if reserved > device.usable_bytes:  # how often a full device has its cache given back, where that is enough
                 full = replay(events, device.allocator, device.usable_bytes, total_bytes=device.memory_bytes)
                 retries = None if full.num_ooms else full.num_alloc_retries
+    # The upper end of the peak is wider where a compiler orders kernels by itself.
+    held_bytes = sum(storage.nbytes for storage in trace.storages if storage.birth < 0)
+    compiled_bytes = max(0, (reserved or allocated) - held_bytes) if any(map(is_kernel, trace.signatures)) else 0
+    upper = ((reserved or allocated) + compiled_bytes * FUSED_ERROR) * (1 + costs.peak_error) * (1 + trace.slack)
+    left_bytes = sum(storage.nbytes for storage in trace.storages if storage.death >= len(trace.ops))
     phase_seconds = dict.fromkeys(("forward", "backward", "recompute", "optimizer"), 0.0)
     for phase, seconds, times in zip(timeline.phases, timeline.seconds, trace.repeats.tolist(), strict=True):
         phase_seconds[phase] += seconds * times
+    notes = [*trace.notes, *costs.notes]
+    if trace.precision in ("bf16-mixed", "bf16-true") and not supports(device, "bfloat16"):
+        notes.append(f"{device.name} has no bfloat16 units: PyTorch emulates them, slowly; use precision='16-mixed'")
+    if trace.precision != "bf16-true" and any(p.itemsize == 2 and p.group >= 0 for p in trace.parameters):
+        notes.append(
+            "Workload.model has 16-bit weights: an update below 1/256 of its weight is lost. Build it in"
+            " fp32, or use precision='bf16-true' with Workload.bf16_updates"
+        )
     prediction = Prediction(
         peak_bytes=allocated,
         peak_reserved_bytes=reserved,
-        peak_upper_bytes=_upper_bytes(reserved or allocated, trace, costs),
+        peak_upper_bytes=int(upper),
         step_seconds=timeline.step_seconds,
-        after_step_bytes=after_step_bytes(trace, costs),
+        after_step_bytes=left_bytes + costs.resident_workspace_bytes,
         phase_seconds={phase: seconds for phase, seconds in phase_seconds.items() if seconds},
         by_category=by_category,
         where=timeline.where(),
@@ -107,7 +120,7 @@ def predict(
             tokens_per_sample=tokens_per_sample,
             matmul=_matmul([trace]),
         ),
-        notes=[*trace.notes, *costs.notes, *_advice(trace, device)],
+        notes=notes,
     )
     return prediction, timeline
 
@@ -117,33 +130,6 @@ def predicted_under(plan: Plan, workload: Workload, levers: Levers | None = None
     device = find_device(plan.device)
     trace = of_engine(capture_levers(workload, levers or plan.levers, device), plan.engine)
     return predict(trace, costs_of([trace], device), device)[0], trace
-
-
-def _upper_bytes(peak_bytes: int, trace: Trace, costs: CostTable) -> int:
-    """Return the upper end of the interval around a peak; wider where a compiler orders kernels by itself."""
-    compiled_bytes = 0.0
-    if any(map(is_kernel, trace.signatures)):
-        held_bytes = sum(storage.nbytes for storage in trace.storages if storage.birth < 0)
-        compiled_bytes = max(0, peak_bytes - held_bytes) * FUSED_ERROR
-    return int((peak_bytes + compiled_bytes) * (1 + costs.peak_error) * (1 + trace.slack))
-
-
-def after_step_bytes(trace: Trace, costs: CostTable) -> int:
-    """Return the bytes allocated after a step: weights, optimizer state, the batch, and what the loop holds."""
-    left = sum(storage.nbytes for storage in trace.storages if storage.death >= len(trace.ops))
-    return left + costs.resident_workspace_bytes
-
-
-def _advice(trace: Trace, device: Device) -> list[str]:
-    notes = []
-    if trace.precision in ("bf16-mixed", "bf16-true") and not supports(device, "bfloat16"):
-        notes.append(f"{device.name} has no bfloat16 units: PyTorch emulates them, slowly; use precision='16-mixed'")
-    if trace.precision != "bf16-true" and any(p.itemsize == 2 and p.group >= 0 for p in trace.parameters):
-        notes.append(
-            "Workload.model has 16-bit weights: an update below 1/256 of its weight is lost. Build it in"
-            " fp32, or use precision='bf16-true' with Workload.bf16_updates"
-        )
-    return notes
 
 
 def check_precision(precision: str, argument: str, device: Device, workload: Workload) -> None:

@@ -1,5 +1,7 @@
 from .candidates import Ints as Ints
 from .candidates import Option as Option
+from .candidates import Worth as Worth
+from .candidates import keep_sets as keep_sets
 from .candidates import options as options
 from .candidates import refusals as refusals
 from .frontiers import SIMPLER_WITHIN as SIMPLER_WITHIN
@@ -11,6 +13,7 @@ from .frontiers import fastest as fastest
 from .frontiers import frontier as frontier
 from .frontiers import undominated as undominated
 from .milp import COARSE as COARSE
+from .milp import FINE as FINE
 from .milp import Choice as Choice
 from .milp import Solver as Solver
 from .problem import ALWAYS as ALWAYS

@@ -15,11 +15,11 @@ from msgspec.structs import replace
 from memfit.ir import (
     CostTable,
     Keep,
+    Op,
     Recomputation,
     Region,
     RegionCall,
     Regions,
-    Trace,
     Transfer,
     pareto,
 )
@@ -32,32 +32,22 @@ _MOST_KEEP_SETS, _LEAST_KEEP_SETS = 128, 5
 _LONGEST_CHAIN = 24
 _OFFLOADED_KEEP_SETS = 6
 _CAST = "aten._to_copy.default"
-FEW_OPERATORS = 12
-"""For up to as many operators all sets are enumerated, and the bytes of the recomputation count too."""
+_FEW_OPERATORS = 12  # for up to as many all sets are enumerated, and the bytes of the recomputation count too
 _MOST_STATES = 256
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option to checkpoint a region.
+    """One option to checkpoint a region."""
 
-    Attributes:
-        regions: The region, and the regions inside it.
-        kept: For each call of the region, the operators whose outputs it keeps.
-        seconds: Seconds that it adds to the step.
-        transfers: Storages that wait in host memory.
-        host_bytes: Bytes of these storages in host memory.
-    """
-
-    regions: tuple[Region, ...]
-    kept: dict[RegionCall, frozenset[int]]
+    regions: tuple[Region, ...]  # the region, and those inside it
+    kept: dict[RegionCall, frozenset[int]]  # for each call of the region, the operators whose outputs it keeps
     recomputations: tuple[Recomputation, ...]
-    seconds: float
-    transfers: tuple[Transfer, ...] = ()
-    host_bytes: int = 0
+    seconds: float  # that it adds to the step
+    transfers: tuple[Transfer, ...] = ()  # of storages that wait in host memory
+    host_bytes: int = 0  # of these storages
 
     def transfers_of(self, region: RegionCall) -> list[Transfer]:
-        """Return the transfers of a region call."""
         return [t for t in self.transfers if t.call in region.calls]
 
     @property
@@ -74,6 +64,14 @@ class Option:
 def refusals(regions: Regions) -> dict[str, str]:
     """Return the reasons why modules can't be checkpointed, by FQN: their side effects would happen twice."""
     trace = regions.trace
+
+    def writes(op: Op, region: RegionCall) -> bool:  # to a storage from before, but for running statistics
+        mutated = [storage for storage in map(trace.storages.__getitem__, op.mutates) if storage.birth < region.start]
+        return any(
+            storage.category != "buffers" or storage.owner < 0 or not trace.modules[storage.owner].tracks_statistics
+            for storage in mutated
+        )
+
     refused: dict[str, str] = {}
     checkpointed = {trace.modules[c.module].fqn for c in trace.calls if c.phase == "recompute"}
     for fqn, calls in regions.calls.items():
@@ -88,19 +86,9 @@ def refusals(regions: Regions) -> dict[str, str]:
                 refused[fqn] = "is differentiated within the loss, so the loss would run it again"
             elif changed := next(filter(None, (trace.calls[c].changed for c in region.calls)), ""):
                 refused[fqn] = f"reads {changed}, and this has changed before it would run again"
-            elif culprit := _writes_outside(trace, region):
+            elif culprit := next((op.name for op in trace.ops[region.start : region.stop] if writes(op, region)), ""):
                 refused[fqn] = f"writes to tensors made before it ({culprit}), and a recomputation would write again"
     return refused
-
-
-def _writes_outside(trace: Trace, region: RegionCall) -> str:
-    """Return an operator of a region call that writes to an earlier storage, except running statistics; "" for none."""
-    for op in trace.ops[region.start : region.stop]:
-        for storage in (trace.storages[mutated] for mutated in op.mutates):
-            is_statistics = storage.owner >= 0 and trace.modules[storage.owner].tracks_statistics
-            if storage.birth < region.start and not (storage.category == "buffers" and is_statistics):
-                return op.name
-    return ""
 
 
 def options(
@@ -264,15 +252,13 @@ class _Finder:
         ops = self.trace.ops[region.start : region.stop]
         structure = (tuple((op.name, op.signature) for op in ops), region.cut - region.start)
         if structure not in self.keeps_like:
-            worth = list(self._worth(region))
-            found: list[tuple[int, ...]] = []
-            if 0 < len(worth) <= FEW_OPERATORS:
+            worth, again = list(self._worth(region)), None
+            if 0 < len(worth) <= _FEW_OPERATORS:
                 kept_sets = [frozenset[int](), *(frozenset({w.op}) for w in worth)]
-                reruns = (again for kept in kept_sets for again in self.regions.recomputations(region, kept))
-                nothing, *each = np.array([self.regions.added_bytes(again, self.workspace) for again in reruns])
-                found = every_keep_set(worth, nothing, np.array(each) - nothing)
-            found = found if 0 < len(worth) <= FEW_OPERATORS and len(found) <= most else keep_sets(worth, most)
-            names = (sorted(self.regions.op_key(region, op) for op in kept) for kept in found)
+                reruns = (rerun for kept in kept_sets for rerun in self.regions.recomputations(region, kept))
+                nothing, *each = np.array([self.regions.added_bytes(rerun, self.workspace) for rerun in reruns])
+                again = nothing, np.array(each) - nothing
+            names = (sorted(self.regions.op_key(region, op) for op in kept) for kept in keep_sets(worth, most, again))
             self.keeps_like[structure] = [tuple(of_set) for of_set in names]
         return self.keeps_like[structure]
 
@@ -310,7 +296,7 @@ class _State(NamedTuple):
     kept: int
 
 
-def keep_sets(worth: Sequence[Worth], most: int) -> list[tuple[int, ...]]:
+def keep_sets(worth: Sequence[Worth], most: int, again: tuple[Ints, Ints] | None = None) -> list[tuple[int, ...]]:
     """Return the sets of operators to keep that are undominated in bytes and seconds, by increasing bytes.
 
     Keeping an output takes its bytes from the forward pass to the recomputation, and saves the seconds of its operator.
@@ -318,37 +304,33 @@ def keep_sets(worth: Sequence[Worth], most: int) -> list[tuple[int, ...]]:
     operator after the other (Nemhauser and Ullmann, 1969, Discrete Dynamic Programming and Capital Allocation),
     dropping dominated sets at each step. Where there are more than `most`, as many of them are returned, spread evenly
     over the seconds saved.
+
+    Args:
+        again: The bytes that the recomputation adds at each of its operators with no output kept, and their changes by
+            keeping each of few operators' outputs, in a row for each. Every set is then looked at, and those are
+            returned that are undominated in these bytes too, where there are no more than `most`.
     """
+    if again is not None:
+        added, changes = again
+        kept = np.arange(1 << len(worth))[:, np.newaxis] >> np.arange(len(worth)) & 1
+        nbytes, seconds = kept @ [w.nbytes for w in worth], kept @ [w.seconds for w in worth]
+        peaks = (added + kept @ changes).max(axis=1)
+        undominated: list[int] = []
+        for candidate in np.lexsort((peaks, -seconds, nbytes)):  # dominating sets come first
+            if not np.any((seconds[undominated] >= seconds[candidate]) & (peaks[undominated] <= peaks[candidate])):
+                undominated.append(int(candidate))
+        found = [
+            tuple(sorted(worth[int(bit)].op for bit in np.flatnonzero(kept[each]))) for each in undominated if each
+        ]
+        if len(found) <= most:
+            return found
     ranked = sorted(worth, key=lambda w: (w.nbytes / max(w.seconds, 1e-12), w.op))
     states = [_State(0, 0.0, 0)]
-    for bit, candidate in enumerate(ranked):
-        grown = [_State(s.nbytes + candidate.nbytes, s.seconds + candidate.seconds, s.kept | 1 << bit) for s in states]
+    for bit, one in enumerate(ranked):
+        grown = [_State(s.nbytes + one.nbytes, s.seconds + one.seconds, s.kept | 1 << bit) for s in states]
         states = _spread(pareto([*states, *grown], lambda s: s.nbytes, lambda s: -s.seconds), _MOST_STATES)
     chosen = _spread([s for s in states if s.kept], most)
     return [tuple(sorted(w.op for bit, w in enumerate(ranked) if s.kept >> bit & 1)) for s in chosen]
-
-
-def every_keep_set(worth: Sequence[Worth], added: Ints, changes: Ints) -> list[tuple[int, ...]]:
-    """Return the sets of operators to keep that are undominated in bytes, seconds, and bytes while recomputed.
-
-    Args:
-        worth: The operators that can be kept, `FEW_OPERATORS` at most.
-        added: Bytes that the recomputation adds at each of its operators, with no output kept.
-        changes: The change of these bytes by keeping each operator's output, in a row for each.
-    """
-    sets = np.arange(1 << len(worth))
-    kept = sets[:, np.newaxis] >> np.arange(len(worth)) & 1
-    nbytes, seconds = kept @ [w.nbytes for w in worth], kept @ [w.seconds for w in worth]
-    again = (added + kept @ changes).max(axis=1)
-    undominated: list[int] = []
-    for candidate in np.lexsort((again, -seconds, nbytes)):  # dominating sets come first
-        if not np.any((seconds[undominated] >= seconds[candidate]) & (again[undominated] <= again[candidate])):
-            undominated.append(int(candidate))
-    return [
-        tuple(sorted(w.op for bit, w in enumerate(worth) if candidate >> bit & 1))
-        for candidate in undominated
-        if candidate
-    ]
 
 
 def _spread(states: list[_State], most: int) -> list[_State]:

@@ -33,17 +33,11 @@ _LEAST_SECONDS = 0.25
 
 @dataclass
 class Combination:
-    """A combination of levers except regions, with the problem of choosing the regions.
-
-    Attributes:
-        levers: The levers, without regions.
-        problem: The choice of regions under them.
-        uses_of: Says in words what levers are used.
-    """
+    """A combination of levers except regions, with the problem of choosing the regions."""
 
     levers: Levers
     problem: Problem
-    uses_of: Callable[[Levers], tuple[LeverUse, ...]]
+    uses_of: Callable[[Levers], tuple[LeverUse, ...]]  # says in words what levers are used
 
     def __post_init__(self) -> None:
         self.numerics = freest(self.uses_of(self.levers))
@@ -89,20 +83,24 @@ def fastest(
 ) -> Candidate | None:
     """Return the fastest point of any combination within a budget; earlier combinations win near ties.
 
-    Its bound is that of all combinations: none of their plans within the budget is faster.
-
-    Args:
-        time_limit_seconds: Limit for all of them together; the best point found by then is returned.
+    Its bound is that of all combinations: none of their plans within the budget is faster. When the time limit of all
+    of them together is over, it is the best point found by then.
     """
     deadline = thread_time() + time_limit_seconds
     bounds = {i: b for i, c in enumerate(combinations) if (b := c.solver.bound(budget_bytes)) is not None}
-    several = len(bounds) > 1  # a single one need not be solved coarsely first
-    points = _compared(combinations, budget_bytes, bounds, deadline) if several else {}
-    if several:  # the first of those that are about as fast as the fastest
+    points: dict[int, Candidate] = {}
+    index = next(iter(bounds), None)
+    if len(bounds) > 1:  # those that can win are solved coarsely first, which raises their bounds
+        for rank, i in enumerate(sorted(bounds, key=lambda i: bounds[i])):
+            if bounds[i] > min((c.step_seconds for c in points.values()), default=math.inf):
+                continue  # already the relaxed problem is slower
+            share = (deadline - thread_time()) / (len(bounds) - rank + 1)
+            candidate = combinations[i].fastest(budget_bytes, COARSE, max(share, _LEAST_SECONDS))
+            if candidate is not None:
+                points[i] = candidate
+                bounds[i] = max(bounds[i], candidate.bound_seconds)
         within = min((c.step_seconds for c in points.values()), default=0.0) * (1 + SIMPLER_WITHIN)
-        index = next((i for i in sorted(points) if points[i].step_seconds <= within), None)
-    else:
-        index = next(iter(bounds), None)
+        index = next((i for i in sorted(points) if points[i].step_seconds <= within), None)  # the first about as fast
     if index is None:
         return None
     left = max(deadline - thread_time(), _LEAST_SECONDS)
@@ -117,23 +115,6 @@ def fastest(
     return replace(chosen, status="optimal" if proven else "feasible", bound_seconds=min(bound, chosen.step_seconds))
 
 
-def _compared(
-    combinations: Sequence[Combination], budget_bytes: int, bounds: dict[int, float], deadline: float
-) -> dict[int, Candidate]:
-    """Return the fastest points, solved coarsely, of the combinations that can win, by index; raise their bounds."""
-    points: dict[int, Candidate] = {}
-    for rank, index in enumerate(sorted(bounds, key=lambda i: bounds[i])):
-        best = min((c.step_seconds for c in points.values()), default=float("inf"))
-        if bounds[index] > best:
-            continue  # already the relaxed problem is slower
-        share = (deadline - thread_time()) / (len(bounds) - rank + 1)
-        candidate = combinations[index].fastest(budget_bytes, COARSE, max(share, _LEAST_SECONDS))
-        if candidate is not None:
-            points[index] = candidate
-            bounds[index] = max(bounds[index], candidate.bound_seconds)
-    return points
-
-
 def frontier(
     combinations: Sequence[Combination],
     points: int = 8,
@@ -142,16 +123,20 @@ def frontier(
 ) -> list[Candidate]:
     """Return the points that no other point of the same or a stricter numerics class beats, fastest first.
 
-    Args:
-        combinations: The combinations, each solved from its plain peak down to its lowest.
-        points: Number of budgets for each combination.
-        progress: Called with the number of solved budgets, and of all.
-        time_limit_seconds: Approximate limit for all of them together; when it is over, remaining budgets are skipped.
+    Each combination is solved for as many budgets as `points`, from its plain peak down to its lowest. When the time
+    limit of all of them together is about over, remaining budgets are skipped.
     """
     deadline = thread_time() + time_limit_seconds
     total, done = len(combinations) * points, 0
     lowest_seconds = max(_LEANEST_SHARE * time_limit_seconds / len(combinations), _LEAST_SECONDS)
     candidates: list[Candidate] = []
+
+    def is_beaten(combination: Combination, budget_bytes: int) -> bool:  # by a point that fits, at its bound
+        strict = (c for c in candidates if _rank(c.numerics) <= _rank(combination.numerics))
+        rivals = [c.step_seconds for c in strict if c.peak_bytes <= budget_bytes]
+        bound = combination.solver.bound(budget_bytes) if rivals else math.inf
+        return bool(rivals) and (bound is None or min(rivals) <= bound)
+
     budgets: list[list[tuple[Combination, int]]] = [[] for _ in range(points)]
     for combination in combinations:
         seconds = lowest_seconds if thread_time() < deadline else 0.0
@@ -161,7 +146,7 @@ def frontier(
             budgets[step].append((combination, int(budget)))
     for combination, budget in (pair for step in _spread(points) for pair in budgets[step]):
         remaining = deadline - thread_time()
-        if remaining > 0 and not _is_beaten(combination, budget, candidates):
+        if remaining > 0 and not is_beaten(combination, budget):
             candidate = combination.fastest(budget, COARSE, max(remaining / (total - done), _LEAST_SECONDS))
             candidates += [candidate] if candidate is not None else []
         done += 1
@@ -180,15 +165,6 @@ def _spread(count: int) -> list[int]:
             order.append(middle)
             open_spans += [(first, middle), (middle + 1, last)]
     return order
-
-
-def _is_beaten(combination: Combination, budget_bytes: int, found: Sequence[Candidate]) -> bool:
-    """Tell whether a known point fits a budget and is faster than a combination's bound there."""
-    rivals = [c for c in found if c.peak_bytes <= budget_bytes and _rank(c.numerics) <= _rank(combination.numerics)]
-    if not rivals:
-        return False
-    bound = combination.solver.bound(budget_bytes)
-    return bound is None or min(c.step_seconds for c in rivals) <= bound
 
 
 def dominates(one: Candidate, other: Candidate) -> bool:

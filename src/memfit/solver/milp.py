@@ -26,25 +26,16 @@ from memfit.solver.candidates import Ints
 from memfit.solver.problem import Problem
 
 Floats = npt.NDArray[np.float64]
-Status = Literal["optimal", "infeasible", "stopped"]
 
-_INFEASIBLE = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
-_OPTIMAL = highspy.HighsModelStatus.kOptimal
 _FEASIBLE = 2  # value of HiGHS's primal solution status
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a program: sums with an upper limit, as sparse coefficients (CSR).
+    """Rows of a program: sums with an upper limit, as sparse coefficients (CSR)."""
 
-    Attributes:
-        starts: Start of each row's coefficients, and the end of the last row's.
-        columns: The variable of each coefficient.
-        upper: Upper limit of each row's sum.
-    """
-
-    starts: Ints
-    columns: Ints
+    starts: Ints  # of each row's coefficients, and the end of the last row's
+    columns: Ints  # the variable of each coefficient
     values: Floats
     upper: Floats
 
@@ -57,12 +48,10 @@ class Rows:
 
     @classmethod
     def of_matrix(cls, matrix: Floats, upper: Floats) -> Rows:
-        """Return rows from a matrix of rows × variables."""
         rows, columns = np.nonzero(matrix)
         return cls(np.searchsorted(rows, np.arange(len(matrix) + 1)), columns, matrix[rows, columns], upper)
 
     def __add__(self, other: Rows) -> Rows:
-        """Return these rows and others after them."""
         return Rows(
             np.concatenate([self.starts, other.starts[1:] + self.starts[-1]]),
             np.concatenate([self.columns, other.columns]),
@@ -73,21 +62,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class MilpResult:
-    """The result of HiGHS.
+    """The result of HiGHS."""
 
-    Attributes:
-        status: "infeasible" where no values satisfy the rows; "stopped" at the time limit.
-        x: The variables; None without a solution, and for linear programs stopped at the time limit.
-        bound: Lower bound on the objective of all solutions; for linear programs the value.
-        reduced: For linear programs, the reduced cost of each variable at its lower bound: the increase of the
-            objective by a unit of it.
-    """
-
-    status: Status
-    x: Floats | None = None
+    status: Literal["optimal", "infeasible", "stopped"]  # the last one at the time limit
+    x: Floats | None = None  # None without a solution, and for linear programs stopped at the time limit
     value: float = np.inf
-    bound: float = -np.inf
+    bound: float = -np.inf  # on the objective of all solutions, from below; for linear programs the value
     reduced: Floats | None = None
+    """For linear programs, what the objective grows by with a unit of each variable that is at its lower bound."""
 
 
 class _SilentHighs(highspy.Highs):
@@ -113,23 +95,17 @@ def minimized(
     gap: float = 0.0,
     time_limit_seconds: float,
 ) -> MilpResult:
-    """Minimize a linear objective.
+    """Minimize a linear objective over variables of which those in the mask `whole` are integers, if there is one.
 
-    Args:
-        whole: Mask of the integer variables; None for a linear program.
-        gap: Relative gap to the bound at which a solution is returned before the time limit.
-        time_limit_seconds: Limit in wall time, the only clock of HiGHS.
+    A solution is returned once it is within a relative gap of the bound, and else at the limit of wall time, the only
+    clock of HiGHS.
     """
     safe_point()
     solver = _SilentHighs()
-    options: dict[str, Any] = {
-        "parallel": "off",
-        "time_limit": time_limit_seconds,
-        "mip_rel_gap": gap,
-        "mip_allow_restart": False,  # the presolve of a restart may never end (HiGHS 1.16), whatever the time limit
-    }
-    for name, value in options.items():
-        solver.setOptionValue(name, value)
+    solver.setOptionValue("parallel", "off")
+    solver.setOptionValue("time_limit", time_limit_seconds)
+    solver.setOptionValue("mip_rel_gap", gap)
+    solver.setOptionValue("mip_allow_restart", False)  # its presolve may never end (HiGHS 1.16), despite the limit
     solver.passModel(
         len(cost),
         len(rows.upper),
@@ -148,18 +124,19 @@ def minimized(
         np.zeros(len(cost), np.int32) if whole is None else whole.astype(np.int32),
     )
     solver.run()
-    status, info = solver.getModelStatus(), solver.getInfo()
-    if status in _INFEASIBLE:  # no program here is unbounded
+    status, info, known = solver.getModelStatus(), solver.getInfo(), highspy.HighsModelStatus
+    if status in (known.kInfeasible, known.kUnboundedOrInfeasible):  # no program here is unbounded
         return MilpResult("infeasible")
-    outcome: Status = "optimal" if status == _OPTIMAL else "stopped"
-    bound = -np.inf if whole is None else info.mip_dual_bound
+    is_optimal = status == known.kOptimal
+    found = MilpResult("optimal" if is_optimal else "stopped", bound=-np.inf if whole is None else info.mip_dual_bound)
     # A stopped simplex method's values are neither near the optimum nor a bound on it.
-    if info.primal_solution_status != _FEASIBLE or (whole is None and outcome == "stopped"):
-        return MilpResult(outcome, bound=bound)
-    solution, value = solver.getSolution(), info.objective_function_value
+    if info.primal_solution_status != _FEASIBLE or (whole is None and not is_optimal):
+        return found
+    solution = solver.getSolution()
+    found = replace(found, x=np.array(solution.col_value), value=info.objective_function_value)
     if whole is not None:
-        return MilpResult(outcome, np.array(solution.col_value), value, bound)
-    return MilpResult(outcome, np.array(solution.col_value), value, value, np.maximum(np.array(solution.col_dual), 0.0))
+        return found
+    return replace(found, bound=found.value, reduced=np.maximum(np.array(solution.col_dual), 0.0))
 
 
 _UNIT = float(2**20)  # bytes are solved in MiB, so that coefficients stay near one
@@ -177,52 +154,36 @@ EXACT, FINE, COARSE = 1e-4, 1e-3, 5e-3
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of options.
+    """A choice of options."""
 
-    Attributes:
-        x: 1 for each chosen option.
-        status: "optimal" where the solver proved it.
-        bound: Lower bound on the seconds (`fastest`) or the peak bytes (`leanest`) of every choice.
-    """
-
-    x: Ints
+    x: Ints  # 1 for each chosen option
     peak_bytes: int
     seconds: float
     status: Literal["optimal", "feasible"]
-    bound: float
+    bound: float  # from below, on the seconds (`fastest`) or the peak bytes (`leanest`) of every choice
 
 
 @dataclass(frozen=True)
 class _Goal:
-    """An objective to minimise.
+    """An objective to minimise, with a coefficient of each option, each keeper, and one more variable.
 
-    Attributes:
-        cost: Coefficient of each option, each keeper, and one more variable: in `fastest` that is always 1 with the
-            plain step's time as coefficient, so that the objective is the step's time; in `leanest` it is the peak.
-        scale: Factor of the seconds in the objective (`fastest`); the peak in MiB is not scaled (`leanest`).
-        budget_bytes: Upper limit of the rows; None for the last variable.
+    In `fastest` that is always 1 with the plain step's time as coefficient, so that the objective is the step's time;
+    in `leanest` it is the peak in MiB.
     """
 
     cost: Floats
-    scale: float
-    budget_bytes: int | None
+    scale: float  # of the seconds in the objective
+    budget_bytes: int | None  # upper limit of the rows; None for the last variable
 
 
 @dataclass(frozen=True)
 class _Relaxed:
-    """A solution of the relaxed problem, with fractions of options.
+    """A solution of the relaxed problem."""
 
-    Attributes:
-        value: The objective's value, a lower bound for every choice.
-        x: The fraction of each option.
-        reduced: Reduced cost of each option: the least increase of the objective by choosing it.
-        rows: The rows in use whose limit it comes near.
-    """
-
-    value: float
-    x: Floats
-    reduced: Floats
-    rows: tuple[int, ...] = ()
+    value: float  # of the objective, a lower bound for every choice
+    x: Floats  # the fraction of each option
+    reduced: Floats  # the least increase of the objective by choosing each option
+    rows: tuple[int, ...] = ()  # those in use whose limit it comes near
 
 
 class Solver:
@@ -237,21 +198,32 @@ class Solver:
         self._own_seconds = self._wall_seconds = 0.0  # thread and wall time of all runs of HiGHS
         self._relaxations: dict[int, _Relaxed | None] = {}
         self._found: list[Ints] = policies(problem)
-        self._structure = self._structural_constraints()
+        # At most one option of a conflict, z at least each of its activities, the host's budget.
+        entries: list[tuple[int, int, float]] = []
+        upper: list[float] = []
+        for members in problem.conflicts:
+            entries += [(len(upper), j, 1.0) for j in sorted(members)]
+            upper.append(1.0)
+        for k, reasons in enumerate(problem.reasons):
+            for lost, members in sorted(reasons, key=lambda r: (r[0], sorted(r[1]))):
+                entries.append((len(upper), self._n_x + k, -1.0))
+                entries += [(len(upper), j, -1.0 if lost else 1.0) for j in sorted(members)]
+                upper.append(-1.0 if lost else 0.0)
+        entries += [(len(upper), int(j), problem.host_bytes[j] / _UNIT) for j in np.nonzero(problem.host_bytes)[0]]
+        upper.append(problem.host_budget_bytes / _UNIT)
+        self._structure = Rows.of_entries(entries, upper)
         self._take_up(self._active, problem.row_peaks(np.zeros(self._n_x, np.int64)), -1)
 
     def fastest(self, budget_bytes: int, tolerance: float = EXACT, time_limit_seconds: float = 10.0) -> Choice | None:
         """Return the fastest choice whose peak is within a budget; None if there is none, or none was found in time.
 
-        Args:
-            tolerance: Relative gap to the bound.
-            time_limit_seconds: Limit of all rounds together, in the thread's own time.
+        Its relative gap to the bound is `tolerance`, where all rounds together keep their limit of the thread's time.
         """
         if not self._n_x:
             nothing = self._nothing_to_choose()
             return nothing if nothing.peak_bytes <= budget_bytes else None
         deadline = thread_time() + time_limit_seconds
-        goal = self._step_goal(budget_bytes)
+        goal = self._goal(budget_bytes)
         relaxed = self._relaxed_for(budget_bytes, deadline)
         if relaxed is None:
             return None
@@ -276,14 +248,14 @@ class Solver:
             nothing = self._nothing_to_choose()
             return nothing.seconds if nothing.peak_bytes <= budget_bytes else None
         relaxed = self._relaxed_for(budget_bytes, thread_time() + time_limit_seconds)
-        scale = self._step_goal(budget_bytes).scale
+        scale = self._goal(budget_bytes).scale
         return None if relaxed is None else max(self.problem.plain_seconds, relaxed.value / scale)
 
     def _relaxed_for(self, budget_bytes: int, deadline: float) -> _Relaxed | None:
         """Return the relaxed solution for a budget, kept once it was solved within the time limit."""
         if budget_bytes in self._relaxations:
             return self._relaxations[budget_bytes]
-        relaxed = self._relaxed(self._step_goal(budget_bytes), deadline)
+        relaxed = self._relaxed(self._goal(budget_bytes), deadline)
         if thread_time() < deadline:
             self._relaxations[budget_bytes] = relaxed
         return relaxed
@@ -304,7 +276,7 @@ class Solver:
             nothing = self._nothing_to_choose()
             self._lowest = replace(nothing, bound=float(nothing.peak_bytes))
             return self._lowest
-        goal = self._peak_goal()
+        goal = self._goal(None)
         deadline = thread_time() + time_limit_seconds
         relaxed = self._relaxed(goal, deadline) or _Relaxed(0.0, np.ones(self._n_x), np.zeros(self._n_x))
         start = min(self._found, key=lambda x: self._value(goal, x))
@@ -321,19 +293,17 @@ class Solver:
         """A quick lower bound on the peak of every choice."""
         if not self._n_x:
             return float(self._nothing_to_choose().peak_bytes)
-        relaxed = self._relaxed(self._peak_goal(), thread_time() + 1.0)
+        relaxed = self._relaxed(self._goal(None), thread_time() + 1.0)
         return 0.0 if relaxed is None else max(0.0, relaxed.value - _TIE) * _UNIT
 
-    def _peak_goal(self) -> _Goal:
-        slower = np.array([o.seconds for o in self.problem.options])
-        tie = slower * (_TIE / max(float(slower.sum()), 1e-12))
-        return _Goal(np.concatenate([tie, np.zeros(self._n_z), [1.0]]), 1.0, None)
-
-    def _step_goal(self, budget_bytes: int) -> _Goal:
-        slower = [o.seconds for o in self.problem.options]
-        scale = 1.0 / max(max(slower), 1e-12)
-        cost = np.concatenate([slower, np.zeros(self._n_z), [self.problem.plain_seconds]]) * scale
-        return _Goal(cost, scale, budget_bytes)
+    def _goal(self, budget_bytes: int | None) -> _Goal:
+        """Return the objective of `fastest` within a budget; without one that of `leanest`."""
+        slower, keepers = np.array([o.seconds for o in self.problem.options]), np.zeros(self._n_z)
+        if budget_bytes is None:
+            tie = _TIE / max(float(slower.sum()), 1e-12)
+            return _Goal(np.concatenate([slower * tie, keepers, [1.0]]), 1.0, None)
+        scale = 1.0 / max(float(slower.max()), 1e-12)
+        return _Goal(np.concatenate([slower, keepers, [self.problem.plain_seconds]]) * scale, scale, budget_bytes)
 
     def _value(self, goal: _Goal, x: Ints) -> float:
         last = 1.0 if goal.budget_bytes is not None else self.problem.peak_bytes(x) / _UNIT
@@ -455,23 +425,6 @@ class Solver:
         self._own_seconds += thread_time() - own
         self._wall_seconds += perf_counter() - wall
         return solution
-
-    def _structural_constraints(self) -> Rows:
-        """Return rows for: at most one option of a conflict, z at least each of its activities, the host's budget."""
-        problem = self.problem
-        entries: list[tuple[int, int, float]] = []
-        upper: list[float] = []
-        for members in problem.conflicts:
-            entries += [(len(upper), j, 1.0) for j in sorted(members)]
-            upper.append(1.0)
-        for k, reasons in enumerate(problem.reasons):
-            for lost, members in sorted(reasons, key=lambda r: (r[0], sorted(r[1]))):
-                entries.append((len(upper), self._n_x + k, -1.0))
-                entries += [(len(upper), j, -1.0 if lost else 1.0) for j in sorted(members)]
-                upper.append(-1.0 if lost else 0.0)
-        entries += [(len(upper), int(j), problem.host_bytes[j] / _UNIT) for j in np.nonzero(problem.host_bytes)[0]]
-        upper.append(problem.host_budget_bytes / _UNIT)
-        return Rows.of_entries(entries, upper)
 
     def _row_limit(self, goal: _Goal, rows: Sequence[int], margin: int) -> Rows:
         """Return rows, in MiB, limited by the budget less a margin, or by the last variable."""

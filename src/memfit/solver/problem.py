@@ -53,13 +53,10 @@ class Tightening:
     def __call__(self, activities: Collection[Activity]) -> frozenset[Activity]:
         """Return activities with the same maximum for every choice, and at least that maximum for fractions."""
         key = frozenset(activities)
-        if key not in self.found:
-            self.found[key] = self._tightened(key)
-        return self.found[key]
-
-    def _tightened(self, activities: frozenset[Activity]) -> frozenset[Activity]:
-        losing = {_mask(members) for lost, members in activities if lost}
-        gaining = {_mask(members) for lost, members in activities if not lost and members}
+        if key in self.found:
+            return self.found[key]
+        losing = {_mask(members) for is_lost, members in key if is_lost}
+        gaining = {_mask(members) for is_lost, members in key if not is_lost and members}
         gained = functools.reduce(operator.or_, gaining, 0)
         lost, won = {m & ~gained for m in losing}, set(gaining)
         for clique in self.cliques:
@@ -71,7 +68,8 @@ class Tightening:
                 won.add(gained & clique)
         least = [m for m in lost if not any(rival != m and not rival & ~m for rival in lost)]
         largest = [m for m in won if not any(rival != m and not m & ~rival for rival in won)]
-        return frozenset({(True, _members(m)) for m in least} | {(False, _members(m)) for m in largest})
+        self.found[key] = frozenset({(True, _members(m)) for m in least} | {(False, _members(m)) for m in largest})
+        return self.found[key]
 
 
 def _mask(members: Collection[int]) -> int:
@@ -92,27 +90,16 @@ class Row(NamedTuple):
 
 @dataclass
 class Problem:
-    """A linear model of a trace's peak.
+    """A linear model of a trace's peak."""
 
-    Attributes:
-        options: The option of each `x`.
-        reasons: The activities that are lower bounds of each `z`.
-        conflicts: Sets of options of which at most one can be chosen.
-        base: Bytes alive at each place of the axis for every choice.
-        columns: For each variable (x, then z), bytes alive at each place where it is 1.
-        rows: The points whose bytes the budget limits.
-        plain_seconds: The step's time with nothing checkpointed.
-        host_budget_bytes: Host memory that the options may take together.
-    """
-
-    options: list[Option]
-    reasons: list[frozenset[Activity]]
-    conflicts: list[frozenset[int]]
-    base: Ints
-    columns: Ints
-    rows: list[Row]
-    plain_seconds: float
-    host_budget_bytes: int = 0
+    options: list[Option]  # of each `x`
+    reasons: list[frozenset[Activity]]  # that are lower bounds of each `z`
+    conflicts: list[frozenset[int]]  # sets of options of which at most one can be chosen
+    base: Ints  # bytes alive at each place of the axis for every choice
+    columns: Ints  # for each variable (x, then z), bytes alive at each place where it is 1
+    rows: list[Row]  # the points whose bytes the budget limits
+    plain_seconds: float  # of the step with nothing checkpointed
+    host_budget_bytes: int = 0  # host memory that the options may take together
 
     def __post_init__(self) -> None:
         activities = [activity for reasons in self.reasons for activity in reasons]
@@ -159,7 +146,7 @@ class Problem:
 
 def build(regions: Regions, costs: CostTable, options: list[Option], host_budget_bytes: int = 0) -> Problem:
     """Return the linear model of a trace with some options, and a budget of host memory."""
-    return _Builder(regions, costs, options).build(host_budget_bytes)
+    return _Builder(regions, costs, options).problem(host_budget_bytes)
 
 
 class _Builder:
@@ -188,7 +175,7 @@ class _Builder:
         self.x = np.zeros((len(options), self.length + 1), np.int64)
         self.z: dict[frozenset[Activity], Ints] = {}
 
-    def build(self, host_budget_bytes: int) -> Problem:
+    def problem(self, host_budget_bytes: int) -> Problem:
         workspaces, seconds = self.costs.op_workspaces(self.trace), self.costs.op_seconds(self.trace)
         workspace: list[int] = workspaces.tolist()
         for op, overhead in self.costs.captured_overheads(self.trace).items():
