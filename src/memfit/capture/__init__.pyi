@@ -1,8 +1,10 @@
 from .composites import composites_lifted as composites_lifted
+from .composites import composites_without_mode as composites_without_mode
 from .control_flow import DataRun as DataRun
 from .control_flow import Readings as Readings
 from .external_state import differences as differences
 from .external_state import external_tensors as external_tensors
+from .fake_workload import Faker as Faker
 from .fake_workload import fake_copy as fake_copy
 from .fake_workload import mode_of as mode_of
 from .fake_workload import nothing_changes as nothing_changes
