@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 
 from memfit.capture import KnownValues
 from memfit.capture import known_values as module
-from memfit.capture.known_values import fake_paths_disabled
 
 
 @pytest.fixture
@@ -159,7 +158,7 @@ def test_values_are_taken_over(known: KnownValues) -> None:
 
 def test_a_loss_can_be_formatted(known: KnownValues) -> None:
     loss = torch.randn(100).mean()
-    with fake_paths_disabled():
+    with known.fake_paths_disabled():
         assert f"{loss:.2f}" == "0.00" and f"{torch.tensor(7):03d}" == "007"
     with pytest.raises(TypeError):
         f"{loss:.2f}"

@@ -62,8 +62,10 @@ class _ConvertTensors(TorchFunctionMode):
         self.convert = convert
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_copy = func is torch.Tensor.__deepcopy__
-        return _converted(*args, self.convert) if is_copy else func(*args, **(kwargs or {}))
+        if func is not torch.Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        return _converted(tensor, memo, self.convert)
 
 
 def _convert_workload(workload: Workload, convert: Convert) -> Workload:

@@ -36,7 +36,7 @@ from memfit._torch import (
 from memfit.capture.composites import composites_without_mode
 from memfit.capture.control_flow import ControlFlowPath, ControlFlowPaths, GeneratorStates, Readings
 from memfit.capture.fake_workload import applied_in_place, fake_copy, mode_of, nothing_changes, real_copy
-from memfit.capture.known_values import KnownValues, fake_paths_disabled
+from memfit.capture.known_values import KnownValues
 from memfit.capture.recorder import Recorder
 from memfit.capture.step_recording import (
     MOST_MICROBATCHES,
@@ -200,7 +200,7 @@ def _fake_copied(
             part = _with_part(moved, microbatch_size)
         copied = _unwrapped(fake_copy(part, values, place))
         eager = torch.compiler.set_stance("force_eager")
-        with _explained(), eager, fake_paths_disabled(), converted_by(applied_in_place):
+        with _explained(), eager, values.fake_paths_disabled(), converted_by(applied_in_place):
             yield copied, values, attention, around
 
 
