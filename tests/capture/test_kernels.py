@@ -11,59 +11,37 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from tests.capture.steps import assert_predicted, squared
+from tests.capture.steps import Function, assert_predicted, squared
 
 
-class Normalised(nn.Module):
+def normalised(channels: int) -> nn.Module:
     """Normalises features that are not the dimension behind the samples, as patch transformers do."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Linear(32, channels), nn.BatchNorm1d(channels)
-        self.last = nn.Linear(channels, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.first(x).transpose(1, 2)).transpose(1, 2)
-        out: Tensor = self.last(y.contiguous()).sin()
-        return out
+    norm = (Function(lambda x: x.mT), nn.BatchNorm1d(channels), Function(lambda x: x.mT.contiguous()))
+    return nn.Sequential(nn.Linear(32, channels), *norm, nn.Linear(channels, 8), Function(torch.sin))
 
 
-class Padded(nn.Module):
+def padded(mode: str) -> nn.Module:
     """Pads volumes that are channels-last."""
-
-    def __init__(self, mode: str) -> None:
-        super().__init__()
-        self.mode = mode
-        self.layer = nn.Conv3d(2, 4, 1).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.pad(self.layer(x.contiguous(memory_format=torch.channels_last_3d)), (1,) * 6, self.mode)
-        return y.contiguous().sin()
+    layout = torch.channels_last_3d
+    layer = nn.Conv3d(2, 4, 1).to(memory_format=layout)  # type: ignore[call-overload]
+    pad = Function(lambda y: F.pad(y, (1,) * 6, mode).contiguous().sin())
+    return nn.Sequential(Function(lambda x: x.contiguous(memory_format=layout)), layer, pad)
 
 
-class Scattered(nn.Module):
-    """Writes into a copy of a part of a larger tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(32, 96)
-
-    def forward(self, x: Tensor) -> Tensor:
-        part = self.layer(x).chunk(3, -1)[1]
-        return torch.slice_scatter(part, part[:, :4].sin(), 1, 0, 4).cos()
+def scattered(y: Tensor) -> Tensor:
+    """Write into a copy of a part of a larger tensor."""
+    part = y.chunk(3, -1)[1]
+    return torch.slice_scatter(part, part[:, :4].sin(), 1, 0, 4).cos()
 
 
-class Compared(nn.Module):
-    """Raises a number to the power of a transposed tensor, and adds logarithms."""
+def compared(y: Tensor) -> Tensor:
+    """Raise a number to the power of a transposed tensor, and add logarithms."""
+    powers = 2.0**y.mT
+    return torch.logaddexp(powers, y.contiguous().mT[:1].expand_as(y.mT)).contiguous().sin()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(32, 64)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x).mT
-        powers = 2.0**y
-        return torch.logaddexp(powers, y.mT.contiguous().mT[:1].expand_as(y)).contiguous().sin()
+def bags(mode: str) -> nn.Module:
+    return nn.Sequential(nn.EmbeddingBag(200, 64, mode=mode), nn.Linear(64, 8))
 
 
 class Directional(nn.Module):
@@ -79,15 +57,6 @@ class Directional(nn.Module):
             out = self.last(self.layer(dual).sin() * self.layer.bias.exp())
             tangent: Tensor = forward_ad.unpack_dual(out).tangent
         return tangent
-
-
-class Bags(nn.Module):
-    def __init__(self, mode: str, **options: Any) -> None:
-        super().__init__()
-        self.bags, self.head = nn.EmbeddingBag(200, 64, mode=mode, **options), nn.Linear(64, 8)
-
-    def forward(self, indices: Tensor) -> Any:
-        return self.head(self.bags(indices))
 
 
 class Counting(nn.Module):
@@ -139,16 +108,19 @@ class Packing(nn.Module):
 
 INDICES = torch.arange(24 * 10).reshape(24, 10) % 200
 STEPS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
-    "normalised behind a transposition": lambda: (Normalised(48), torch.randn(6, 20, 32)),
-    "more channels than rows": lambda: (Normalised(96), torch.randn(6, 4, 32)),
-    "reflected volumes": lambda: (Padded("reflect"), torch.randn(2, 2, 6, 7, 8)),
-    "repeated edges": lambda: (Padded("replicate"), torch.randn(2, 2, 6, 7, 8)),
-    "written into a copy": lambda: (Scattered(), torch.randn(8, 10, 32)),
+    "normalised behind a transposition": lambda: (normalised(48), torch.randn(6, 20, 32)),
+    "more channels than rows": lambda: (normalised(96), torch.randn(6, 4, 32)),
+    "reflected volumes": lambda: (padded("reflect"), torch.randn(2, 2, 6, 7, 8)),
+    "repeated edges": lambda: (padded("replicate"), torch.randn(2, 2, 6, 7, 8)),
+    "written into a copy": lambda: (nn.Sequential(nn.Linear(32, 96), Function(scattered)), torch.randn(8, 10, 32)),
     "a directional derivative": lambda: (Directional(), torch.randn(8, 10, 32)),
-    "powers of a transposed tensor": lambda: (Compared(), torch.randn(8, 10, 32)),
-    "sums of embeddings": lambda: (Bags("sum"), INDICES),
-    "greatest embeddings": lambda: (Bags("max"), INDICES),
-    "greatest embeddings of few": lambda: (Bags("max"), INDICES[:, :3]),
+    "powers of a transposed tensor": lambda: (
+        nn.Sequential(nn.Linear(32, 64), Function(compared)),
+        torch.randn(8, 10, 32),
+    ),
+    "sums of embeddings": lambda: (bags("sum"), INDICES),
+    "greatest embeddings": lambda: (bags("max"), INDICES),
+    "greatest embeddings of few": lambda: (bags("max"), INDICES[:, :3]),
     "numbers found": lambda: (Counting(), torch.randn(64, 32)),
     "numbers found and counted": lambda: (Counting(return_counts=True), torch.randn(64, 32)),
     "numbers found by place": lambda: (Counting(return_inverse=True), torch.randn(64, 32)),
