@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.common import whole_run_peak_bytes
-from memfit.capture import measure_peak_bytes, real_copy, value_reads
+from memfit.capture import measure_peak_bytes, real_copy
 from memfit.hardware import find_device
 from memfit.ir import Levers, Prediction
 from memfit.levers import applied
@@ -154,10 +153,6 @@ def test_without_data_the_worse_of_both_answers_is_predicted_and_listed(course: 
         assert measured(READ[course]) <= found.peak_upper_bytes
     assert any("a guess" in note and "test_control_flow.py:" in note for note in found.notes)
     assert found.peak_upper_bytes > 1.05 * found.peak_bytes
-
-
-def test_folders_that_reads_are_told_apart_by_exist() -> None:
-    assert all(Path(folder).is_dir() for folder in (*value_reads._BETWEEN, *value_reads._STEPS))
 
 
 def test_the_user_can_state_a_value_by_its_line() -> None:
