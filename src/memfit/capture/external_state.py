@@ -140,8 +140,6 @@ class Rebinding:
         return self._made[own]
 
     def _rebuilt(self, value: Any, by_loss: bool) -> Any:
-        """Return an immutable value made of copies."""
-
         def of(inner: Any) -> Any:
             return self.of(inner, by_loss)
 
@@ -203,34 +201,27 @@ class Rebinding:
             return made
         return value
 
-    def _replaced_globals(self, function: types.FunctionType) -> dict[str, Any]:
-        """Return the globals that a function names and a copy of it has copies of."""
-        by_loss, names, found = id(function) in self._of_loss, names_in(function), {}
-        for name, value in globals_of(function).items():
-            new = value if isinstance(value, type) else self.of(value, by_loss)
-            if isinstance(value, types.ModuleType) and is_followed(value):  # copied, where what code names in it is
-                named = {inner: vars(value)[inner] for inner in names & vars(value).keys()}
-                changed = {inner: made for inner, own in named.items() if (made := self.of(own, by_loss)) is not own}
-                new = self._modules.get(id(value), types.ModuleType(value.__name__)) if changed else value
-                if changed and id(value) not in self._modules:
-                    self._modules[id(value)] = new
-                    vars(new).update(vars(value))
-                vars(new).update(changed)
-            if new is not value:
-                found[name] = new
-        return found
-
     # What a copy holds
 
     def _fill(self, value: Any, new: Any, by_loss: bool) -> None:
-        """Have a copy hold what its original holds."""
         if isinstance(value, types.FunctionType):
             new.__defaults__ = tuple(self.of(v, by_loss) for v in value.__defaults__ or ()) or None
             named = value.__kwdefaults__ or {}
             new.__kwdefaults__ = {name: self.of(v, by_loss) for name, v in named.items()} or None
             vars(new).update({name: self.of(v, by_loss) for name, v in vars(value).items()})
-            if new.__globals__ is not value.__globals__:
-                new.__globals__.update(self._replaced_globals(value))
+            names, around = names_in(value), new.__globals__
+            for name, inner in globals_of(value).items() if around is not value.__globals__ else ():
+                made = inner if isinstance(inner, type) else self.of(inner, by_loss)
+                if isinstance(inner, types.ModuleType) and is_followed(inner):  # copied, where what code names in it is
+                    held = {each: vars(inner)[each] for each in names & vars(inner).keys()}
+                    changed = {each: own for each, was in held.items() if (own := self.of(was, by_loss)) is not was}
+                    made = self._modules.get(id(inner), types.ModuleType(inner.__name__)) if changed else inner
+                    if changed and id(inner) not in self._modules:
+                        self._modules[id(inner)] = made
+                        vars(made).update(vars(inner))
+                    vars(made).update(changed)
+                if made is not inner:
+                    around[name] = made
         elif isinstance(value, types.CellType):
             for content in contents_of(value):
                 new.cell_contents = self.of(content, by_loss)

@@ -155,7 +155,6 @@ def parameter_of(kind: type, tensor: torch.Tensor, requires_grad: bool) -> nn.Pa
 
 @functools.cache
 def _fake_kind(kind: type) -> type:
-    """Return the class of fake parameters that stand for those of a class."""
     return type(kind.__name__, (FakeTensor, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 

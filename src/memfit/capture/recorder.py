@@ -243,35 +243,31 @@ class _CallStates:
         reader = Reader()
         own = {module: reader.places(fqn, module) for fqn, module in model.named_modules()}
         hooks = {module: reader.hooks(module) for module in own}
-        self._seen: dict[int, tuple[Place, list[dict[str, Any]]]] = {}
-        self._of_module: dict[nn.Module, list[int]] = {}
+        self._places: dict[nn.Module, list[Place]] = {}
         for module in own:
             inside = [place for inner in module.modules() if inner is not module for place in own[inner] + hooks[inner]]
-            places = {id(place): place for place in (*own[module], *inside)}
-            self._seen |= {key: (place, [place.read()]) for key, place in places.items() if key not in self._seen}
-            self._of_module[module] = list(places)
-        self._calls: dict[int, dict[int, int]] = {}
+            self._places[module] = list({id(place): place for place in (*own[module], *inside)}.values())
+        every = {id(place): place for places in self._places.values() for place in places}
+        self._latest = {key: place.read() for key, place in every.items()}
+        self._calls: dict[int, list[tuple[Place, dict[str, Any]]]] = {}
 
     def begin(self, call: int, module: nn.Module) -> None:
-        self._calls[call] = {key: self._now(key) for key in self._of_module[module]}
+        self._calls[call] = [(place, self._now(place)) for place in self._places[module]]
 
-    def _now(self, key: int) -> int:
-        """Return the index of a place's present state among those that it had."""
-        place, seen = self._seen[key]
-        if (state := place.read()) != seen[-1]:
-            seen.append(state)
-        return len(seen) - 1
+    def _now(self, place: Place) -> dict[str, Any]:
+        if (state := place.read()) != self._latest[id(place)]:
+            self._latest[id(place)] = state
+        return self._latest[id(place)]
 
     def changes(self) -> dict[int, str]:
         """Return the name of a changed value for each call that read one; forget these calls."""
-        now = {key: self._now(key) for noted in self._calls.values() for key in noted}
+        now = {id(place): self._now(place) for noted in self._calls.values() for place, _ in noted}
         changed: dict[int, str] = {}
         for call, noted in self._calls.items():
-            for key, before in noted.items():
-                place, seen = self._seen[key]
-                then, present = seen[before], seen[now[key]]
-                name = next((n for n in then.keys() | present.keys() if then.get(n) != present.get(n)), None)
-                if before != now[key] and name is not None:
+            for place, then in noted:
+                present = now[id(place)]
+                names = () if then is present else then.keys() | present.keys()
+                if (name := next((n for n in names if then.get(n) != present.get(n)), None)) is not None:
                     changed[call] = f"{name} of {place.owner}"
                     break
         self._calls.clear()
@@ -483,7 +479,6 @@ class Recorder(PassiveMode):
         return out
 
     def _birth(self) -> int:
-        """Return the birth of a storage that is made now."""
         return len(self.now.ops) if self.recording else -1
 
     def _observed(self, tensors: Iterable[torch.Tensor], birth: int = -1) -> dict[int, None]:

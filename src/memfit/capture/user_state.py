@@ -294,13 +294,6 @@ _known_packages: dict[str, tuple[int, list[tuple[_ContainerKind, Any]]]] = {}
 """Of a package its count of loaded modules, and the containers that these reach."""
 
 
-def _of_package(name: str) -> list[tuple[_ContainerKind, Any]]:
-    modules = [m for n, m in list(sys.modules.items()) if n.partition(".")[0] == name and _origin(n) == name]
-    if name not in _known_packages or _known_packages[name][0] != len(modules):
-        _known_packages[name] = len(modules), _Walk(modules, name).containers
-    return _known_packages[name][1]
-
-
 class UserState:
     """The state that code reaches from some objects, as it is now; see Note [What is noted].
 
@@ -315,7 +308,12 @@ class UserState:
     def _note(self) -> None:
         walk = _Walk(self._roots)
         whole = {id(held) for _, held in _Walk(walk.modules).containers}
-        packaged = [pair for name in sorted(walk.packages) for pair in _of_package(name)]
+        packaged: list[tuple[_ContainerKind, Any]] = []
+        for name in sorted(walk.packages):
+            modules = [m for n, m in list(sys.modules.items()) if n.partition(".")[0] == name and _origin(n) == name]
+            if name not in _known_packages or _known_packages[name][0] != len(modules):
+                _known_packages[name] = len(modules), _Walk(modules, name).containers
+            packaged += _known_packages[name][1]
         noted = (*walk.containers, *packaged)
         self._noted: list[_Noted] = [(kind, held, kind.read(held), id(held) in whole) for kind, held in noted]
         sources = [foreign_generator(generator) for generator in walk.generators]
