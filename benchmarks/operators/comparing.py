@@ -133,7 +133,7 @@ class Whole:
         faker = Faker(values)
         arguments = mapped(lambda t: faker(t.detach()).requires_grad_(t.requires_grad), sample.arguments)
         threads = torch.autograd.set_multithreading_enabled(False)
-        with threads, mode, values, recorder, composites_without_mode(), recorder.generator_states():
+        with threads, mode, values, recorder, composites_without_mode(), recorder.unseen():
             for tensor in tensors_in(arguments):
                 recorder.observe(tensor, -1)
             recorder.begin_step()

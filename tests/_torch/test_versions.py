@@ -13,8 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 import memfit
 from memfit import _torch
-from memfit.capture import packed
-from memfit.capture.step_capture import warn_if_untested
+from memfit.capture import packed, warn_if_untested
 from memfit.errors import UntestedTorchWarning
 from tests.models import twice
 

@@ -28,6 +28,7 @@ from .step_capture import is_compiled as is_compiled
 from .step_capture import read_with_data as read_with_data
 from .step_capture import reads_unknown as reads_unknown
 from .step_capture import warmed as warmed
+from .step_capture import warn_if_untested as warn_if_untested
 from .step_capture import why_no_data_run as why_no_data_run
 from .step_capture import without_collector as without_collector
 from .step_recording import CaptureJob as CaptureJob

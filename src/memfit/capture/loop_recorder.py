@@ -108,12 +108,9 @@ class Watcher(TorchFunctionMode):
         on_elsewhere: Called with an optimizer that steps in another thread.
 
     Attributes:
-        entries: The entries of the tape so far.
-        given: Tensors from outside the step that it used.
         roots: Modules that the loop called, in the order of their first calls; of all steps.
         called: Modules that it called in this step.
         is_writing: Whether entries are recorded.
-        is_paused: Whether calls are no part of the loop.
         fault: The reason why the tape can't be replayed; "" where it can.
         updates: The number of steps of each optimizer in this step, by its `id`.
         seen: What the step did so far.

@@ -412,9 +412,13 @@ class Recorder(PassiveMode):
             self.now.storages[index].death = len(self.now.ops) - 1
 
     @contextlib.contextmanager
-    def resizes(self) -> Iterator[None]:
-        """Observe storages that are emptied and filled again, until the context is left: gathered parameters are."""
-        original = torch.UntypedStorage.resize_
+    def unseen(self) -> Iterator[None]:
+        """Observe what no mode sees, until the context is left.
+
+        Storages are emptied and filled again, as of gathered parameters, and checkpointing keeps a copy of the CPU
+        generator's state, of 5 KB, for each call.
+        """
+        original, get_state = torch.UntypedStorage.resize_, torch.get_rng_state
 
         def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
             key = storage_key(storage)
@@ -431,7 +435,15 @@ class Recorder(PassiveMode):
                 self.now.refilled.add(index)
             return out
 
-        with replaced_here(torch.UntypedStorage, "resize_", resized):
+        def observed() -> torch.Tensor:
+            state = get_state()
+            self.observe(state, self._birth())
+            return state
+
+        with (
+            replaced_here(torch.UntypedStorage, "resize_", resized),
+            replaced_here(torch, "get_rng_state", observed),
+        ):
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -615,20 +627,6 @@ class Recorder(PassiveMode):
         # where no backward pass comes.
         with self.paused():
             return tensor.detach()
-
-    def generator_states(self) -> contextlib.AbstractContextManager[None]:
-        """Observe copies of the CPU generator's state, until the context is left.
-
-        Checkpointing keeps one of 5 KB for each call, and no mode sees it.
-        """
-        original = torch.get_rng_state
-
-        def observed() -> torch.Tensor:
-            state = original()
-            self.observe(state, self._birth())
-            return state
-
-        return replaced_here(torch, "get_rng_state", observed)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if not self.recording:

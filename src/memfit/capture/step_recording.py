@@ -107,8 +107,7 @@ def record(
         composites_without_mode(),
         job.build(copied) as step,
         recorder.watch(copied.model),
-        recorder.generator_states(),
-        recorder.resizes(),
+        recorder.unseen(),
         aliasing(inputs_of(copied)),
         contextlib.ExitStack() as stack,
     ):
