@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from memfit.capture import KnownValues, fake_copy
-from memfit.capture.known_values import fake_paths_disabled
 from memfit.ir import Levers, Precision
 from memfit.levers import applied
 from memfit.workload import Workload, batch_size_of, tensors_of
@@ -44,7 +43,7 @@ def mem_tracker_bytes(workload: Workload, precision: Precision) -> int:
     copied = dataclasses.replace(fake_copy(workload, values), max_grad_norm=workload.max_grad_norm)
     levers = Levers(precision=precision, microbatch_size=batch_size_of(workload.batch))
     tracker = MemTracker()
-    with values.fake, values, fake_paths_disabled(), applied(levers, copied) as step:
+    with values.fake, values, values.fake_paths_disabled(), applied(levers, copied) as step:
         tracker.track_external(copied.model, copied.optimizer, *tensors_of(copied.batch))
         with tracker:
             step(copied.batch)

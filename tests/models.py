@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from memfit.capture import CaptureJob, capture
-from memfit.capture.step_capture import capture_real
+from memfit.capture import CaptureJob, capture, capture_with_data
 from memfit.ir import CostTable, Keep, Precision, Region, Trace
 from memfit.levers.precision import autocast
 from memfit.recomputation import checkpointed
@@ -280,7 +279,7 @@ def step_of(
 
 def captured(workload: Workload, *, real: bool = False, **levers: Any) -> Trace:
     """Return the trace of a workload's step with levers (those of `step_of`), under fake tensors or really run."""
-    run = capture_real if real else capture
+    run = capture_with_data if real else capture
     given = {name: levers[name] for name in ("precision", "microbatch_size") if name in levers}
     return run(CaptureJob(workload, partial(step_of, **levers), **given))
 

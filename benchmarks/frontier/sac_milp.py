@@ -30,7 +30,6 @@ from benchmarks.frontier.checkpointing import Contexts, checkpointing
 from benchmarks.frontier.methods import Method, Prepared, Task, Unsupported, stepping
 from benchmarks.frontier.selective import contexts_of
 from memfit.capture import KnownValues, fake_copy
-from memfit.capture.known_values import fake_paths_disabled
 from memfit.cost import measure
 from memfit.hardware import find_device
 from memfit.ir import write_atomic
@@ -85,7 +84,7 @@ def study(task: Task) -> Statistics:
 
     values = KnownValues(FakeTensorMode(allow_non_fake_inputs=True))
     copied = fake_copy(task.workload, values, task.place)
-    with values.fake, values, fake_paths_disabled(), contextlib.redirect_stdout(io.StringIO()):
+    with values.fake, values, values.fake_paths_disabled(), contextlib.redirect_stdout(io.StringIO()):
         step = Step(copied)
         tracker, runtime, estimator = MemTracker(), RuntimeEstimator(), SACEstimator()
         tracker.track_external(copied.model, copied.optimizer, *tensors_of(copied.batch))

@@ -10,10 +10,7 @@ import torch
 
 from benchmarks.operators.samples import Sample, backward, mapped
 from memfit._torch import CachedFakeTensorMode, EagerMode, disable_current_modes, storage_key_of
-from memfit.capture import KnownValues, Recorder, tensors_in
-from memfit.capture.composites import composites_without_mode
-from memfit.capture.fake_workload import _Faker
-from memfit.capture.recorder import Recording
+from memfit.capture import Faker, KnownValues, Recorder, composites_without_mode, tensors_in
 from memfit.cost import first_runs
 from memfit.hardware import allocated
 from memfit.workload import signature
@@ -31,7 +28,7 @@ class Fakes:
 
     def outputs(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, dict[int, int]]:
         """Return the outputs of an operator on fake tensors like real ones, and the place of each input's storage."""
-        faker = _Faker(self.values, None, set())
+        faker = Faker(self.values)
         args, kwargs = mapped(lambda t: faker(t.detach()), (tuple(args), kwargs))
         places = _places((args, kwargs))
         with self.values.fake, self.values:
@@ -133,10 +130,10 @@ class Whole:
     def _predicted(self, sample: Sample) -> int:
         mode = CachedFakeTensorMode(allow_non_fake_inputs=True)
         values, recorder = KnownValues.of(mode), Recorder(mode)
-        faker = _Faker(values, None, set())
+        faker = Faker(values)
         arguments = mapped(lambda t: faker(t.detach()).requires_grad_(t.requires_grad), sample.arguments)
         threads = torch.autograd.set_multithreading_enabled(False)
-        with threads, mode, values, recorder, composites_without_mode(), recorder.generator_states():
+        with threads, mode, values, recorder, composites_without_mode(), recorder.unseen():
             for tensor in tensors_in(arguments):
                 recorder.observe(tensor, -1)
             recorder.begin_step()
@@ -148,7 +145,7 @@ class Whole:
         del out, kept
         return self._peak_of(recording)
 
-    def _peak_of(self, recording: Recording) -> int:
+    def _peak_of(self, recording: Any) -> int:
         texts = list(recording.signatures)
         missing = [text for text in texts if text not in self.workspaces]
         runs = first_runs(missing) if missing else {}

@@ -14,8 +14,7 @@ from torch.torch_version import TorchVersion
 
 import memfit
 from memfit import _torch
-from memfit.capture import packed
-from memfit.capture.step_capture import warn_if_untested
+from memfit.capture import packed, warn_if_untested
 from memfit.errors import UntestedTorchWarning
 from tests.models import twice
 

@@ -17,6 +17,17 @@ from tests.measuring import peaks
 from tests.models import captured, step_of
 
 
+class Function(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
 def mean_square(model: nn.Module, batch: Any) -> Tensor:
     found: Tensor = model(batch).square().mean()
     return found

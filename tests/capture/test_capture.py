@@ -259,33 +259,6 @@ def test_gradients_and_state_are_linked_to_their_parameters(name: str) -> None:
         )
 
 
-class KeepsWhatTorchLeavesOut(torch.optim.SGD):
-    """An optimizer with an attribute of its own, which `torch.optim.Optimizer` leaves out of copies."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.scales = {"all": 1.0}
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["lr"] *= self.scales["all"]
-        return super().step(closure)
-
-
-def test_an_optimizer_is_copied_with_attributes_of_its_own_and_a_schedulers_function_for_the_copy() -> None:
-    model = nn.Linear(4, 4)
-    optimizer = KeepsWhatTorchLeavesOut(model.parameters(), lr=0.1)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert "step" in vars(optimizer)
-    workload = Workload(model, (torch.ones(2, 4), torch.ones(2, 4)), squared_error, optimizer)
-    copied = real_copy(workload).optimizer
-    assert copied.scales == {"all": 1.0} and copied.scales is not optimizer.scales  # type: ignore[attr-defined]
-    assert "step" in vars(copied) and "_opt_called" not in vars(copied)
-    copied.step()
-    assert vars(copied)["_opt_called"] and "_opt_called" not in vars(optimizer)
-    assert any(op.phase == "optimizer" and op.mutates for op in captured(workload).ops)
-
-
 def test_a_norm_hands_on_a_contiguous_gradient_whatever_it_gets() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
     loss_fn = lambda model, batch: model(batch).transpose(1, 2).contiguous().square().mean()  # noqa: E731

@@ -17,18 +17,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import memfit
+from benchmarks.common import whole_run_peak_bytes
 from memfit.capture import differences, external_tensors, real_copy
 from memfit.errors import WorkloadError
 from memfit.hardware import allocated, find_device
 from memfit.ir import Levers
 from memfit.planner import capture_levers, costs_of, predict
 from memfit.workload import Workload
-from tests.capture.steps import mean_square, squared
+from tests.capture.steps import assert_predicted, mean_square, squared
 from tests.covering import some
 
 _SCALARS = 16  # bytes: the sum of the losses, which memfit's step holds and the plain loop does not
@@ -42,9 +44,9 @@ def table() -> Tensor:
     return torch.randn(128, 64)
 
 
-def of_loss(loss_fn: Callable[..., Any]) -> Workload:
-    model = network()
-    return squared(model, torch.randn(32, 64), torch.optim.AdamW(model.parameters()), loss_fn=loss_fn)
+def of_loss(loss_fn: Callable[..., Any], *, rows: int = 32, count: int = 2) -> Workload:
+    model = network(count)
+    return squared(model, torch.randn(rows, 64), torch.optim.AdamW(model.parameters()), loss_fn=loss_fn)
 
 
 def of_model(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Workload:
@@ -144,7 +146,71 @@ def of_functions_that_call_each_other() -> Workload:
     return of_loss(even)
 
 
+def teacher() -> nn.Module:
+    """With running statistics, which a forward pass writes to."""
+    return nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64))
+
+
+TEACHER = teacher()
+
+
+def by_a_global(model: nn.Module, x: Tensor) -> Tensor:
+    return F.mse_loss(model(x), TEACHER(x).detach())
+
+
+def taught(x: Tensor) -> Any:
+    return TEACHER(x)
+
+
+def of_critic(critic: nn.Module) -> Callable[[nn.Module, Tensor], Any]:
+    return lambda model, x: -critic(model(x)).mean()
+
+
+class Trainer:
+    """Counts its calls."""
+
+    def __init__(self, teacher: nn.Module) -> None:
+        self.teacher, self.calls = teacher, 0
+
+    def loss(self, model: nn.Module, x: Tensor) -> Tensor:
+        self.calls += 1
+        return F.mse_loss(model(x), self.teacher(x).detach())
+
+    __call__ = loss
+
+
+def summed(losses: list[Callable[..., Any]]) -> Callable[..., Any]:
+    return lambda model, x: sum(loss(model, x) for loss in losses)
+
+
 # What hangs on the model and its parameters
+
+
+class Naming(nn.Module):
+    """Its own code names a network that it does not hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            known = TEACHER(x)
+        return self.inner(x) - known
+
+
+class Listing(nn.Module):
+    """Holds a network and a tensor where PyTorch does not look for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.teachers = network(), [teacher()]
+        self.options = types.SimpleNamespace(weight=torch.randn(64))
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            known = self.teachers[0](x) * self.options.weight
+        return self.inner(x) - known
 
 
 class Forgetful(nn.Module):
@@ -418,6 +484,14 @@ STEPS: dict[str, Callable[[], Workload]] = {
     "a cycle": lambda: reading(cyclic(), lambda held: held["list"][0]["t"]),
     "filled by the step": filled_by_the_step,
     "functions that call each other": of_functions_that_call_each_other,
+    "a global": lambda: of_loss(by_a_global, rows=512, count=8),
+    "a global of a helper": lambda: of_loss(lambda model, x: F.mse_loss(model(x), taught(x).detach())),
+    "a critic": lambda: of_loss(of_critic(teacher()), rows=512, count=8),
+    "a method's object": lambda: of_loss(Trainer(teacher()).loss),
+    "an object": lambda: of_loss(Trainer(teacher()), rows=512, count=8),
+    "a list of functions": lambda: of_loss(summed([of_critic(teacher()), mean_square])),
+    "a global of forward": lambda: of_model(Naming()),
+    "a list of a module": lambda: of_model(Listing()),
     "a class that leaves things out": lambda: of_model(Forgetful()),
     "a class that takes itself for its copy": lambda: of_model(nn.Sequential(Only(64, 64), nn.Linear(64, 64))),
     "a generator of the model": lambda: of_model(Noisy()),
@@ -447,6 +521,7 @@ QUICK = [
     *("a replay memory", "far within", "a generator of the model", "locks and files", "closures of a module"),
     *("a weak reference to the parent", "a tensor that is no leaf", "parametrized", "spectral norm"),
     *("a weak dictionary", "optimizers in hooks", "an average by id", "slow weights"),
+    *("a critic", "an object", "a global of forward", "a list of a module"),
 ]
 
 
@@ -471,23 +546,25 @@ def made(step: str) -> Workload:
 
 @pytest.mark.parametrize("step", some(STEPS, QUICK))
 def test_the_peak_is_that_of_a_plain_loop_over_the_users_own_objects(step: str) -> None:
-    device = find_device("cpu")
-    trace = capture_levers(made(step), Levers(microbatch_size=32), device)
+    device, workload = find_device("cpu"), made(step)
+    trace = capture_levers(workload, Levers(microbatch_size=len(workload.batch)), device)
     predicted = predict(trace, costs_of([trace], device), device)[0].peak_bytes
     with allocated() as meter:
         run(made(step))
-    assert 0 <= predicted - meter.peak_bytes <= _SCALARS
+    there_bytes = sum(t.nbytes for t in TEACHER.state_dict().values()) if "a global" in step else 0
+    assert 0 <= predicted - there_bytes - meter.peak_bytes <= _SCALARS
 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_copy_trains_as_the_original_does_and_leaves_it_alone(step: str) -> None:
     workload = made(step)
     held = [*workload.model.parameters(), *external_tensors(workload)]
-    before = [tensor.detach().clone() for tensor in held]
+    before = [(tensor.detach().clone(), tensor.grad if tensor.is_leaf else None) for tensor in held]
     copied = real_copy(workload)
     state = torch.get_rng_state()
     losses = run(copied)
-    assert all(torch.equal(tensor, was) for tensor, was in zip(held, before, strict=True))
+    for tensor, (was, gradient) in zip(held, before, strict=True):
+        assert torch.equal(tensor, was) and (not tensor.is_leaf or tensor.grad is gradient)
     assert [t.shape for t in external_tensors(workload)] == [
         t.shape for t in held[len(list(workload.model.parameters())) :]
     ]
@@ -495,6 +572,13 @@ def test_a_copy_trains_as_the_original_does_and_leaves_it_alone(step: str) -> No
     assert losses == run(workload)
     weights = zip(copied.model.parameters(), workload.model.parameters(), strict=True)
     assert all(torch.equal(mine, yours) and mine is not yours for mine, yours in weights)
+
+
+@pytest.mark.parametrize("step", some(["a global", "a critic", "an object"], ["a critic"]))
+def test_a_plan_keeps_its_budget_with_it(step: str) -> None:
+    workload = made(step)
+    found = memfit.plan(workload, budget=int(0.97 * memfit.estimate(workload).peak_bytes), numerics="reordered")
+    assert whole_run_peak_bytes(workload, found.levers) <= found.budget_bytes
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -582,3 +666,48 @@ def test_what_is_used_up_by_reading_is_not_shared() -> None:
     with pytest.raises(WorkloadError, match=r"can't be copied .*generator"):
         memfit.estimate(of_model(model))
     assert list(model.stream) == [0, 1, 2]  # type: ignore[arg-type]
+
+
+def test_a_method_is_called_on_a_copy_of_its_object() -> None:
+    trainer = Trainer(teacher())
+    workload = of_loss(trainer.loss)
+    copied = real_copy(workload)
+    copied.loss_fn(copied.model, copied.batch)
+    assert trainer.calls == 0
+    assert copied.loss_fn.__self__.calls == 1  # type: ignore[attr-defined]
+
+
+class Task:
+    """Holds the model besides being given it, as the trainers of other libraries do, and a teacher."""
+
+    def __init__(self, model: nn.Module, teacher: nn.Module | None) -> None:
+        self.model, self.teacher = model, teacher
+
+    def loss(self, model: nn.Module, x: Tensor) -> Tensor:
+        assert self.model is not None
+        out: Tensor = model(x).square().mean()
+        return out if self.teacher is None else out + self.teacher(x).mean().detach()
+
+
+@pytest.mark.parametrize("has_teacher", [False, True])
+def test_a_model_that_the_loss_holds_too_counts_once(has_teacher: bool) -> None:
+    torch.manual_seed(0)
+    model, x = network(), torch.randn(32, 64)
+    workload = squared(model, x, loss_fn=Task(model, network() if has_teacher else None).loss)
+    assert_predicted(workload)
+    weights = sum(t.nbytes for t in model.state_dict().values())
+    extra = memfit.estimate(workload).peak_bytes - memfit.estimate(squared(model, x)).peak_bytes
+    assert extra >= weights if has_teacher else extra < weights
+
+
+def test_a_loss_that_reaches_nothing_else_is_the_same_function() -> None:
+    workload = of_model(network())
+    assert real_copy(workload).loss_fn is mean_square
+    assert external_tensors(workload) == []
+
+
+def test_the_model_itself_is_to_be_reached_by_the_argument() -> None:
+    model = network()
+    workload = squared(model, torch.randn(32, 64), loss_fn=lambda _, x: model(x).mean())
+    with pytest.raises(WorkloadError, match="Workload.loss_fn returned a loss that depends on no"):
+        memfit.estimate(workload)

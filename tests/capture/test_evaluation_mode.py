@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memfit.capture.step_capture import evaluation_note
 from memfit.workload import Workload
 from tests.models import captured, squared_error
 
@@ -76,16 +75,14 @@ def workload_of(module: nn.Module) -> Workload:
 def test_modules_that_heed_their_mode_are_named_where_they_evaluate(name: str) -> None:
     made, heeds = MODULES[name]
     workload = workload_of(made())
-    assert evaluation_note(workload) is None
+    assert not captured(workload).notes
     workload.model.eval()
-    note = evaluation_note(workload)
-    assert (note is not None) == heeds
-    if note is not None:
-        assert "1.0" in note and "call model.train() first" in note
+    notes = captured(workload).notes
+    assert len(notes) == heeds and all("1.0" in note and "call model.train() first" in note for note in notes)
     workload.model.train()
     workload.model[1].eval()  # type: ignore[index]  # on purpose, as a frozen normalisation
-    note = evaluation_note(workload)
-    assert (note is not None) == heeds and "model.train()" not in (note or "")
+    notes = captured(workload).notes
+    assert len(notes) == heeds and not any("model.train()" in note for note in notes)
 
 
 def test_a_captured_step_says_so_and_stays_as_it_is() -> None:

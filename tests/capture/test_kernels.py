@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -9,61 +10,54 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops import associative_scan, map, scan, while_loop
 from torch.autograd import forward_ad
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from tests.capture.steps import assert_predicted, squared
+import memfit
+from memfit.capture import recorder
+from memfit.errors import CaptureError
+from memfit.hardware import find_device
+from memfit.ir import Levers
+from memfit.planner import capture_levers
+from memfit.workload import Workload
+from tests.capture.steps import Function, assert_predicted, squared
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),  # by what PyTorch imports for derivatives and loops
+    pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # by Dynamo
+]
 
 
-class Normalised(nn.Module):
+def normalised(channels: int) -> nn.Module:
     """Normalises features that are not the dimension behind the samples, as patch transformers do."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Linear(32, channels), nn.BatchNorm1d(channels)
-        self.last = nn.Linear(channels, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.first(x).transpose(1, 2)).transpose(1, 2)
-        out: Tensor = self.last(y.contiguous()).sin()
-        return out
+    norm = (Function(lambda x: x.mT), nn.BatchNorm1d(channels), Function(lambda x: x.mT.contiguous()))
+    return nn.Sequential(nn.Linear(32, channels), *norm, nn.Linear(channels, 8), Function(torch.sin))
 
 
-class Padded(nn.Module):
+def padded(mode: str) -> nn.Module:
     """Pads volumes that are channels-last."""
-
-    def __init__(self, mode: str) -> None:
-        super().__init__()
-        self.mode = mode
-        self.layer = nn.Conv3d(2, 4, 1).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.pad(self.layer(x.contiguous(memory_format=torch.channels_last_3d)), (1,) * 6, self.mode)
-        return y.contiguous().sin()
+    layout = torch.channels_last_3d
+    layer = nn.Conv3d(2, 4, 1).to(memory_format=layout)  # type: ignore[call-overload]
+    pad = Function(lambda y: F.pad(y, (1,) * 6, mode).contiguous().sin())
+    return nn.Sequential(Function(lambda x: x.contiguous(memory_format=layout)), layer, pad)
 
 
-class Scattered(nn.Module):
-    """Writes into a copy of a part of a larger tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(32, 96)
-
-    def forward(self, x: Tensor) -> Tensor:
-        part = self.layer(x).chunk(3, -1)[1]
-        return torch.slice_scatter(part, part[:, :4].sin(), 1, 0, 4).cos()
+def scattered(y: Tensor) -> Tensor:
+    """Write into a copy of a part of a larger tensor."""
+    part = y.chunk(3, -1)[1]
+    return torch.slice_scatter(part, part[:, :4].sin(), 1, 0, 4).cos()
 
 
-class Compared(nn.Module):
-    """Raises a number to the power of a transposed tensor, and adds logarithms."""
+def compared(y: Tensor) -> Tensor:
+    """Raise a number to the power of a transposed tensor, and add logarithms."""
+    powers = 2.0**y.mT
+    return torch.logaddexp(powers, y.contiguous().mT[:1].expand_as(y.mT)).contiguous().sin()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(32, 64)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x).mT
-        powers = 2.0**y
-        return torch.logaddexp(powers, y.mT.contiguous().mT[:1].expand_as(y)).contiguous().sin()
+def bags(mode: str) -> nn.Module:
+    return nn.Sequential(nn.EmbeddingBag(200, 64, mode=mode), nn.Linear(64, 8))
 
 
 class Directional(nn.Module):
@@ -79,15 +73,6 @@ class Directional(nn.Module):
             out = self.last(self.layer(dual).sin() * self.layer.bias.exp())
             tangent: Tensor = forward_ad.unpack_dual(out).tangent
         return tangent
-
-
-class Bags(nn.Module):
-    def __init__(self, mode: str, **options: Any) -> None:
-        super().__init__()
-        self.bags, self.head = nn.EmbeddingBag(200, 64, mode=mode, **options), nn.Linear(64, 8)
-
-    def forward(self, indices: Tensor) -> Any:
-        return self.head(self.bags(indices))
 
 
 class Counting(nn.Module):
@@ -139,16 +124,19 @@ class Packing(nn.Module):
 
 INDICES = torch.arange(24 * 10).reshape(24, 10) % 200
 STEPS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
-    "normalised behind a transposition": lambda: (Normalised(48), torch.randn(6, 20, 32)),
-    "more channels than rows": lambda: (Normalised(96), torch.randn(6, 4, 32)),
-    "reflected volumes": lambda: (Padded("reflect"), torch.randn(2, 2, 6, 7, 8)),
-    "repeated edges": lambda: (Padded("replicate"), torch.randn(2, 2, 6, 7, 8)),
-    "written into a copy": lambda: (Scattered(), torch.randn(8, 10, 32)),
+    "normalised behind a transposition": lambda: (normalised(48), torch.randn(6, 20, 32)),
+    "more channels than rows": lambda: (normalised(96), torch.randn(6, 4, 32)),
+    "reflected volumes": lambda: (padded("reflect"), torch.randn(2, 2, 6, 7, 8)),
+    "repeated edges": lambda: (padded("replicate"), torch.randn(2, 2, 6, 7, 8)),
+    "written into a copy": lambda: (nn.Sequential(nn.Linear(32, 96), Function(scattered)), torch.randn(8, 10, 32)),
     "a directional derivative": lambda: (Directional(), torch.randn(8, 10, 32)),
-    "powers of a transposed tensor": lambda: (Compared(), torch.randn(8, 10, 32)),
-    "sums of embeddings": lambda: (Bags("sum"), INDICES),
-    "greatest embeddings": lambda: (Bags("max"), INDICES),
-    "greatest embeddings of few": lambda: (Bags("max"), INDICES[:, :3]),
+    "powers of a transposed tensor": lambda: (
+        nn.Sequential(nn.Linear(32, 64), Function(compared)),
+        torch.randn(8, 10, 32),
+    ),
+    "sums of embeddings": lambda: (bags("sum"), INDICES),
+    "greatest embeddings": lambda: (bags("max"), INDICES),
+    "greatest embeddings of few": lambda: (bags("max"), INDICES[:, :3]),
     "numbers found": lambda: (Counting(), torch.randn(64, 32)),
     "numbers found and counted": lambda: (Counting(return_counts=True), torch.randn(64, 32)),
     "numbers found by place": lambda: (Counting(return_inverse=True), torch.randn(64, 32)),
@@ -163,9 +151,81 @@ STEPS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.ci] if "jagged" in name else []) for name in STEPS]
 )
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # by what PyTorch imports for derivatives
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
 def test_the_peak_is_the_measured_one(name: str) -> None:
     torch.manual_seed(0)
     assert_predicted(squared(*STEPS[name]()), rel=0.0 if "jagged" in name else 1e-3)
+
+
+# Higher-order operators: those that can be followed, and refusals by name of the others
+
+
+def halved(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        _, y = while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 0.5), (torch.tensor(0), x))
+    return x + y
+
+
+def attended(x: Tensor) -> Tensor:
+    given = x.detach().unsqueeze(1)
+    return x * flex_attention(given, given, given).squeeze(1)
+
+
+def attended_causally(x: Tensor) -> Tensor:
+    given = x.detach().unsqueeze(1)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, x.shape[1], x.shape[1], device="cpu")
+    out = flex_attention(given, given, given, lambda s, b, h, i, j: s + 0.1 * (i - j), block_mask=mask)
+    return x * out.squeeze(1)
+
+
+FOLLOWED: dict[str, Callable[[Tensor], Any]] = {
+    "a loop": halved,
+    "attention to a teacher": attended,
+    "masked attention": attended_causally,
+    "an associative scan": lambda x: associative_scan(torch.add, x, 1, combine_mode="generic"),
+    "a vectorised function": lambda x: torch.vmap(lambda y: y.sin().exp())(x),
+    "a directional derivative": lambda x: torch.func.jvp(torch.sin, (x,), (torch.ones_like(x),))[1],
+}
+REFUSED: dict[str, Callable[[Tensor], Any]] = {
+    "cond": lambda x: torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,)),
+    "map_impl": lambda x: map(lambda y: y.sin(), x),
+    "scan": lambda x: scan(lambda c, y: (c + y, c * y), torch.zeros_like(x[:, 0]), x, dim=1)[1],
+}
+
+
+def between(function: Callable[[Tensor], Any]) -> Workload:
+    """Return a step with a function between two layers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), Function(function), nn.Linear(32, 32))
+    return squared(model, torch.randn(4, 128, 32))
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_the_peak_with_a_higher_order_operator_is_the_measured_one(name: str) -> None:
+    assert_predicted(between(FOLLOWED[name]), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["cond", *(pytest.param(n, marks=pytest.mark.ci) for n in REFUSED if n != "cond")])
+def test_what_no_mode_sees_is_refused_by_name(name: str) -> None:
+    with pytest.raises(CaptureError, match=f"higher-order operator {name} can't be followed") as e:
+        capture_levers(between(REFUSED[name]), Levers(microbatch_size=4), find_device("cpu"))
+    assert "repair" not in str(e.value) and "itself failed" not in str(e.value)
+
+
+@pytest.mark.ci
+def test_flex_attention_is_refused_by_name_on_a_gpu() -> None:
+    """There it is compiled into one kernel, of which its eager formula says nothing."""
+    with pytest.raises(CaptureError, match="flex_attention can't be followed on a GPU.*attn_implementation='sdpa'"):
+        memfit.estimate(between(attended), device="h100")
+
+
+def test_what_memfit_raises_is_not_said_to_be_the_steps_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def text(func: Any, args: Any, kwargs: Any) -> str:
+        return json.dumps(object()) if "sin" in str(func) else ""
+
+    monkeypatch.setattr(recorder, "text_of", text)
+    with pytest.raises(CaptureError, match="not JSON serializable") as e:
+        capture_levers(between(torch.sin), Levers(microbatch_size=4), find_device("cpu"))
+    assert "repair" not in str(e.value)

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from memfit.capture import measure_peak_bytes
-from memfit.capture.measured_peak import resident_bytes
 from memfit.cost import calibrate
 from memfit.hardware import allocated
 from memfit.ir import Precision, Regions, simulate
@@ -92,15 +91,17 @@ def test_a_prediction_knows_the_memory_format() -> None:
     assert simulate(trace, calibrate([trace])).peak_bytes == pytest.approx(measured(workload), rel=0.02)
 
 
-def test_resident_bytes_count_each_storage_once() -> None:
+def test_what_stays_counts_each_storage_once_in_the_trace_and_in_the_measurement() -> None:
     workload = tied()
     parameters = sum(p.numel() * 4 for p in workload.model.parameters())
     batch = sum(t.numel() * 8 for t in workload.batch.values())
+    resident = 3 * parameters + batch + 4 * len(list(workload.model.parameters()))  # and counters
+    assert sum(s.nbytes for s in plain_trace("tied").storages if s.birth < 0) == resident
     with step_of(workload) as step:
-        assert sum(resident_bytes(step).values()) == parameters + batch
         step(workload.batch)
-        counters = 4 * len(list(workload.model.parameters()))
-        assert sum(resident_bytes(step).values()) == 3 * parameters + batch + counters
+        with allocated() as meter:
+            step(workload.batch)
+        assert measure_peak_bytes(step, workload.batch) == resident + meter.peak_bytes
 
 
 def test_measuring_is_a_step_of_the_training_and_nothing_else() -> None:
@@ -115,14 +116,6 @@ def test_measuring_is_a_step_of_the_training_and_nothing_else() -> None:
                 step(workload.batch)
     after = copy.deepcopy(one.model.state_dict())
     assert all(torch.equal(value, other.model.state_dict()[name]) for name, value in after.items())
-
-
-def test_the_trace_of_the_plain_step_says_what_stays() -> None:
-    trace = plain_trace("tied")
-    workload = tied()
-    with step_of(workload) as step:
-        step(workload.batch)
-        assert sum(s.nbytes for s in trace.storages if s.birth < 0) == sum(resident_bytes(step).values())
 
 
 @pytest.mark.parametrize("name", ["twice", "transformer"])

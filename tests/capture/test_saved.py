@@ -10,14 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memfit.capture import Recorder
 from memfit.hardware import find_device
 from memfit.ir import Levers, Regions
 from memfit.planner import capture_levers
 from memfit.solver import refusals
 from memfit.workload import Workload
 from tests.capture.steps import assert_predicted
-from tests.measuring import peaks
 
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 
@@ -205,12 +203,6 @@ class Clearing(nn.Module):
 @pytest.mark.parametrize("by_hook", [True, False])
 def test_what_is_held_from_the_step_before_and_dropped_before_the_first_operator(by_hook: bool) -> None:
     assert_predicted(workload(cross_entropy, Clearing(by_hook=by_hook)))
-
-
-def test_keeping_outputs_with_their_history_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Recorder, "_detached", lambda _, tensor: tensor)
-    predicted, measured = peaks(beside("accuracy"), Levers(microbatch_size=48))
-    assert predicted > measured
 
 
 class Tangent(nn.Module):

@@ -15,7 +15,7 @@ from torch import nn
 
 from memfit.ir import Precision, Trace, simulate
 from memfit.workload import Workload, batch_size_of
-from tests.capture.steps import squared
+from tests.capture.steps import Function, squared
 from tests.covering import covering, each
 from tests.models import BUILDERS, COSTS, captured, convnet, plain_trace, squared_error, step_of, transformer, twice
 
@@ -81,27 +81,6 @@ def test_the_comparison_notices_another_step() -> None:
     assert len(differences(fake, captured(convnet(channels=9)))) >= 3
 
 
-class First(nn.Module):
-    """A module of which only the first output is used."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.inner(x)[0]
-        return out
-
-
-class Function(nn.Module):
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x)
-
-
 def of_loss(name: str, last: bool) -> Workload:
     """Return a step with a loss that keeps its terms, over rows or over channels-last images."""
     images = torch.randn(2, 3, 18, 18).contiguous(memory_format=torch.channels_last)
@@ -113,6 +92,10 @@ def of_loss(name: str, last: bool) -> Workload:
 
 def of_sequences(module: nn.Module) -> Workload:
     return squared(module, (torch.randn(6, 5, 16), torch.randn(6, 5, 16)), loss_fn=squared_error)
+
+
+def first_of(module: nn.Module) -> nn.Module:
+    return nn.Sequential(module, Function(lambda found: found[0]))
 
 
 def of_norms(affine: bool) -> Workload:
@@ -129,9 +112,9 @@ def of_norms(affine: bool) -> Workload:
 
 LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "l1_loss", "soft_margin_loss", "binary_cross_entropy")
 STEPS: dict[str, Callable[[], Workload]] = {
-    "gru": lambda: of_sequences(First(nn.GRU(16, 16, batch_first=True))),
-    "rnn": lambda: of_sequences(First(nn.RNN(16, 16))),
-    "bidirectional lstm": lambda: of_sequences(First(nn.LSTM(16, 8, 2, dropout=0.1, bidirectional=True))),
+    "gru": lambda: of_sequences(first_of(nn.GRU(16, 16, batch_first=True))),
+    "rnn": lambda: of_sequences(first_of(nn.RNN(16, 16))),
+    "bidirectional lstm": lambda: of_sequences(first_of(nn.LSTM(16, 8, 2, dropout=0.1, bidirectional=True))),
     "encoder layer": lambda: of_sequences(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)),
     "norms": lambda: of_norms(True),
     "norms without parameters": lambda: of_norms(False),

@@ -109,14 +109,11 @@ def test_functions_that_no_module_has_keep_the_names_of_their_files() -> None:
     assert found == [__file__, __file__]
 
 
-class Holds(nn.Module):
-    """Holds few numbers of every dtype, and is all that a step needs."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 1)
-        for name, tensor in tensors.items():
-            self.register_buffer(name, tensor)
+def holding(tensors: dict[str, torch.Tensor]) -> Workload:
+    model = nn.Linear(4, 1)
+    for name, tensor in tensors.items():
+        model.register_buffer(name, tensor)
+    return of(model)
 
 
 DTYPES = [
@@ -152,7 +149,7 @@ def test_few_numbers_of_any_dtype_arrive() -> None:
     sent["strided"] = torch.arange(12, dtype=torch.bfloat16).view(3, 4).t()[1:]
     sent["empty"] = torch.empty(0, dtype=torch.bfloat16)
     warnings.simplefilter("ignore")  # PyTorch's, of complex32; pytest sets the filters back
-    found = hardware.process.run(packed(known_bytes, of(Holds(sent)), {}), silent)
+    found = hardware.process.run(packed(known_bytes, holding(sent), {}), silent)
     assert found["int4_1"] is None  # no operator takes it
     for name, tensor in sent.items():
         if name != "empty" and not name.startswith("int4"):
@@ -170,6 +167,6 @@ def test_a_small_model_in_half_precision_is_sent(dtype: torch.dtype) -> None:
 
 def test_a_quantised_tensor_is_refused_by_name() -> None:
     warnings.simplefilter("ignore")  # PyTorch deprecates them; pytest sets the filters back
-    model = Holds({"q": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)})
+    workload = holding({"q": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)})
     with pytest.raises(WorkloadError, match=r"a quantised tensor of torch\.quint8"):
-        packed(known_bytes, of(model), {})
+        packed(known_bytes, workload, {})

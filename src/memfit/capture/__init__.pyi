@@ -1,8 +1,10 @@
 from .composites import composites_lifted as composites_lifted
+from .composites import composites_without_mode as composites_without_mode
 from .control_flow import DataRun as DataRun
 from .control_flow import Readings as Readings
 from .external_state import differences as differences
 from .external_state import external_tensors as external_tensors
+from .fake_workload import Faker as Faker
 from .fake_workload import fake_copy as fake_copy
 from .fake_workload import mode_of as mode_of
 from .fake_workload import nothing_changes as nothing_changes
@@ -26,6 +28,7 @@ from .step_capture import is_compiled as is_compiled
 from .step_capture import read_with_data as read_with_data
 from .step_capture import reads_unknown as reads_unknown
 from .step_capture import warmed as warmed
+from .step_capture import warn_if_untested as warn_if_untested
 from .step_capture import why_no_data_run as why_no_data_run
 from .step_capture import without_collector as without_collector
 from .step_recording import CaptureJob as CaptureJob

@@ -206,7 +206,18 @@ class _Prod(_OwnBackward):
         if given.dim() == 0:
             return None, grad, None, None
         if not ctx.options:
-            return None, _whole_gradient(grad, given, result), None, None
+            is_zero = given == 0
+            # PyTorch reads the length of `nonzero()`; where no value is known, a boolean can be guessed, no length.
+            has_zeros = is_zero.any().item()
+            zeros = (
+                is_zero.nonzero() if has_zeros else torch.empty((0, given.dim()), dtype=torch.long, device=given.device)
+            )
+            del is_zero
+            if len(zeros) == 0:
+                return None, grad * (result / given).conj(), None, None
+            if len(zeros) > 1 and not torch.is_grad_enabled():
+                return None, torch.zeros_like(given, memory_format=torch.contiguous_format), None, None
+            return None, _gradient_beside_zeros(grad, given.contiguous().view(-1), 0).view_as(given), None, None
         dim, keepdim = ctx.options
         if not keepdim:
             grad, result = grad.unsqueeze(dim), result.unsqueeze(dim)
@@ -215,19 +226,6 @@ class _Prod(_OwnBackward):
         if not zeros.any().item():  # PyTorch reads the number of zeros, which differs from step to step
             return None, grad * (result / given).conj(), None, None
         return None, _gradient_beside_zeros(grad, given, dim % given.dim()), None, None
-
-
-def _whole_gradient(grad: Tensor, given: Tensor, result: Tensor) -> Tensor:
-    is_zero = given == 0
-    # PyTorch reads the length of `nonzero()`; where no value is known, a boolean can be guessed and a length can't.
-    has_zeros = is_zero.any().item()
-    zeros = is_zero.nonzero() if has_zeros else torch.empty((0, given.dim()), dtype=torch.long, device=given.device)
-    del is_zero
-    if len(zeros) == 0:
-        return grad * (result / given).conj()
-    if len(zeros) > 1 and not torch.is_grad_enabled():
-        return torch.zeros_like(given, memory_format=torch.contiguous_format)
-    return _gradient_beside_zeros(grad, given.contiguous().view(-1), 0).view_as(given)
 
 
 def _gradient_beside_zeros(grad: Tensor, given: Tensor, dim: int) -> Tensor:

@@ -43,7 +43,7 @@ class GeneratorStates:
 
     python: Any
     numpy: Any
-    extreme: Extreme = ""
+    extreme: Extreme = field(default="", compare=False)
     of_torch: torch.Tensor = field(default_factory=lambda: default_generator().get_state(), compare=False)
 
     @classmethod
@@ -65,10 +65,6 @@ class GeneratorStates:
         last = random.Random(0)  # other words at the end: code that draws until a number differs comes to an end
         words = (*[word] * (_WORDS - 24), *(last.getrandbits(32) for _ in range(24)))
         return cls((3, (*words, 0), None), ("MT19937", words, 0, 0, 0.0), extreme)
-
-    def has_states_of(self, other: GeneratorStates) -> bool:
-        """Tell whether Python's and NumPy's generators have the same states as in another object."""
-        return (self.python, self.numpy) == (other.python, other.numpy)
 
     def restore(self) -> None:
         """Set the generators to these states."""
@@ -142,7 +138,7 @@ class ControlFlowPath:
     def draws(self) -> bool:
         """Whether random numbers may have decided the operators that ran."""
         began, ended = self._at.get((self._step, 0)), self._ended
-        return self.reads_draws or (began is not None and ended is not None and not ended.has_states_of(began))
+        return self.reads_draws or (began is not None and ended is not None and ended != began)
 
 
 class ControlFlowPaths:
@@ -189,7 +185,10 @@ class ControlFlowPaths:
         return replace(trace, slack=trace.slack + slack, notes=[*trace.notes, *self.notes])
 
     def _first_path(self) -> tuple[ControlFlowPath, Trace]:
-        """Return the path taken from the present states, and its trace; readings are replayed where known."""
+        """Return the path taken from the present states, and its trace; readings are replayed where known.
+
+        Where it raises on a guess, and can't run with data, the last answer before each exception is flipped.
+        """
         policy = None
         if self.reading is not None:
             if self.reading.known is not None and (known := self._path_with_data()) is not None:
@@ -201,8 +200,23 @@ class ControlFlowPaths:
         except MemfitError as e:
             if not (path.replay.guesses or path.replay.needs_data):
                 raise
-            return self._path_with_data() or self._passing_path(path, e)
-        return (self._path_with_data() if path.replay.guesses or path.reads_draws else None) or (path, trace)
+            if (found := self._path_with_data()) is not None:
+                return found
+            error = e
+        else:
+            return (self._path_with_data() if path.replay.guesses or path.reads_draws else None) or (path, trace)
+        flipped = path.replay.policy.flipped
+        for _ in range(_MOST_FLIPS):
+            open_sites = [site for site in path.replay.guesses if site not in flipped]
+            if not open_sites:
+                break
+            flipped |= {open_sites[-1]}
+            path = ControlFlowPath(ReadReplay(stated=self.stated, policy=Policy(flipped=flipped)), path.starts)
+            try:
+                return path, self.run(path)
+            except MemfitError as e:
+                error = e
+        raise error
 
     def _path_with_data(self) -> tuple[ControlFlowPath, Trace] | None:
         """Return the path that replays two steps with data, and its trace; None where they can't run."""
@@ -222,21 +236,6 @@ class ControlFlowPaths:
             return other, self.run(other)
         except MemfitError:
             return None
-
-    def _passing_path(self, path: ControlFlowPath, error: MemfitError) -> tuple[ControlFlowPath, Trace]:
-        """Return the path on which checks pass, found by flipping the last answer before each exception."""
-        flipped = path.replay.policy.flipped
-        for _ in range(_MOST_FLIPS):
-            open_sites = [site for site in path.replay.guesses if site not in flipped]
-            if not open_sites:
-                break
-            flipped |= {open_sites[-1]}
-            path = ControlFlowPath(ReadReplay(stated=self.stated, policy=Policy(flipped=flipped)), path.starts)
-            try:
-                return path, self.run(path)
-            except MemfitError as e:
-                error = e
-        raise error
 
     def _worst_guess(self, path: ControlFlowPath, trace: Trace) -> tuple[ControlFlowPath, Trace]:
         """Return the path with the highest peak among those of other answers; answers that raise are left out."""

@@ -140,8 +140,6 @@ class Rebinding:
         return self._made[own]
 
     def _rebuilt(self, value: Any, by_loss: bool) -> Any:
-        """Return an immutable value made of copies."""
-
         def of(inner: Any) -> Any:
             return self.of(inner, by_loss)
 
@@ -165,7 +163,19 @@ class Rebinding:
         """Return an object of a value's kind that is to be filled; the value itself where none can be made."""
         kind: Any = type(value)
         if isinstance(value, types.FunctionType):
-            return self._empty_function(value)
+            around = value.__globals__
+            if is_followed(value):
+                named, names = list(globals_of(value).values()), names_in(value)
+                for module in [held for held in named if isinstance(held, types.ModuleType) and is_followed(held)]:
+                    named += [vars(module)[name] for name in names & vars(module).keys()]
+                stays = self._stays if id(value) in self._of_loss else set()
+                if any(id(held) in self._needed and id(held) not in stays for held in named):
+                    around = self._globals.setdefault(id(around), dict(around))
+            cells = tuple(self.of(cell, False) for cell in value.__closure__ or ())
+            made: Any = types.FunctionType(value.__code__, around, value.__name__, None, cells or None)
+            made.__qualname__, made.__module__ = value.__qualname__, value.__module__
+            made.__annotations__, made.__doc__ = value.__annotations__, value.__doc__
+            return made
         if isinstance(value, types.CellType):
             return types.CellType()
         if isinstance(value, functools._lru_cache_wrapper):
@@ -191,49 +201,27 @@ class Rebinding:
             return made
         return value
 
-    def _empty_function(self, function: types.FunctionType) -> types.FunctionType:
-        around = function.__globals__
-        if is_followed(function):
-            named, names = list(globals_of(function).values()), names_in(function)
-            for module in [value for value in named if isinstance(value, types.ModuleType) and is_followed(value)]:
-                named += [vars(module)[name] for name in names & vars(module).keys()]
-            stays = self._stays if id(function) in self._of_loss else set()
-            if any(id(value) in self._needed and id(value) not in stays for value in named):
-                around = self._globals.setdefault(id(around), dict(around))
-        cells = tuple(self.of(cell, False) for cell in function.__closure__ or ())
-        made = types.FunctionType(function.__code__, around, function.__name__, None, cells or None)
-        made.__qualname__, made.__module__ = function.__qualname__, function.__module__
-        made.__annotations__, made.__doc__ = function.__annotations__, function.__doc__
-        return made
-
-    def _replaced_globals(self, function: types.FunctionType) -> dict[str, Any]:
-        """Return the globals that a function names and a copy of it has copies of."""
-        by_loss, names, found = id(function) in self._of_loss, names_in(function), {}
-        for name, value in globals_of(function).items():
-            new = value if isinstance(value, type) else self.of(value, by_loss)
-            if isinstance(value, types.ModuleType) and is_followed(value):  # copied, where what code names in it is
-                named = {inner: vars(value)[inner] for inner in names & vars(value).keys()}
-                changed = {inner: made for inner, own in named.items() if (made := self.of(own, by_loss)) is not own}
-                new = self._modules.get(id(value), types.ModuleType(value.__name__)) if changed else value
-                if changed and id(value) not in self._modules:
-                    self._modules[id(value)] = new
-                    vars(new).update(vars(value))
-                vars(new).update(changed)
-            if new is not value:
-                found[name] = new
-        return found
-
     # What a copy holds
 
     def _fill(self, value: Any, new: Any, by_loss: bool) -> None:
-        """Have a copy hold what its original holds."""
         if isinstance(value, types.FunctionType):
             new.__defaults__ = tuple(self.of(v, by_loss) for v in value.__defaults__ or ()) or None
             named = value.__kwdefaults__ or {}
             new.__kwdefaults__ = {name: self.of(v, by_loss) for name, v in named.items()} or None
             vars(new).update({name: self.of(v, by_loss) for name, v in vars(value).items()})
-            if new.__globals__ is not value.__globals__:
-                new.__globals__.update(self._replaced_globals(value))
+            names, around = names_in(value), new.__globals__
+            for name, inner in globals_of(value).items() if around is not value.__globals__ else ():
+                made = inner if isinstance(inner, type) else self.of(inner, by_loss)
+                if isinstance(inner, types.ModuleType) and is_followed(inner):  # copied, where what code names in it is
+                    held = {each: vars(inner)[each] for each in names & vars(inner).keys()}
+                    changed = {each: own for each, was in held.items() if (own := self.of(was, by_loss)) is not was}
+                    made = self._modules.get(id(inner), types.ModuleType(inner.__name__)) if changed else inner
+                    if changed and id(inner) not in self._modules:
+                        self._modules[id(inner)] = made
+                        vars(made).update(vars(inner))
+                    vars(made).update(changed)
+                if made is not inner:
+                    around[name] = made
         elif isinstance(value, types.CellType):
             for content in contents_of(value):
                 new.cell_contents = self.of(content, by_loss)
@@ -288,14 +276,10 @@ class Rebinding:
                     new.__dict__[name] = wanted
                 else:
                     slots_of(type(new))[name].__set__(new, wanted)
-        if hasattr(new, "__dict__") and not isinstance(value, torch.Tensor):
-            self._fill_from_class(value, new, by_loss)
-
-    def _fill_from_class(self, value: Any, new: Any, by_loss: bool) -> None:
-        """Give a copy its own of its class's values and methods, where these refer to what has copies."""
         kind = type(value)
-        if kind not in self._graph.methods:
+        if not hasattr(new, "__dict__") or isinstance(value, torch.Tensor) or kind not in self._graph.methods:
             return
+        # A copy has its own of its class's values and methods, where these refer to what has copies.
         named = {name for base in kind.__mro__ if is_followed(base) for name in vars(base)}
         for name in named - vars(new).keys():
             held = inspect.getattr_static(kind, name)

@@ -135,18 +135,6 @@ def _converted(tensor: torch.Tensor, memo: dict[int, Any], convert: Convert) -> 
     return memo[id(tensor)]  # type: ignore[no-any-return]
 
 
-def _of_parts(tensor: torch.Tensor, convert: Convert) -> torch.Tensor:
-    """Return a sparse tensor whose indices and values are converted; fake tensors have the COO layout only."""
-    if tensor.layout is not torch.sparse_coo:
-        shape = "of its own" if tensor.is_nested else tuple(tensor.shape)
-        raise WorkloadError(
-            f"Workload holds a tensor of shape {shape} with the layout {tensor.layout}, which can't be captured: give a"
-            " dense tensor (a nested one padded), or tensor.to_sparse_coo()"
-        )
-    indices, values = (convert(part) for part in parts(tensor))
-    return assembled(indices, values, tensor.shape, tensor.is_coalesced()).requires_grad_(tensor.requires_grad)
-
-
 # Tensor subclasses, kept where there is data, and imitated by fake tensors
 #
 # Subclasses of `nn.Parameter` (those of bitsandbytes) keep their class, with the class of fake tensors before it.
@@ -167,7 +155,6 @@ def parameter_of(kind: type, tensor: torch.Tensor, requires_grad: bool) -> nn.Pa
 
 @functools.cache
 def _fake_kind(kind: type) -> type:
-    """Return the class of fake parameters that stand for those of a class."""
     return type(kind.__name__, (FakeTensor, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 
@@ -204,13 +191,13 @@ class _Aliasing(TorchFunctionMode):
         return self._aliased(out)
 
     def _aliased(self, out: Any) -> Any:
-        if isinstance(out, FakeTensor):
-            if hasattr(out, MARK):  # written in place
-                return out
-            alias = torch.ops.aten.alias.default(out)
-            setattr(alias, MARK, True)
-            return alias
-        return type(out)(map(self._aliased, out)) if type(out) in (list, tuple) else out
+        if type(out) in (list, tuple):
+            return type(out)(map(self._aliased, out))
+        if not isinstance(out, FakeTensor) or hasattr(out, MARK):  # the latter is written in place
+            return out
+        alias = torch.ops.aten.alias.default(out)
+        setattr(alias, MARK, True)
+        return alias
 
 
 def real_copy(workload: Workload, device: torch.device | None = None) -> Workload:
@@ -221,8 +208,8 @@ def real_copy(workload: Workload, device: torch.device | None = None) -> Workloa
     return _convert_workload(workload, _Copier(device))
 
 
-class _Copier:
-    """A function that copies tensors with their data; aliases stay aliases.
+class _Converter:
+    """A function that converts tensors; aliases stay aliases, since each storage is converted once.
 
     An object and not a closure that refers to itself, which would hold the storages until a garbage collection.
     """
@@ -232,8 +219,27 @@ class _Copier:
         self.storages: dict[int, torch.UntypedStorage] = {}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        if is_uncut(tensor):
-            return _of_parts(tensor, self)
+        return self.of_parts(tensor) if is_uncut(tensor) else self.of_strided(tensor)
+
+    def of_parts(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a sparse tensor whose indices and values are converted; fake tensors have the COO layout only."""
+        if tensor.layout is not torch.sparse_coo:
+            shape = "of its own" if tensor.is_nested else tuple(tensor.shape)
+            raise WorkloadError(
+                f"Workload holds a tensor of shape {shape} with the layout {tensor.layout}, which can't be captured:"
+                " give a dense tensor (a nested one padded), or tensor.to_sparse_coo()"
+            )
+        indices, values = map(self, parts(tensor))
+        return assembled(indices, values, tensor.shape, tensor.is_coalesced()).requires_grad_(tensor.requires_grad)
+
+    def of_strided(self, tensor: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class _Copier(_Converter):
+    """A function that copies tensors with their data."""
+
+    def of_strided(self, tensor: torch.Tensor) -> torch.Tensor:
         counter = tensor.dim() == 0 and not tensor.requires_grad
         place = tensor.device if self.device is None or counter else self.device
         storage, key = tensor.untyped_storage(), storage_key_of(tensor)
@@ -245,23 +251,32 @@ class _Copier:
         return clone.requires_grad_(tensor.requires_grad)
 
 
-class _Faker:
-    """A function that makes fake tensors of tensors (real, meta or fake); aliases stay aliases."""
+class Faker(_Converter):
+    """A function that makes fake tensors of tensors (real, meta or fake).
 
-    def __init__(self, values: KnownValues, device: torch.device | None, scalars: set[int]) -> None:
-        self.mode, self.values, self.device, self.scalars = values.fake, values, device, scalars
-        self.storages: dict[int, torch.UntypedStorage] = {}
+    Args:
+        values: Receives the values of integers; its mode is that of the fake tensors.
+        device: The device of the fake tensors; None for the tensors' own.
+        scalars: The `id`s of tensors that stay on the CPU, with their values: step counters, learning rates.
+    """
 
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        if is_uncut(tensor):
-            with self.mode:
-                return _of_parts(tensor, self)
+    def __init__(
+        self, values: KnownValues, device: torch.device | None = None, scalars: Iterable[int] = frozenset()
+    ) -> None:
+        super().__init__(device)
+        self.values, self.scalars = values, scalars
+
+    def of_parts(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self.values.fake:
+            return super().of_parts(tensor)
+
+    def of_strided(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in self.scalars and tensor.device.type == "cpu":
-            real = self.values.value_of(tensor)  # of a step counter or tensor learning rate, which optimizers read
+            real = self.values.value_of(tensor)
             if real is None:
                 return tensor
             value = real.item()
-            with self.mode:
+            with self.values.fake:
                 return torch.tensor(value, dtype=tensor.dtype)
         storage, key = tensor.untyped_storage(), storage_key_of(tensor)
         if key not in self.storages:
@@ -270,7 +285,7 @@ class _Faker:
         shape.set_(self.storages[key], tensor.storage_offset(), tensor.size(), tensor.stride())
         # On the meta device a model may be built without memory.
         own = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
-        fake = FakeTensor(self.mode, shape, self.device or own)
+        fake = FakeTensor(self.values.fake, shape, self.device or own)
         self.values.know(fake, tensor)
         return fake.requires_grad_(tensor.requires_grad)
 
@@ -295,7 +310,7 @@ def fake_copy(workload: Workload, values: KnownValues, device: torch.device | No
     optimizers = [value for value in graph.nodes.values() if isinstance(value, torch.optim.Optimizer)]
     held = tensors_of([[list(each.state.values()), each.param_groups] for each in (workload.optimizer, *optimizers)])
     scalars = {id(t) for t in held if t.dim() == 0 and not t.requires_grad}
-    return _convert_workload(workload, _Faker(values, device, scalars))
+    return _convert_workload(workload, Faker(values, device, scalars))
 
 
 @contextlib.contextmanager
@@ -336,13 +351,25 @@ def _copied(make: Callable[[], T]) -> T:
     Random generators are copied with their states. Locks, open files and the like are shared with the original: objects
     that no protocol copies, that hold no tensors, and that are not used up by reading.
     """
+
+    def cloned(generator: torch.Generator) -> Any:
+        def clone() -> torch.Generator:
+            with DisableTorchFunction():
+                return generator.clone_state()
+
+        return clone, ()
+
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_reduced_by(torch.Generator, lambda generator: (_clone, (_AsIs(generator),))))
+        stack.enter_context(_reduced_by(torch.Generator, cloned))
         while True:
             try:
                 return make()
             except Exception as e:
-                failed = _failed(e)
+                failed, trace = None, e.__traceback__  # what the innermost call of `copy.deepcopy` got
+                while trace is not None:
+                    if trace.tb_frame.f_code is copy.deepcopy.__code__:
+                        failed = trace.tb_frame.f_locals["x"]
+                    trace = trace.tb_next
                 if failed is None or type(failed) in copyreg.dispatch_table or not _may_be_shared(failed):
                     raise
                 stack.enter_context(_reduced_by(type(failed), _shared))
@@ -361,36 +388,11 @@ def _reduced_by(kind: type, reduce: Callable[[Any], Any]) -> Iterator[None]:
             copyreg.dispatch_table[kind] = before
 
 
-class _AsIs:
-    """A holder that `copy.deepcopy` passes on without copying its value."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __deepcopy__(self, memo: Any) -> _AsIs:
-        return self
-
-
-def _clone(held: _AsIs) -> torch.Generator:
-    with DisableTorchFunction():
-        return held.value.clone_state()  # type: ignore[no-any-return]
-
-
 def _shared(value: Any) -> str:
     """Return a string, which tells `copy.deepcopy` to share the object."""
     if not _may_be_shared(value):
         raise TypeError(f"a {type(value).__name__} that holds tensors can't be copied")
     return "shared"
-
-
-def _failed(error: Exception) -> Any:
-    """Return the object whose innermost `copy.deepcopy` call failed; None without such a call."""
-    failed, trace = None, error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code is copy.deepcopy.__code__:
-            failed = trace.tb_frame.f_locals["x"]
-        trace = trace.tb_next
-    return failed
 
 
 def _may_be_shared(value: Any) -> bool:
@@ -410,26 +412,19 @@ def applied_in_place(original: Apply) -> Apply:
         if recurse:
             for child in self.children():
                 apply_as_its_class(child, fn)
-        fakes = all(isinstance(p, FakeTensor) for p in own_parameters(self).values() if p is not None)
+        parameters = [p for p in own_parameters(self).values() if p is not None]
+        fakes = all(isinstance(p, FakeTensor) for p in parameters)
         if not fakes or torch.__future__.get_overwrite_module_params_on_conversion():
             return original(self, fn, recurse=False)
-        for parameter in own_parameters(self).values():
-            if parameter is not None:
-                _convert_in_place(parameter, fn)
-                if parameter.grad is not None:
-                    _convert_in_place(parameter.grad, fn)
+        for tensor in (t for p in parameters for t in (p, p.grad) if t is not None):
+            with torch.no_grad():
+                converted = fn(tensor)
+            here, there = device_of(tensor), device_of(converted)
+            if here != there:  # a fake tensor can't be moved
+                raise RuntimeError(f"a module was moved from {here} to {there} within the step")
+            if converted is not tensor:
+                tensor.data = converted
         own_buffers(self).update({name: t if t is None else fn(t) for name, t in own_buffers(self).items()})
         return self
 
     return apply
-
-
-def _convert_in_place(tensor: torch.Tensor, fn: Convert) -> None:
-    """Replace a tensor's data by its conversion, which must be on the same device: a fake tensor can't be moved."""
-    with torch.no_grad():
-        converted = fn(tensor)
-    if converted is tensor:
-        return
-    if device_of(converted) != device_of(tensor):
-        raise RuntimeError(f"a module was moved from {device_of(tensor)} to {device_of(converted)} within the step")
-    tensor.data = converted

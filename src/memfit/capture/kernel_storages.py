@@ -75,12 +75,6 @@ _QUERIES = {
 _LIMIT_BYTES = 2**31  # size of the real tensors made for one operator
 
 
-def grouped_product(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the product of groups of fake rows: the fake kernel takes bfloat16 only, the device's any dtype."""
-    left, right, *rest = args
-    return func(left.bfloat16(), right.bfloat16(), *rest, **kwargs).to(kwargs.get("out_dtype") or left.dtype)
-
-
 def kernel_outputs(out: Any, func: Any, args: Any, kwargs: Any, device_type: str) -> Any:
     """Return the outputs of a fake operator with the storages that the device's kernel allocates."""
     if device_type == "cpu":
@@ -131,8 +125,13 @@ def _as_on_cpu(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
         return *out[:3], out[3].new_empty(_rnn_workspace_bytes(signature(func, args, kwargs)))
     if func is _aten.mkldnn_rnn_layer_backward.default:  # before torch 2.13 the fake kernel gave the input's dtype
         return tuple(t if t is None else t.new_empty(t.shape, dtype=torch.float32) for t in out)
-    if func is _aten.convolution.default and out.numel() < args[0].numel() and _is_made_like_its_input(*args):
-        return _in_memory_of(out, args[0].numel())
+    if func is _aten.convolution.default and out.numel() < args[0].numel() and args[6] and args[1].dim() == 5:
+        # Transposed convolutions over volumes without a oneDNN kernel allocate their output as large as their input,
+        # and keep that storage (ATen/native/NaiveConvolutionTranspose3d.cpp).
+        with unset_fake_temporarily():
+            like = [None if t is None else torch.empty(1, dtype=t.dtype).expand(t.shape) for t in args[:3]]
+            is_slow = select_conv_backend(*like, *args[3:]).name == "SlowTranspose3d"
+        return _in_memory_of(out, args[0].numel()) if is_slow else out
     return out
 
 
@@ -151,18 +150,6 @@ def _laid_out_as(out: Any, given: torch.Tensor) -> Any:
 def _in_memory_of(out: torch.Tensor, elements: int, offset: int = 0) -> torch.Tensor:
     """Return an output like the given one, in a storage of more elements."""
     return out.new_empty(elements).as_strided(out.shape, out.stride(), offset)
-
-
-def _is_made_like_its_input(given: torch.Tensor, weight: torch.Tensor, bias: Any, *options: Any) -> bool:
-    """Tell whether a convolution allocates its output as large as its input, and keeps that storage.
-
-    So do transposed convolutions over volumes without a oneDNN kernel (ATen/native/NaiveConvolutionTranspose3d.cpp).
-    """
-    if not options[3] or weight.dim() != 5:
-        return False
-    with unset_fake_temporarily():
-        like = [None if t is None else torch.empty(1, dtype=t.dtype).expand(t.shape) for t in (given, weight, bias)]
-        return bool(select_conv_backend(*like, *options).name == "SlowTranspose3d")
 
 
 @functools.cache
@@ -202,9 +189,14 @@ class SparseOperators:
                 # The kernel computes the bag of each index, where the forward pass gives none.
                 args = *args[:3], torch.empty_like(args[1]), *args[4:]
             out = func(*args, **kwargs)
-            for output in tensors_in(out):
-                if output.layout is torch.sparse_coo:
-                    self._store_output_indices(parts(output)[0], args)
+            for output in (t for t in tensors_in(out) if t.layout is torch.sparse_coo):
+                indices = parts(output)[0]
+                for source in tensors_in(args):  # integers with known values that the indices alias
+                    if source.layout is torch.strided and storage_key_of(source) == storage_key_of(indices):
+                        real = self.values.value_of(source)
+                        if real is not None and real.numel() == indices.numel():
+                            with disable_current_modes():
+                                self._store_indices(indices, real.reshape(indices.shape))
             return out
         node = current_autograd_node() if func is _aten.clone.default else None
         # Autograd takes over a sparse gradient for a parameter, which it clones only under a mode.
@@ -240,11 +232,10 @@ class SparseOperators:
         with disable_current_modes():
             alike: dict[int, Any] = {id(t): self._real_like(t, stood_for) for t in tensors_in((args, kwargs))}
             alike |= {id(t): alike[id(t)].clone() for t in written if t.layout is torch.strided}
-
-            def real(leaf: Any) -> Any:
-                return torch.device("cpu") if isinstance(leaf, torch.device) else alike.get(id(leaf), leaf)
-
-            real_args, real_kwargs = tree_map(real, (args, kwargs))
+            real_args, real_kwargs = tree_map(
+                lambda leaf: torch.device("cpu") if isinstance(leaf, torch.device) else alike.get(id(leaf), leaf),
+                (args, kwargs),
+            )
             out = func(*real_args, **real_kwargs)
         device = kwargs.get("device") or device_of(tensors_in((args, kwargs))[0])
         for tensor in written:
@@ -255,16 +246,15 @@ class SparseOperators:
 
     def _real_like(self, tensor: torch.Tensor, stood_for: dict[int, torch.Tensor]) -> torch.Tensor:
         """Return a real tensor like a fake one; an expanded scalar for a dense one."""
+        number = 0.5 if tensor.is_floating_point() else 0
         if tensor.layout is not torch.sparse_coo:
-            filled = torch.full((), 0.5 if tensor.is_floating_point() else 0, dtype=tensor.dtype)
-            return filled.expand(tensor.shape)
+            return torch.full((), number, dtype=tensor.dtype).expand(tensor.shape)
         indices, values = parts(tensor)
         known = self._indices.get(indices.untyped_storage(), {}).get(_place(indices))
-        shape = list(tensor.shape)[: tensor.dim() - values.dim() + 1]
         if known is None:
-            known = spread_indices(shape, indices.shape[1])
+            known = spread_indices(list(tensor.shape)[: indices.shape[0]], indices.shape[1])
         known = known.clone()
-        filled = torch.full(values.shape, 0.5 if values.is_floating_point() else 0, dtype=values.dtype)
+        filled = torch.full(values.shape, number, dtype=values.dtype)
         stood_for |= {storage_key_of(known): indices, storage_key_of(filled): values}
         return assembled(known, filled, tensor.shape, _coalesced(tensor))
 
@@ -280,16 +270,6 @@ class SparseOperators:
         fake = _fake_part(indices, stood_for, device)
         self._store_indices(fake, known)
         return assembled(fake, _fake_part(values, stood_for, device), real.shape, coalesced)
-
-    def _store_output_indices(self, indices: torch.Tensor, args: Any) -> None:
-        """Store the real indices of a new sparse output, where they alias integers with known values."""
-        storage = storage_key_of(indices)
-        for source in tensors_in(args):
-            if source.layout is torch.strided and storage_key_of(source) == storage:
-                real = self.values.value_of(source)
-                if real is not None and real.numel() == indices.numel():
-                    with disable_current_modes():
-                        self._store_indices(indices, real.reshape(indices.shape))
 
     def _store_indices(self, indices: torch.Tensor, real: torch.Tensor) -> None:
         self._indices.setdefault(indices.untyped_storage(), {})[_place(indices)] = real

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -90,6 +90,26 @@ class KnownValues(PassiveMode):
             setattr(mode, _ATTRIBUTE, known)
         return known
 
+    @staticmethod
+    @contextlib.contextmanager
+    def fake_paths_disabled() -> Iterator[None]:
+        """Keep libraries from the code paths that they take for fake tensors, until the context is left."""
+        with contextlib.ExitStack() as stack:
+            # transformers builds masks that it skips with data
+            module = sys.modules.get("transformers.utils.import_utils")
+            if getattr(module, "is_fake_tensor", None) is not None:
+                stack.enter_context(replaced_here(module, "is_fake_tensor", lambda _: False))
+            # PyTorch clips gradients one by one that it takes as a list with data
+            for types in [types for types in supported_types if FakeTensor not in types]:
+                types.append(FakeTensor)
+                stack.callback(types.remove, FakeTensor)
+
+            def format_(tensor: torch.Tensor, spec: str) -> str:
+                return format(tensor.item(), spec) if tensor.dim() == 0 else object.__format__(tensor, spec)
+
+            stack.enter_context(replaced_here(FakeTensor, "__format__", format_))  # a fake loss can't be formatted
+            yield
+
     def know(self, fake: torch.Tensor, source: torch.Tensor) -> None:
         """Copy the values of a source tensor to a fake one, if they are known integers or scalars."""
         real = self._real.get(source) if isinstance(source, FakeTensor) else source
@@ -158,14 +178,13 @@ class KnownValues(PassiveMode):
         return out
 
     def _mark_outputs(self, args: Any, kwargs: Any, out: Any) -> None:
-        """Mark outputs as the inputs are marked."""
         marks = 0
         for tensor in tensors_in((args, kwargs)) if self._marks else ():
             marks |= self._marks.get(tensor, 0)
         self._mark(tensors_in(out), marks & _VARYING)
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a random operator; follow its output where that is small."""
+        """Run a random operator; follow its output where that is small. Extremes are of even draws."""
         out = func(*args, **kwargs)
         tensors = tensors_in(out)
         few = all(isinstance(t, FakeTensor) and t.numel() <= _FEW for t in tensors)
@@ -176,21 +195,24 @@ class KnownValues(PassiveMode):
                 self._forget(func, args, kwargs)
             return out
         with unset_fake_temporarily():
-            real = tree_map(
+            given, options = tree_map(
                 lambda v: torch.empty(v.shape, dtype=v.dtype) if id(v) in written else self._value(v), (args, kwargs)
             )
-            self._remember(out, random_output(func, packet_of(func), real[0], real[1], self.extreme))
+            drawn, name, is_low = func(*given, **options), packet_of(func), self.extreme == "low"
+            if self.extreme and isinstance(drawn, torch.Tensor) and name in _UNIFORM:
+                between: Any = given[1:3] if name in (_aten.uniform, _aten.uniform_) and len(given) > 2 else None
+                low, high = between or (0.0, 1.0)
+                drawn.fill_(low if is_low else low + (high - low) * _ALMOST_ONE)
+            elif self.extreme and isinstance(drawn, torch.Tensor) and name in _BERNOULLI:
+                drawn.fill_(is_low)
+            self._remember(out, drawn)
         self._mark(tensors, _DRAWN)
         return out
 
     def _known_arguments(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Return the arguments with real tensors; None unless all values are known."""
-        if packet_of(func) in _UNSET:
-            return None
-        tensors = tensors_in((args, kwargs))
-        if not tensors and packet_of(func) not in _CONSTANTS:
-            return None
-        if any(self._value(t) is _Unknown for t in tensors):
+        tensors, name = tensors_in((args, kwargs)), packet_of(func)
+        if name in _UNSET or not (tensors or name in _CONSTANTS) or any(self._value(t) is _Unknown for t in tensors):
             return None
         real: tuple[Any, Any] = tree_map(self._value, (args, kwargs))
         return real
@@ -357,38 +379,6 @@ def _assumed_finite(func: Any, args: Any) -> bool | None:
     return not _SAME[name] if infinite else None
 
 
-def random_output(func: Callable[..., Any], name: Any, args: Any, kwargs: Any, extreme: Extreme) -> Any:
-    """Return the output of a random operator on the CPU; the least or greatest numbers where it draws evenly."""
-    out = func(*args, **kwargs)
-    if not extreme or not isinstance(out, torch.Tensor):
-        return out
-    if name in _UNIFORM:
-        given: Any = args[1:3] if name in (_aten.uniform, _aten.uniform_) and len(args) > 2 else None
-        low, high = given or (0.0, 1.0)
-        return out.fill_(low if extreme == "low" else low + (high - low) * _ALMOST_ONE)
-    return out.fill_(extreme == "low") if name in _BERNOULLI else out
-
-
 def _compute(func: Any, args: Any, kwargs: Any) -> Any:
     with unset_fake_temporarily():
         return func(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def fake_paths_disabled() -> Iterator[None]:
-    """Keep libraries from the code paths that they take for fake tensors, until the context is left."""
-    with contextlib.ExitStack() as stack:
-        # transformers builds masks that it skips with data
-        module = sys.modules.get("transformers.utils.import_utils")
-        if getattr(module, "is_fake_tensor", None) is not None:
-            stack.enter_context(replaced_here(module, "is_fake_tensor", lambda _: False))
-        # PyTorch clips gradients one by one that it takes as a list with data
-        for types in [types for types in supported_types if FakeTensor not in types]:
-            types.append(FakeTensor)
-            stack.callback(types.remove, FakeTensor)
-
-        def format_(tensor: torch.Tensor, spec: str) -> str:
-            return format(tensor.item(), spec) if tensor.dim() == 0 else object.__format__(tensor, spec)
-
-        stack.enter_context(replaced_here(FakeTensor, "__format__", format_))  # a fake loss can't be formatted
-        yield

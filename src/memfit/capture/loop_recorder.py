@@ -107,12 +107,9 @@ class Watcher(TorchFunctionMode):
         on_elsewhere: Called with an optimizer that steps in another thread.
 
     Attributes:
-        entries: The entries of the tape so far.
-        given: Tensors from outside the step that it used.
         roots: Modules that the loop called, in the order of their first calls; of all steps.
         called: Modules that it called in this step.
         is_writing: Whether entries are recorded.
-        is_paused: Whether calls are no part of the loop.
         fault: The reason why the tape can't be replayed; "" where it can.
         updates: The number of steps of each optimizer in this step, by its `id`.
         seen: What the step did so far.
@@ -285,24 +282,6 @@ class Watcher(TorchFunctionMode):
             return self._write("function", _deep_copied, run, args[:1], {})
         return self._write("function", func, func, args, kwargs)
 
-    def _call_module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a module, and record the call if the loop itself makes it and the module has parameters."""
-        if not self._is_looking() or not self.held_by(module):
-            return call(module, *args, **kwargs)
-        with self.paused(is_bare=compiles()):  # Dynamo must find PyTorch's own functions
-            with self._carried(Exception):
-                self._on_call(module, args, kwargs)
-            if not any(known is module for known in self.called):
-                self.called.append(module)
-            if not self.is_writing:
-                return call(module, *args, **kwargs)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self.paused(is_bare=compiles()):
-                return call(module, *args, **kwargs)
-
-        return self._write("module", self._root(module), run, args, kwargs) if self._is_seen() else run(*args, **kwargs)
-
     def _call(self, kind: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a function of the loop, and record the call."""
         if self._is_seen():
@@ -321,9 +300,24 @@ class Watcher(TorchFunctionMode):
         apply = torch.autograd.Function.__dict__["apply"]
 
         def watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self.is_paused:  # as for each module within another
+            """Call a module, and record the call if the loop itself makes it and the module has parameters."""
+            # It is paused for each module within another.
+            if self.is_paused or not self._is_looking() or not self.held_by(module):
                 return call_module(module, *args, **kwargs)
-            return self._call_module(module, call_module, args, kwargs)
+            with self.paused(is_bare=compiles()):  # Dynamo must find PyTorch's own functions
+                with self._carried(Exception):
+                    self._on_call(module, args, kwargs)
+                if not any(known is module for known in self.called):
+                    self.called.append(module)
+                if not self.is_writing:
+                    return call_module(module, *args, **kwargs)
+
+            def run(*args: Any, **kwargs: Any) -> Any:
+                with self.paused(is_bare=compiles()):
+                    return call_module(module, *args, **kwargs)
+
+            is_seen = self._is_seen()
+            return self._write("module", self._root(module), run, args, kwargs) if is_seen else run(*args, **kwargs)
 
         def watched_backward(*args: Any, **kwargs: Any) -> Any:
             with self._carried(MemfitError):  # it may find that a recomputation differs

@@ -17,30 +17,31 @@ from memfit.workload import StepProgram, parts, tensors_of
 _BLOCK_BYTES = 512  # to which accelerators' allocators round
 
 
-def resident_bytes(step: StepProgram, kind: str | None = None) -> dict[int, int]:
-    """Return the bytes held between steps, by storage: parameters, buffers, optimizer state, the workload's batch.
+def _held_by(step: StepProgram) -> tuple[dict[int, int], list[weakref.ref[torch.UntypedStorage]]]:
+    """Return what is held between steps: bytes by storage, and the storages of tensors outside the model.
 
-    Where a kind of device is named, only those there: step counters of optimizers are on the CPU.
+    The former are of parameters, buffers, optimizer state and the workload's batch, the latter such as a teacher's;
+    gradients count too. On an accelerator only those there count: step counters of optimizers are on the CPU.
     """
-    workload = step.workload
-    tensors = [*workload.model.parameters(), *workload.model.buffers(), *tensors_of(workload.batch)]
+    workload, place = step.workload, _place_of(step).type
+    batch, outside = tensors_of(workload.batch), external_tensors(workload)
+    tensors = [*workload.model.parameters(), *workload.model.buffers(), *batch]
     tensors += [p for group in workload.optimizer.param_groups for p in group["params"]]
-    for values in workload.optimizer.state.values():
-        tensors += tensors_of(values)
-    tensors += [t.grad for t in tensors_of(workload.batch) if t.is_leaf and t.grad is not None]
-    storages = [part.untyped_storage() for tensor in tensors for part in parts(tensor)]
-    return {storage_key(storage): storage.nbytes() for storage in storages if kind in (None, storage.device.type)}
+    tensors += [t for values in workload.optimizer.state.values() for t in tensors_of(values)]
+    tensors += [t.grad for t in batch if t.is_leaf and t.grad is not None]
+    outside += [t.grad for t in outside if t.is_leaf and t.grad is not None]
+    own, others = (
+        [weakref.ref(part.untyped_storage()) for t in each for part in parts(t) if place in ("cpu", part.device.type)]
+        for each in (tensors, outside)
+    )
+    return _sizes(own), others
 
 
-def _external_storages(step: StepProgram) -> list[weakref.ref[torch.UntypedStorage]]:
-    """Return the storages of the tensors outside the model, such as a teacher's, and of their gradients."""
-    tensors = external_tensors(step.workload)
-    tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
-    return [weakref.ref(part.untyped_storage()) for tensor in tensors for part in parts(tensor)]
+def _sizes(storages: list[weakref.ref[torch.UntypedStorage]]) -> dict[int, int]:
+    return {storage_key(held): held.nbytes() for storage in storages if (held := storage()) is not None}
 
 
 def _place_of(step: StepProgram) -> torch.device:
-    """Return the device of a step's parameters."""
     return next((p.device for p in step.workload.model.parameters()), torch.device("cpu"))
 
 
@@ -59,11 +60,8 @@ def measure_peaks(step: StepProgram, batch: object) -> hardware.accelerators.Pea
 
 def _peak_there(step: StepProgram, batch: object, place: torch.device) -> hardware.accelerators.Peaks:
     """Run a step on an accelerator; return its peaks without the device's other tensors."""
-    resident = resident_bytes(step, place.type)
-    for reference in _external_storages(step):
-        if (storage := reference()) is not None and storage.device.type == place.type:
-            resident[storage_key(storage)] = storage.nbytes()
-        del storage
+    resident, external = _held_by(step)
+    resident |= _sizes(external)
     own_bytes = sum(-(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES for nbytes in resident.values())
     device = hardware.accelerators
     device.synchronize(place)
@@ -90,10 +88,8 @@ def measure_peak_bytes(step: StepProgram, batch: object) -> int:
     place = _place_of(step)
     if place.type != "cpu":
         return _peak_there(step, batch, place).allocated_bytes
-    resident, external = resident_bytes(step), _external_storages(step)
+    resident, external = _held_by(step)
     with allocated() as meter:
         step(batch)
-    for storage in (reference() for reference in external):
-        if storage is not None:  # the step did not replace it
-            resident[storage_key(storage)] = storage.nbytes()
+    resident |= _sizes(external)  # of those that the step did not replace
     return sum(resident.values()) + step.held_bytes + meter.peak_bytes

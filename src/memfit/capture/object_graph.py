@@ -109,7 +109,17 @@ class ObjectGraph:
                 self.nodes[id(value)] = value
                 self.children[id(value)] = found = [] if self._ends(value) else list(self._within(value))
                 waiting += found
-            waiting += self._named_methods()
+            # Then the methods that code names, of the classes that were reached meanwhile.
+            for kind, known in self.methods.items():
+                if kind not in self._members:
+                    named = {name: member for base in reversed(kind.__mro__) for name, member in vars(base).items()}
+                    bare = {name: m.fget if isinstance(m, property) else _bare(m) for name, m in named.items()}
+                    followed = {n: m for n, m in bare.items() if isinstance(m, types.FunctionType) and is_followed(m)}
+                    self._members[kind] = followed
+                own, members = self._overridden[kind], self._members[kind]
+                new = {name: members[name] for name in members.keys() & self._names - known.keys() - own}
+                known |= new
+                waiting += new.values()
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors, in the order in which they were reached."""
@@ -206,21 +216,6 @@ class ObjectGraph:
                 shared = (value for name, value in vars(base).items() if name not in held)
                 yield from (v for v in shared if isinstance(v, (torch.Tensor, nn.Module, *ITEMS, *MAPPINGS)))
 
-    def _named_methods(self) -> list[types.FunctionType]:
-        """Return the methods that code names, of the classes that were reached since they were asked for last."""
-        found = list[types.FunctionType]()
-        for kind, known in self.methods.items():
-            if kind not in self._members:
-                named = {name: member for base in reversed(kind.__mro__) for name, member in vars(base).items()}
-                bare = {name: m.fget if isinstance(m, property) else _bare(m) for name, m in named.items()}
-                followed = {n: m for n, m in bare.items() if isinstance(m, types.FunctionType) and is_followed(m)}
-                self._members[kind] = followed
-            members = self._members[kind]
-            new = {name: members[name] for name in members.keys() & self._names - known.keys() - self._overridden[kind]}
-            known |= new
-            found += new.values()
-        return found
-
 
 def _bare(value: Any) -> Any:
     """Return the function of a method; any other value as it is, whose `__getattr__` may raise anything."""
@@ -262,6 +257,15 @@ def slots_of(kind: type) -> dict[str, Any]:
     return found
 
 
+def in_slots(value: Any) -> dict[str, Any]:
+    """Return what an object's slots hold."""
+    found: dict[str, Any] = {}
+    for name, member in slots_of(type(value)).items():
+        with contextlib.suppress(AttributeError):  # it is empty; a `__getattr__` is not to fill it
+            found[name] = member.__get__(value)
+    return found
+
+
 @functools.cache
 def _names_of_fake() -> frozenset[str]:
     """Return the attributes that fake tensors have. The first mode imports Dynamo, which takes seconds."""
@@ -278,7 +282,4 @@ def attributes(value: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with contextlib.suppress(AttributeError):
         found |= object.__getattribute__(value, "__dict__") or {}
-    for name, member in slots_of(type(value)).items():
-        with contextlib.suppress(AttributeError):  # it is empty; a `__getattr__` is not to fill it
-            found[name] = member.__get__(value)
-    return found
+    return found | in_slots(value)

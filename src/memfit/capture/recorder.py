@@ -8,7 +8,7 @@ import math
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +50,7 @@ from memfit._torch import (
     undone_by_exceptions,
     use_count,
 )
-from memfit.capture.kernel_storages import SparseOperators, grouped_product, kernel_outputs, per_tensor_calls
+from memfit.capture.kernel_storages import SparseOperators, kernel_outputs, per_tensor_calls
 from memfit.capture.known_values import KnownValues
 from memfit.capture.operator_calls import (
     dense_in,
@@ -73,7 +73,6 @@ _LIFT = _aten.lift_fresh.default  # of what `torch.tensor` makes, which is a fak
 _WITH_DATA = (torch.Tensor, nn.Parameter)
 _NEVER = -2
 
-
 _ADD, _ADD_IN_PLACE = _aten.add.Tensor, _aten.add_.Tensor
 _FILLING = {
     _aten.scatter.src: (_aten.scatter_.src, ("",)),  # in the formulas of all that select values: max, sort, topk, ...
@@ -86,16 +85,14 @@ _FILLING = {
     _aten.masked_fill.Scalar: (_aten.masked_fill_.Scalar, ("Atan2", "Clamp", "Fmax", "Fmin", "Maximum", "Minimum")),
 }
 """Operators that fill a formula's tensors: their in-place forms, and prefixes of the autograd nodes' names."""
-_CLAMPING = {
-    _aten.logical_and.default: (_aten.logical_and_.default, ("Clamp",)),
-    _aten.logical_or.default: (_aten.logical_or_.default, ("Clamp",)),
-}
 _CONTINUING = {
     _aten.sub.Tensor: (_aten.sub_.Tensor, ("BinaryCrossEntropyWithLogits",)),
     _aten.mul.Tensor: (_aten.mul_.Tensor, ("BinaryCrossEntropyWithLogits",)),
-    **({} if CLAMP_SPLITS_TIES else _CLAMPING),
 }
 """Operators that write into the previous result, in the formulas of these autograd nodes."""
+if not CLAMP_SPLITS_TIES:
+    _CONTINUING[_aten.logical_and.default] = _aten.logical_and_.default, ("Clamp",)
+    _CONTINUING[_aten.logical_or.default] = _aten.logical_or_.default, ("Clamp",)
 
 
 class Accumulation:
@@ -124,31 +121,26 @@ class Accumulation:
         known = func is _ADD or func in _FILLING or func in _CONTINUING
         if not known or kwargs or current_graph_task_id() == -1 or torch.is_grad_enabled():
             return func, args
-        if func is not _ADD:
-            return self._formula_operator(func, args), args
-        if not isinstance(args[0], torch.Tensor):
-            return func, args
-        if self._is_of_this_node(args[0]):
-            node = current_autograd_node()
-            edges = [] if node is None else [edge for edge in node.next_functions if edge[0] is not None]
-            if len(set(edges)) == len(edges):  # no two lead to one tensor, whose gradients the engine adds
-                return func, args  # a sum of a formula
-        is_own = self._is_last_reference(args)  # the engine does not ask about the second term
-        return (_ADD_IN_PLACE if is_own and _called_by_engine() else func), args
-
-    def _formula_operator(self, func: Any, args: Any) -> Any:
-        in_place, nodes = _FILLING.get(func) or _CONTINUING[func]
         node: Any = current_autograd_node()
+        if func is _ADD:
+            if not isinstance(args[0], torch.Tensor):
+                return func, args
+            if self._is_of_this_node(args[0]):
+                edges = [] if node is None else [edge for edge in node.next_functions if edge[0] is not None]
+                if len(set(edges)) == len(edges):  # no two lead to one tensor, whose gradients the engine adds
+                    return func, args  # a sum of a formula
+            is_own = self._is_last_reference(args)  # the engine does not ask about the second term
+            return (_ADD_IN_PLACE if is_own and _called_by_engine() else func), args
+        in_place, nodes = _FILLING.get(func) or _CONTINUING[func]
         if not ("" if node is None else node.name()).startswith(nodes) or not _called_by_engine():
-            return func
-        if func in _FILLING:
-            return in_place
-        storage = storage_key_of(args[0])
-        # C++ holds both temporaries to the end of the statement: a result written in place has one reference more.
-        if storage != self._continued and not self._is_last_reference(args):
-            return func
-        self._continued = storage
-        return in_place
+            return func, args
+        if func in _CONTINUING:
+            storage = storage_key_of(args[0])
+            # C++ holds both temporaries to the end of the statement: a result written in place has one reference more.
+            if storage != self._continued and not self._is_last_reference(args):
+                return func, args
+            self._continued = storage
+        return in_place, args
 
     def _is_last_reference(self, args: Any) -> bool:
         """Tell whether only the engine holds the first argument and its storage, which the argument covers."""
@@ -237,6 +229,9 @@ class Recording:
     refilled: set[int] = field(default_factory=set)
     releases: dict[int, int] = field(default_factory=dict)
 
+    def _saved_died(self, index: int) -> None:
+        self.saves[index] = replace(self.saves[index], death=len(self.ops) - 1)
+
 
 class _CallStates:
     """States of the places that modules read, noted as calls begin and compared before the backward pass.
@@ -248,46 +243,35 @@ class _CallStates:
         reader = Reader()
         own = {module: reader.places(fqn, module) for fqn, module in model.named_modules()}
         hooks = {module: reader.hooks(module) for module in own}
-        self._seen: dict[int, tuple[Place, list[dict[str, Any]]]] = {}
-        self._of_module: dict[nn.Module, list[int]] = {}
+        self._places: dict[nn.Module, list[Place]] = {}
         for module in own:
             inside = [place for inner in module.modules() if inner is not module for place in own[inner] + hooks[inner]]
-            places = {id(place): place for place in (*own[module], *inside)}
-            self._seen |= {key: (place, [place.read()]) for key, place in places.items() if key not in self._seen}
-            self._of_module[module] = list(places)
-        self._calls: dict[int, dict[int, int]] = {}
+            self._places[module] = list({id(place): place for place in (*own[module], *inside)}.values())
+        every = {id(place): place for places in self._places.values() for place in places}
+        self._latest = {key: place.read() for key, place in every.items()}
+        self._calls: dict[int, list[tuple[Place, dict[str, Any]]]] = {}
 
     def begin(self, call: int, module: nn.Module) -> None:
-        """Note the states of the places that a call's module reads, as the call begins."""
-        self._calls[call] = {key: self._now(key) for key in self._of_module[module]}
+        self._calls[call] = [(place, self._now(place)) for place in self._places[module]]
 
-    def _now(self, key: int) -> int:
-        """Return the index of a place's present state among those that it had."""
-        place, seen = self._seen[key]
-        if (state := place.read()) != seen[-1]:
-            seen.append(state)
-        return len(seen) - 1
+    def _now(self, place: Place) -> dict[str, Any]:
+        if (state := place.read()) != self._latest[id(place)]:
+            self._latest[id(place)] = state
+        return self._latest[id(place)]
 
     def changes(self) -> dict[int, str]:
         """Return the name of a changed value for each call that read one; forget these calls."""
-        now = {key: self._now(key) for noted in self._calls.values() for key in noted}
+        now = {id(place): self._now(place) for noted in self._calls.values() for place, _ in noted}
         changed: dict[int, str] = {}
         for call, noted in self._calls.items():
-            for key, before in noted.items():
-                if before == now[key]:
-                    continue
-                place, seen = self._seen[key]
-                then, present = seen[before], seen[now[key]]
-                name = next((n for n in then.keys() | present.keys() if then.get(n) != present.get(n)), None)
-                if name is not None:
+            for place, then in noted:
+                present = now[id(place)]
+                names = () if then is present else then.keys() | present.keys()
+                if (name := next((n for n in names if then.get(n) != present.get(n)), None)) is not None:
                     changed[call] = f"{name} of {place.owner}"
                     break
         self._calls.clear()
         return changed
-
-
-def _saved_died(recording: Recording, index: int) -> None:
-    recording.saves[index] = replace(recording.saves[index], death=len(recording.ops) - 1)
 
 
 class _Uncounted(OrderedDict[int, Any]):
@@ -316,25 +300,22 @@ class Recorder(PassiveMode):
         self, fake: FakeTensorMode | None = None, device_type: str = "cpu", originals: frozenset[int] = frozenset()
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.fake, self.originals = fake, originals
+        self.fake, self.device_type, self.originals = fake, device_type, originals
         self.sparse = SparseOperators(KnownValues.of(fake)) if fake is not None else None
         self.accumulation = Accumulation(self._is_of_this_node)
-        self._node, self._node_began = -1, 0
-        self.device_type = device_type
-        self.now = Recording()
-        self.recording = False
+        self.now, self.recording = Recording(), False
         self.phase: Phase = "optimizer"
         self.microbatch = 0
-        self._index: dict[int, int] = {}
+        self.modules: list[Module] = []
+        self._index: dict[int, int] = {}  # of live storages in the recording, by their keys
         self._emptied: set[int] = set()
         self._from_outside: set[int] = set()
         self._in_modes = WeakIdKeyDictionary()
-        self._stack: list[int] = []
-        self._is_paused = False
-        self._watches = True
+        self._stack: list[int] = []  # of the calls under way
+        self._is_paused, self._watches = False, True
+        self._node, self._node_began = -1, 0
         self._module_index: dict[int, int] = {}
         self._call_of_sequence: dict[int, int] = {}
-        self.modules: list[Module] = []
         self._states: _CallStates | None = None
 
     @staticmethod
@@ -362,14 +343,11 @@ class Recorder(PassiveMode):
     def begin_step(self) -> None:
         """Begin to record; live storages get birth -1."""
         live = [self.now.storages[index] for index in self._index.values()]
-        storages = [LiveStorage(storage.nbytes, -1, shape=storage.shape) for storage in live]
-        self._from_outside.clear()
         self._index = {key: new for new, key in enumerate(self._index)}
-        self.now = Recording(storages=storages)
-        self.recording = True
+        self.now, self.recording = Recording(storages=[LiveStorage(s.nbytes, -1, shape=s.shape) for s in live]), True
         self.microbatch = 0
-        self._call_of_sequence.clear()
-        self._stack.clear()
+        for forgotten in (self._from_outside, self._call_of_sequence, self._stack):
+            forgotten.clear()
         self._node, self._node_began = -1, 0
 
     def end_step(self) -> Recording:
@@ -434,27 +412,38 @@ class Recorder(PassiveMode):
             self.now.storages[index].death = len(self.now.ops) - 1
 
     @contextlib.contextmanager
-    def resizes(self) -> Iterator[None]:
-        """Observe storages that are emptied and filled again, until the context is left: gathered parameters are."""
-        original = torch.UntypedStorage.resize_
+    def unseen(self) -> Iterator[None]:
+        """Observe what no mode sees, until the context is left.
+
+        Storages are emptied and filled again, as of gathered parameters, and checkpointing keeps a copy of the CPU
+        generator's state, of 5 KB, for each call.
+        """
+        original, get_state = torch.UntypedStorage.resize_, torch.get_rng_state
 
         def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
             key = storage_key(storage)
-            known = key in self._index
-            if known:
+            known = key in self._index or key in self._emptied
+            if key in self._index:
                 self._died(key)
             out = original(storage, nbytes)
-            if known or key in self._emptied:
+            if known and nbytes == 0:
+                self._emptied.add(key)
+            elif known:
                 self._emptied.discard(key)
-                if nbytes == 0:
-                    self._emptied.add(key)
-                    return out
                 index = self._index[key] = len(self.now.storages)
-                self.now.storages.append(LiveStorage(nbytes, len(self.now.ops) if self.recording else -1))
+                self.now.storages.append(LiveStorage(nbytes, self._birth()))
                 self.now.refilled.add(index)
             return out
 
-        with replaced_here(torch.UntypedStorage, "resize_", resized):
+        def observed() -> torch.Tensor:
+            state = get_state()
+            self.observe(state, self._birth())
+            return state
+
+        with (
+            replaced_here(torch.UntypedStorage, "resize_", resized),
+            replaced_here(torch, "get_rng_state", observed),
+        ):
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -470,9 +459,8 @@ class Recorder(PassiveMode):
             for operator, arguments in calls:
                 self.__torch_dispatch__(operator, types, arguments)
             return None
-        phase = self._phase()
+        phase, birth = self._phase(), self._birth()
         call = self._current_call(phase)
-        position = len(self.now.ops)
         func, args = self.accumulation.engine_operator(func, args, kwargs)
         text = text_of(func, args, kwargs) if self.recording else ""  # before sparse arguments get other entries
         written = written_by(func, args, kwargs)
@@ -484,11 +472,10 @@ class Recorder(PassiveMode):
                 continue
             if storage_key_of(self._in_mode(tensor)) in self._index or storage_key_of(tensor) in self.originals:
                 continue
-            index = self.observe(tensor, position if self.recording else -1)
-            self._from_outside |= set() if index is None else {index}
+            self._from_outside.update(self._observed([tensor], birth))
         out = self.run(func, args, kwargs)
         for tensor in sparse:
-            self.observe(tensor, position if self.recording else -1)
+            self.observe(tensor, birth)
         if self.recording:
             text = with_selected(text, func, args, out)
             mutated = tuple(i for t in dense_in(written) if (i := self.observe(t, -1)) is not None)
@@ -498,9 +485,16 @@ class Recorder(PassiveMode):
             random = draws_random_numbers(func, args, kwargs)
             self.now.ops.append(Op(str(func), call, phase, self.microbatch, number, mutated, random))
         for tensor in tensors_in(out):
-            self.observe(tensor, position if self.recording else -1)
+            self.observe(tensor, birth)
         del held
         return out
+
+    def _birth(self) -> int:
+        return len(self.now.ops) if self.recording else -1
+
+    def _observed(self, tensors: Iterable[torch.Tensor], birth: int = -1) -> dict[int, None]:
+        """Return the indices of tensors' storages, in order, each once."""
+        return dict.fromkeys(i for t in tensors if (i := self.observe(t, birth)) is not None)
 
     def _in_mode(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the fake tensor that operators take for one with data: theirs is the storage that views share."""
@@ -516,7 +510,9 @@ class Recorder(PassiveMode):
         if self.sparse is None:
             return func(*args, **kwargs)
         if func is _aten._grouped_mm.default and args[0].dtype == args[1].dtype:
-            return grouped_product(func, args, kwargs)
+            # The fake kernel takes bfloat16 only, the device's any dtype.
+            left, right, *rest = args
+            return func(left.bfloat16(), right.bfloat16(), *rest, **kwargs).to(kwargs.get("out_dtype") or left.dtype)
         return kernel_outputs(self.sparse.run(func, args, kwargs), func, args, kwargs, self.device_type)
 
     def add_signature(self, text: str, work: Work) -> int:
@@ -593,15 +589,11 @@ class Recorder(PassiveMode):
         for place, tensor in enumerate(tensors):
             while is_functorch_wrapped_tensor(tensor):  # by `torch.func`'s transforms
                 tensors[place] = tensor = get_unwrapped(tensor)
-        inputs = tuple(dict.fromkeys(i for t in tensors if (i := self.observe(t, -1)) is not None))
-        movable = [self.observe(t, -1) for t in tensors if covers_storage(t) and has_history(t)]
-        activations = tuple(dict.fromkeys(i for i in movable if i is not None))
+        inputs = tuple(self._observed(tensors))
+        activations = tuple(self._observed(t for t in tensors if covers_storage(t) and has_history(t)))
         parent = self._stack[-1] if self._stack else -1
-        index = len(self.now.calls)
-        position, number = len(self.now.ops), self._module_index[id(module)]
-        self.now.calls.append(
-            Call(number, parent, self.microbatch, position, position, inputs, self._phase(), activations)
-        )
+        index, at, number = len(self.now.calls), len(self.now.ops), self._module_index[id(module)]
+        self.now.calls.append(Call(number, parent, self.microbatch, at, at, inputs, self._phase(), activations))
         self._stack.append(index)
         if self._states is not None and self.phase == "forward":
             self._states.begin(index, module)
@@ -635,20 +627,6 @@ class Recorder(PassiveMode):
         with self.paused():
             return tensor.detach()
 
-    def generator_states(self) -> contextlib.AbstractContextManager[None]:
-        """Observe copies of the CPU generator's state, until the context is left.
-
-        Checkpointing keeps one of 5 KB for each call, and no mode sees it.
-        """
-        original = torch.get_rng_state
-
-        def observed() -> torch.Tensor:
-            state = original()
-            self.observe(state, len(self.now.ops) if self.recording else -1)
-            return state
-
-        return replaced_here(torch, "get_rng_state", observed)
-
     def _pack(self, tensor: torch.Tensor) -> Any:
         if not self.recording:
             return tensor
@@ -661,7 +639,7 @@ class Recorder(PassiveMode):
         call = self._stack[-1] if self._stack else -1
         self.now.saves.append(Save(storage, len(self.now.ops), call, -1, _NEVER))
         saved = _Saved(self._detached(tensor), index)
-        weakref.finalize(saved, _saved_died, self.now, index).atexit = False
+        weakref.finalize(saved, self.now._saved_died, index).atexit = False
         return saved
 
     def _unpack(self, saved: Any) -> torch.Tensor:

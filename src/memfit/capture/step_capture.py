@@ -36,7 +36,7 @@ from memfit._torch import (
 from memfit.capture.composites import composites_without_mode
 from memfit.capture.control_flow import ControlFlowPath, ControlFlowPaths, GeneratorStates, Readings
 from memfit.capture.fake_workload import applied_in_place, fake_copy, mode_of, nothing_changes, real_copy
-from memfit.capture.known_values import KnownValues, fake_paths_disabled
+from memfit.capture.known_values import KnownValues
 from memfit.capture.recorder import Recorder
 from memfit.capture.step_recording import (
     MOST_MICROBATCHES,
@@ -188,14 +188,19 @@ def _fake_copied(
     ):
         moved = workload
         if place is not None:  # a move to another device copies only the elements that a view shows
+
+            def own_storage(leaf: torch.Tensor) -> torch.Tensor:
+                is_whole = leaf.layout is not torch.strided or leaf.untyped_storage().nbytes() == leaf.nbytes
+                return leaf if is_whole else leaf.clone()
+
             with fake_modes(values):
-                moved = dataclasses.replace(workload, batch=map_tensors(_own_storage, workload.batch))
+                moved = dataclasses.replace(workload, batch=map_tensors(own_storage, workload.batch))
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors_of(moved.batch))
         with fake_modes(values if is_fake else None):  # the values of their indices cut packed sequences
-            part = _shortened(moved, microbatch_size)
+            part = _with_part(moved, microbatch_size)
         copied = _unwrapped(fake_copy(part, values, place))
         eager = torch.compiler.set_stance("force_eager")
-        with _explained(), eager, fake_paths_disabled(), converted_by(applied_in_place):
+        with _explained(), eager, values.fake_paths_disabled(), converted_by(applied_in_place):
             yield copied, values, attention, around
 
 
@@ -206,25 +211,12 @@ def _place(device: Device | None) -> torch.device | None:
     return torch.device("cuda", 0) if device.kind == "cuda" else torch.device(device.name)
 
 
-def capture_real(job: CaptureJob) -> Trace:
-    """Return the trace of a step that runs with data, from its first step on, on a copy of the workload."""
-    with nothing_changes(job.workload), without_collector(), torch.autograd.set_multithreading_enabled(False):
-        trace = record(dataclasses.replace(job, warm=False), _real_part(job.workload, job.microbatch_size), None)
-        return _standing_for_all(trace, may_differ=False) or _with_slack(trace)
-
-
 def is_compiled(workload: Workload) -> bool:
     """Tell whether a model, a module of it (`compile()` in place too), or the loss function is compiled."""
     modules = any(
         "_orig_mod" in own_modules(module) or compiled_call(module) is not None for module in workload.model.modules()
     )
     return modules or is_compiled_function(workload.loss_fn)
-
-
-def _own_storage(leaf: torch.Tensor) -> torch.Tensor:
-    if leaf.layout is not torch.strided or leaf.untyped_storage().nbytes() == leaf.numel() * leaf.itemsize:
-        return leaf
-    return leaf.clone()
 
 
 @contextlib.contextmanager
@@ -254,20 +246,16 @@ def without_collector() -> Iterator[None]:
 # Parts of a batch: two microbatches, or all where they differ, with the whole batch held
 
 
-def _real_part(workload: Workload, microbatch_size: int | None) -> Workload:
-    """Return a copy of a workload with data, and all microbatches of its batch if they are few, else two."""
-    size = samples_of(workload)
-    few = -(-size // (microbatch_size or size)) <= MOST_MICROBATCHES
-    return _unwrapped(real_copy(workload if few else _shortened(workload, microbatch_size)))
+def _with_part(workload: Workload, microbatch_size: int | None) -> Workload:
+    """Return a workload to copy: its batch is a list of a part of two microbatches, as views, and the whole batch.
 
-
-def _shortened(workload: Workload, microbatch_size: int | None) -> Workload:
-    """Return the workload with at most two microbatches in its batch, as views: the storages keep their size."""
+    Where the whole has no more, it is alone in the list. The storages keep their size.
+    """
     size = samples_of(workload)
-    two = min(size, 2 * (microbatch_size or size))
-    if two == size:
-        return workload
     microbatch_size, start = microbatch_size or size, 0
+    two = min(size, 2 * microbatch_size)
+    if two == size:
+        return dataclasses.replace(workload, batch=[workload.batch])
     if workload.split is not None or len({t.shape[0] for t in tensors_of(workload.batch) if t.dim()}) != 1:
         # Two of which the second has the most elements: its gradients are added to earlier ones.
         parts = [
@@ -278,22 +266,20 @@ def _shortened(workload: Workload, microbatch_size: int | None) -> Workload:
         start = microbatch_size * later.index(max(later))
     batch = part_of(workload, workload.batch, start, start + two)
     counted = workload.batch_size if callable(workload.batch_size) or workload.batch_size is None else two
-    return dataclasses.replace(workload, batch=_Part(batch, workload.batch), batch_size=counted)
-
-
-@dataclasses.dataclass
-class _Part:
-    """A part of a batch to run, and the whole batch, whose memory is held meanwhile."""
-
-    part: Any
-    whole: Any
+    return dataclasses.replace(workload, batch=[batch, workload.batch], batch_size=counted)
 
 
 def _unwrapped(copied: Workload) -> Workload:
     """Return a copied workload with the batch's part as its `batch`, and the whole batch as its `batches`."""
-    if isinstance(copied.batch, _Part):
-        return dataclasses.replace(copied, batch=copied.batch.part, batches=[copied.batch.whole])
-    return dataclasses.replace(copied, batches=None)
+    part, *whole = copied.batch
+    return dataclasses.replace(copied, batch=part, batches=whole or None)
+
+
+def _real_part(workload: Workload, microbatch_size: int | None) -> Workload:
+    """Return a copy of a workload with data, and all microbatches of its batch if they are few, else two."""
+    size = samples_of(workload)
+    few = -(-size // (microbatch_size or size)) <= MOST_MICROBATCHES
+    return _unwrapped(real_copy(_with_part(workload, None if few else microbatch_size)))
 
 
 def _standing_for_all(trace: Trace, may_differ: bool) -> Trace | None:
@@ -342,15 +328,15 @@ class DataRunLimitError(MemfitError):
 class _DataRunLimits(EagerMode):
     """A dispatch mode that ends code which takes too long from now on, or too much of the machine's memory."""
 
-    def __init__(self, seconds: float = _MOST_SECONDS) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seconds, self.until, self.operators = seconds, time.monotonic() + seconds, 0
+        self.until, self.operators = time.monotonic() + _MOST_SECONDS, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         safe_point()
         self.operators += 1
         if time.monotonic() > self.until:
-            raise DataRunLimitError(f"the step takes more than {self.seconds:g} s with data")
+            raise DataRunLimitError(f"the step takes more than {_MOST_SECONDS:g} s with data")
         if self.operators % _CHECK_EVERY == 0 and not _has_memory(0):
             raise DataRunLimitError("with data the step needs more memory than the machine has free")
         return func(*args, **(kwargs or {}))
@@ -361,6 +347,29 @@ def _has_memory(nbytes: int) -> bool:
     return bool(memory.available - nbytes > _LEAST_FREE * memory.total)
 
 
+@contextlib.contextmanager
+def _limited(instead_of: CaptureError | None = None) -> Iterator[None]:
+    """Run the user's code with data, within limits; say of its errors that it fails with data too.
+
+    Args:
+        instead_of: The error of the capture under fake tensors, which is raised where the code fails in the same way.
+    """
+    try:
+        with _DataRunLimits():
+            yield
+    except MemfitError:
+        raise
+    except Exception as e:
+        cause = None if instead_of is None else instead_of.__cause__
+        if instead_of is not None and (type(cause), str(cause)) == (type(e), str(e)):
+            raise instead_of from e
+        place = f"{users_place(e)} ({type(e).__name__}: {e})"
+        if fault := _own_fault(e):
+            raise CaptureError(f"memfit can't record the step while it runs with data{place}: {fault}") from e
+        told = "fix Workload.model, .loss_fn or .batch first"
+        raise CaptureError(f"the step fails with real data too{place}: {told}") from e
+
+
 def why_no_data_run(workload: Workload) -> str | None:
     """Return the reason why a workload can't run with data in this process; None where it can."""
     if not has_data(workload):
@@ -369,25 +378,25 @@ def why_no_data_run(workload: Workload) -> str | None:
     return None if _has_memory(_COPIES * nbytes) else "the machine has too little memory left"
 
 
-def capture_with_data(job: CaptureJob, *, instead_of: CaptureError) -> Trace:
-    """Return the trace of a step that runs with data on a copy, where it can't run under fake tensors.
+def capture_with_data(job: CaptureJob, *, instead_of: CaptureError | None = None) -> Trace:
+    """Return the trace of a step that runs with data, from its first step on, on a copy of the workload.
 
     Args:
-        instead_of: The error of the capture under fake tensors; raised where the step exceeds its limits.
+        instead_of: The error of the capture under fake tensors, which a note quotes; it is raised where the step
+            exceeds limits of time and memory. None for no limits.
 
     Raises:
         CaptureError: The step can't be captured with data either.
     """
+    if instead_of is None:
+        with nothing_changes(job.workload), without_collector(), torch.autograd.set_multithreading_enabled(False):
+            trace = record(dataclasses.replace(job, warm=False), _real_part(job.workload, job.microbatch_size), None)
+            return _standing_for_all(trace, may_differ=False) or _with_slack(trace)
     try:
-        with _DataRunLimits():
-            trace = capture_real(job)
+        with _limited(instead_of):
+            trace = capture_with_data(job)
     except DataRunLimitError as e:
         raise instead_of from e
-    except MemfitError:
-        raise
-    except Exception as e:
-        cause = instead_of.__cause__
-        raise (instead_of if (type(cause), str(cause)) == (type(e), str(e)) else _not_running(e)) from e
     why = str(instead_of.__cause__ or instead_of).splitlines()[0]
     note = f"the step was captured while it ran with data, not under fake tensors ({why})"
     return replace(trace, notes=[*trace.notes, note])
@@ -408,7 +417,7 @@ def read_with_data(workload: Workload, build: BuildStep, microbatch_size: int | 
         copied = _real_part(workload, microbatch_size)
         logs, starts = [], []
         try:
-            with _DataRunLimits(), composites_without_mode(), build(copied) as step:
+            with _limited(), composites_without_mode(), build(copied) as step:
                 for _ in range(2):
                     starts.append(GeneratorStates.now())
                     recorder = ReadRecorder()
@@ -418,18 +427,7 @@ def read_with_data(workload: Workload, build: BuildStep, microbatch_size: int | 
                     logs.append(recorder.log)
         except DataRunLimitError:
             return None
-        except MemfitError:
-            raise
-        except Exception as e:
-            raise _not_running(e) from e
     return Readings((logs[0], logs[1]), (starts[0], starts[1]))
-
-
-def _not_running(error: Exception) -> CaptureError:
-    place = f"{users_place(error)} ({type(error).__name__}: {error})"
-    if fault := _own_fault(error):
-        return CaptureError(f"memfit can't record the step while it runs with data{place}: {fault}")
-    return CaptureError(f"the step fails with real data too{place}: fix Workload.model, .loss_fn or .batch first")
 
 
 # What captures tell users: why a step fails and what to do, modules in evaluation mode, an untested PyTorch
@@ -446,9 +444,21 @@ def _explained() -> Iterator[None]:
     except MemfitError:
         raise
     except Exception as e:
-        name = type(e).__name__
-        what = f"{name}: {(str(e).strip() or name).splitlines()[0]}"
-        raise CaptureError(f"the step can't be captured without data{users_place(e)} ({what}). {_hint(e)}") from e
+        name, text = type(e).__name__, str(e)
+        what = f"{name}: {(text.strip() or name).splitlines()[0]}"
+        if isinstance(e, UnsupportedOperatorException):
+            hint = _OPERATOR_HINT
+        elif isinstance(e, UnfollowedOperatorError):
+            hint = _FLEX_HINT if "flex_attention" in text else _UNFOLLOWED_HINT
+        elif fault := _own_fault(e):
+            hint = fault[0].upper() + fault[1:]
+        elif "closure" in text:
+            hint = _CLOSURE_HINT
+        elif isinstance(e, AttributeError) and "'FakeTensor'" in text:
+            hint = _SUBCLASS_HINT
+        else:
+            hint = _VALUES_HINT if isinstance(e, _NEEDS_VALUES) or ".numpy()" in text else _OTHER_HINT
+        raise CaptureError(f"the step can't be captured without data{users_place(e)} ({what}). {hint}") from e
     finally:
         log.setLevel(level)
 
@@ -459,20 +469,6 @@ def _own_fault(error: Exception) -> str:
         return ""
     place = memfits_place(error)
     return f"memfit itself failed, at {place}, and not your code: please report it with this line" if place else ""
-
-
-def _hint(error: Exception) -> str:
-    if isinstance(error, UnsupportedOperatorException):
-        return _OPERATOR_HINT
-    if isinstance(error, UnfollowedOperatorError):
-        return _FLEX_HINT if "flex_attention" in str(error) else _UNFOLLOWED_HINT
-    if fault := _own_fault(error):
-        return fault[0].upper() + fault[1:]
-    if "closure" in str(error):
-        return _CLOSURE_HINT
-    if isinstance(error, AttributeError) and "'FakeTensor'" in str(error):
-        return _SUBCLASS_HINT
-    return _VALUES_HINT if isinstance(error, _NEEDS_VALUES) or ".numpy()" in str(error) else _OTHER_HINT
 
 
 def evaluation_note(workload: Workload) -> str | None:

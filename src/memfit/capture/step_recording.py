@@ -107,19 +107,24 @@ def record(
         composites_without_mode(),
         job.build(copied) as step,
         recorder.watch(copied.model),
-        recorder.generator_states(),
-        recorder.resizes(),
-        _path_followed(path, values, inputs_of(copied)) as follow,
+        recorder.unseen(),
         aliasing(inputs_of(copied)),
+        contextlib.ExitStack() as stack,
     ):
         last = 0  # the step's last microbatch so far
 
         def enter_phase(phase: Phase, microbatch: int) -> None:
             nonlocal last
             last = microbatch if phase == "forward" else last
-            follow(phase, microbatch)
+            if path is not None:
+                path.follow(phase, microbatch)
             recorder.enter_phase(phase, microbatch)
 
+        if path is not None and values is not None:
+            values.replay = path.replay
+            values.begin(inputs_of(copied), path.starts[0].extreme if path.starts[0] else "")
+            stack.enter_context(path.replay.rewinding())
+            stack.enter_context(path.replay.arrays(values.value_of))
         step.on_phase = enter_phase
         garbage_bytes = 0
         early_share = 0.0  # what an earlier step took more than the one that all later ones are like
@@ -168,6 +173,8 @@ def record(
                 recorded[0].saves.clear()
                 notes, dry = [*notes, _OTHER_EACH_TIME], []
         step.on_phase = None  # which refers to the step, and would keep it until the garbage collector runs
+        if path is not None and values is not None:
+            path.reads_draws = values.reads_draws
     recording, categories = recorded
     late_share = 0.0
     if not made_in_part:  # the user's second step makes late state too, and later ones hold it from their beginning
@@ -189,25 +196,9 @@ def record(
     return replace(trace, notes=notes, slack=late_share + early_share + (share if share > NOTED_GARBAGE else 0.0))
 
 
-@contextlib.contextmanager
-def _path_followed(
-    path: ControlFlowPath | None, values: KnownValues | None, batch: list[torch.Tensor]
-) -> Iterator[Callable[[Phase, int], None]]:
-    """Have a step follow a control-flow path; yield the function to call at each of its phases."""
-    if path is None or values is None:
-        yield lambda phase, microbatch: None
-        return
-    replay = values.replay = path.replay
-    values.begin(batch, path.starts[0].extreme if path.starts[0] else "")
-    with replay.rewinding(), replay.arrays(values.value_of):
-        yield path.follow
-    path.reads_draws = values.reads_draws
-
-
 def _recorded(
     recorder: Recorder, step: StepProgram, batch: Any, enter_phase: Callable[[Phase, int], None]
 ) -> tuple[Recording, _Categories]:
-    """Return the recording of a step, and the categories of its storages."""
     recorder.begin_step()
     categories = _Categories(recorder, step)
 
@@ -306,7 +297,6 @@ def _dry_forward_passes(
 
 
 def _forward_of(recording: Recording, microbatch: int) -> list[int]:
-    """Return the operators of a microbatch's forward pass."""
     return [i for i, op in enumerate(recording.ops) if op.phase == "forward" and op.microbatch == microbatch]
 
 
@@ -335,7 +325,6 @@ def _releases(recording: Recording, dry: list[Recording]) -> dict[int, int]:
 def _assembled(
     job: CaptureJob, copied: Workload, recording: Recording, categories: _Categories, dry: list[Recording]
 ) -> Trace:
-    """Return the trace of a recorded step."""
     n = len(recording.ops)
     saves = [replace(s, death=n) if s.death < 0 else s for s in recording.saves]
     last_save: dict[int, int] = {}

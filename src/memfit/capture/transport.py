@@ -6,6 +6,7 @@ as they are (cloudpickle).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -38,6 +39,7 @@ from memfit.capture.fake_workload import parameter_of
 from memfit.capture.known_values import KnownValues, is_followed
 from memfit.capture.object_graph import attributes
 from memfit.capture.step_capture import warn_if_untested
+from memfit.capture.value_reads import Array
 from memfit.errors import WorkloadError
 from memfit.foundations import Progress
 from memfit.workload import Workload, assembled, parts
@@ -77,23 +79,8 @@ def packed(
     finally:
         for module in loaded:
             cloudpickle.unregister_pickle_by_value(module)
-    return functools.partial(_unpack_and_call, [*_settings(), *setters], body.getvalue())
-
-
-def _unpack_and_call(setters: list[Setter], body: bytes, progress: Progress) -> Any:
-    """Call the packed function, in the process that received it."""
-    global _receiving
-    for apply, value in setters:
-        apply(value)
-    _receiving = KnownValues.of(FakeTensorMode(allow_non_fake_inputs=True))
-    function, workload, options = pickle.loads(body)
-    return function(workload, **options, progress=progress)
-
-
-def _settings() -> list[Setter]:
-    """Return PyTorch's settings in this process that change a step's results or its kernels."""
     kernels = torch.backends.cuda
-    return [
+    settings: list[Setter] = [  # of PyTorch in this process, which change a step's results or its kernels
         (torch.set_default_dtype, torch.get_default_dtype()),
         (torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode()),
         (kernels.enable_flash_sdp, kernels.flash_sdp_enabled()),
@@ -102,6 +89,16 @@ def _settings() -> list[Setter]:
         (kernels.enable_math_sdp, kernels.math_sdp_enabled()),
         (set_cudnn_enabled, get_cudnn_enabled()),
     ]
+    return functools.partial(_unpack_and_call, [*settings, *setters], body.getvalue())
+
+
+def _unpack_and_call(setters: list[Setter], body: bytes, progress: Progress) -> Any:
+    global _receiving
+    for apply, value in setters:
+        apply(value)
+    _receiving = KnownValues.of(FakeTensorMode(allow_non_fake_inputs=True))
+    function, workload, options = pickle.loads(body)
+    return function(workload, **options, progress=progress)
 
 
 class _SentStorage:
@@ -149,26 +146,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         storage = value.untyped_storage()
         sent = self.storages.setdefault(storage_key(storage), _SentStorage(storage.nbytes()))
         geometry = (value.dtype, tuple(value.shape), value.stride(), value.storage_offset())
-        arguments = (sent, geometry, parameter, value.requires_grad, _values(value))
+        values = None  # only small integers and few other numbers travel
+        if not isinstance(value, FakeTensor) and value.device.type != "meta" and is_followed(value):
+            with contextlib.suppress(NotImplementedError):  # dtypes that no operator computes with, such as int4
+                values = Array.of(value.detach().to("cpu", copy=True).resolve_conj().resolve_neg())
+        arguments = (sent, geometry, parameter, value.requires_grad, values)
         return _receive, arguments, _kept_by(value), None, None, _set_attributes
-
-
-def _values(tensor: torch.Tensor) -> bytes | None:
-    """Return the values that travel, as bytes: small integers, and few other numbers; None for others.
-
-    NumPy has not all dtypes.
-    """
-    if isinstance(tensor, FakeTensor) or tensor.device.type == "meta" or not is_followed(tensor):
-        return None
-    try:
-        dense = tensor.detach().to("cpu", copy=True).resolve_conj().resolve_neg().reshape(-1).contiguous()
-    except NotImplementedError:  # dtypes that no operator computes with, such as int4
-        return None
-    return dense.view(torch.uint8).numpy().tobytes()
-
-
-def _of_values(values: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.frombuffer(bytearray(values), dtype=torch.uint8).view(dtype).view(shape)
 
 
 def _receive_code(filename: str, make: Callable[..., types.CodeType], *arguments: Any) -> types.CodeType:
@@ -180,28 +163,23 @@ _receiving: KnownValues | None = None
 
 
 def _receive(
-    sent: _SentStorage, geometry: Any, parameter: type | None, requires_grad: bool, values: bytes | None
+    sent: _SentStorage, geometry: Any, parameter: type | None, requires_grad: bool, values: Array | None
 ) -> torch.Tensor:
-    """Return a fake tensor with the dtype, shape and strides of the one that was sent.
-
-    Args:
-        parameter: The class of a parameter; None for other tensors.
-    """
+    """Return a fake tensor with the dtype, shape and strides of the one that was sent: of a parameter's class."""
     assert _receiving is not None
     dtype, shape, stride, offset = geometry
     if values is not None and not shape and not requires_grad:
-        return _of_values(values, dtype, shape)
+        return values.tensor()
     if sent.meta is None:
         sent.meta = torch.UntypedStorage(sent.nbytes, device="meta")
     meta = torch.empty(0, dtype=dtype, device="meta").set_(sent.meta, offset, shape, stride)
     fake = FakeTensor(_receiving.fake, meta, torch.device("cpu"))
-    if values:
-        _receiving.know(fake, _of_values(values, dtype, shape))
+    if values is not None and values.content:
+        _receiving.know(fake, values.tensor())
     return fake.requires_grad_(requires_grad) if parameter is None else parameter_of(parameter, fake, requires_grad)
 
 
 def _receive_wrapper(form: Any, is_parameter: bool, requires_grad: bool) -> torch.Tensor:
-    """Return a tensor that wraps the fake ones that were sent."""
     kind, *rest = form
     made: torch.Tensor = kind.__tensor_unflatten__(*rest)
     return nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
@@ -231,5 +209,4 @@ def _receive_reference(target: Any) -> Any:
 
 
 def _receive_packed(data: Any, lengths: list[int], *indices: Any) -> PackedSequence:
-    """Return a packed sequence, with lengths that PyTorch's C++ can read."""
-    return PackedSequence(data, torch.tensor(lengths), *indices)
+    return PackedSequence(data, torch.tensor(lengths), *indices)  # which PyTorch's C++ can read

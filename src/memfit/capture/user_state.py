@@ -36,7 +36,7 @@ import numpy as np
 import torch
 
 from memfit._torch import FakeTensor, supported_types
-from memfit.capture.object_graph import contents_of, slots_of
+from memfit.capture.object_graph import contents_of, in_slots, slots_of
 from memfit.workload import ATOMS, ForeignGenerator, foreign_generator, same_states
 
 _P = ParamSpec("_P")
@@ -83,14 +83,12 @@ def _write_dict(held: Any, contents: dict[Any, Any]) -> None:
     kind.update(held, contents)
 
 
-def _write_set(held: Any, contents: list[Any]) -> None:
-    set.clear(held)
-    set.update(held, contents)
+def _items(base: Any, fill: Callable[[Any, list[Any]], None]) -> _ContainerKind:
+    def write(held: Any, contents: list[Any]) -> None:
+        base.clear(held)
+        fill(held, contents)
 
-
-def _write_deque(held: Any, contents: list[Any]) -> None:
-    held.clear()
-    held.extend(contents)
+    return _ContainerKind(lambda held: list(base.__iter__(held)), write)
 
 
 def _class_contents(kind: type) -> dict[str, Any]:
@@ -112,16 +110,8 @@ def _write_cell(cell: types.CellType, contents: list[Any]) -> None:
         del cell.cell_contents
 
 
-def _slot_contents(held: Any) -> dict[str, Any]:
-    contents = {}
-    for name, member in slots_of(type(held)).items():
-        with contextlib.suppress(AttributeError):  # it is empty; a `__getattr__` is not to fill it
-            contents[name] = member.__get__(held)
-    return contents
-
-
 def _write_slots(held: Any, contents: dict[str, Any]) -> None:
-    filled = _slot_contents(held)
+    filled = in_slots(held)
     for name, member in slots_of(type(held)).items():
         if name in contents:
             member.__set__(held, contents[name])
@@ -144,13 +134,13 @@ def _write_lru(cache: Any, contents: dict[Any, Any]) -> None:
 
 _DICT = _ContainerKind(_dict_contents, _write_dict)
 _CLASS = _ContainerKind(_class_contents, _write_class)
-_SLOTS = _ContainerKind(_slot_contents, _write_slots)
+_SLOTS = _ContainerKind(in_slots, _write_slots)
 _LRU = _ContainerKind(lambda cache: dict(_entries_of(cache)), _write_lru)
 _CONTAINERS: dict[type, _ContainerKind] = {
     dict: _DICT,
-    list: _ContainerKind(list.copy, lambda held, contents: list.__setitem__(held, slice(None), contents)),
-    set: _ContainerKind(lambda held: list(set.__iter__(held)), _write_set),
-    collections.deque: _ContainerKind(lambda held: list(collections.deque.__iter__(held)), _write_deque),
+    list: _items(list, list.extend),
+    set: _items(set, set.update),
+    collections.deque: _items(collections.deque, collections.deque.extend),
     types.CellType: _ContainerKind(contents_of, _write_cell),
 }
 
@@ -304,13 +294,6 @@ _known_packages: dict[str, tuple[int, list[tuple[_ContainerKind, Any]]]] = {}
 """Of a package its count of loaded modules, and the containers that these reach."""
 
 
-def _of_package(name: str) -> list[tuple[_ContainerKind, Any]]:
-    modules = [m for n, m in list(sys.modules.items()) if n.partition(".")[0] == name and _origin(n) == name]
-    if name not in _known_packages or _known_packages[name][0] != len(modules):
-        _known_packages[name] = len(modules), _Walk(modules, name).containers
-    return _known_packages[name][1]
-
-
 class UserState:
     """The state that code reaches from some objects, as it is now; see Note [What is noted].
 
@@ -325,7 +308,12 @@ class UserState:
     def _note(self) -> None:
         walk = _Walk(self._roots)
         whole = {id(held) for _, held in _Walk(walk.modules).containers}
-        packaged = [pair for name in sorted(walk.packages) for pair in _of_package(name)]
+        packaged: list[tuple[_ContainerKind, Any]] = []
+        for name in sorted(walk.packages):
+            modules = [m for n, m in list(sys.modules.items()) if n.partition(".")[0] == name and _origin(n) == name]
+            if name not in _known_packages or _known_packages[name][0] != len(modules):
+                _known_packages[name] = len(modules), _Walk(modules, name).containers
+            packaged += _known_packages[name][1]
         noted = (*walk.containers, *packaged)
         self._noted: list[_Noted] = [(kind, held, kind.read(held), id(held) in whole) for kind, held in noted]
         sources = [foreign_generator(generator) for generator in walk.generators]
@@ -336,7 +324,12 @@ class UserState:
 
     def set_back(self) -> list[Callable[[], object]]:
         """Give all containers their contents as noted; return what would undo that."""
-        self._drop_modules()
+        for name in sys.modules.keys() - self._modules:
+            module = sys.modules[name]
+            if _origin(name) and _holds(vars(module).values(), FakeTensor):  # it is to be imported anew
+                del sys.modules[name]
+                home, _, own = name.rpartition(".")
+                vars(sys.modules.get(home, module)).pop(own, None)
         is_ours = all(_others().get(thread, place) == place for thread, place in self._threads.items())
         undo: list[Callable[[], object]] = []
         for noted in self._noted:
@@ -374,54 +367,43 @@ class UserState:
 
         return called
 
-    def _drop_modules(self) -> None:
-        """Have modules imported anew that were imported meanwhile, and so hold fake tensors."""
-        for name in sys.modules.keys() - self._modules:
-            module = sys.modules[name]
-            if _origin(name) and _holds(vars(module).values(), FakeTensor):
-                del sys.modules[name]
-                home, _, own = name.rpartition(".")
-                vars(sys.modules.get(home, module)).pop(own, None)
-
 
 def _changed(noted: _Noted, is_ours: bool) -> tuple[Any, Any] | None:
-    """Return the present contents of a container, and those to write to it; None where these are the same."""
+    """Return the present contents of a container, and those to write to it; None where these are the same.
+
+    Modules that were imported meanwhile stay, and so do the globals of Python and Dynamo. Where the contents are not
+    wholly the user's own, only changes that brought fake tensors are taken back.
+    """
     kind, held, before, is_whole = noted
     now = kind.read(held)
     if _is_same(now, before):
         return None
-    after = _with_modules(before, now) if is_whole and is_ours else _without_fakes(kind, held, before, now)
+    after = before
+    if not (is_whole and is_ours):
+        if kind is _LRU and held.cache_parameters()["maxsize"] is not None:
+            after = before if _holds(gc.get_referents(held), FakeTensor) else now
+        elif not isinstance(now, dict):
+            known = set(map(id, before))
+            after = before if _holds([value for value in now if id(value) not in known], FakeTensor) else now
+        else:
+            fakes = {
+                key
+                for key, value in now.items()
+                if not (before.get(key, _ContainerKind) is value or _is_reserved(key))
+                and _holds([key, value], FakeTensor)
+            }
+            after = {k: before[k] if k in fakes else v for k, v in now.items() if k not in fakes or k in before}
+    elif isinstance(now, dict):
+        new = {k: v for k, v in now.items() if k not in before and (isinstance(v, types.ModuleType) or _is_reserved(k))}
+        if "__warningregistry__" in now:
+            new["__warningregistry__"] = now["__warningregistry__"]
+        after = {**before, **new} if new else before
     return None if _is_same(now, after) else (now, after)
-
-
-def _with_modules(before: Any, now: Any) -> Any:
-    """Return contents as noted, with modules that were imported meanwhile, and the globals of Python and Dynamo."""
-    if not isinstance(now, dict):
-        return before
-    new = {k: v for k, v in now.items() if k not in before and (isinstance(v, types.ModuleType) or _is_reserved(k))}
-    if "__warningregistry__" in now:
-        new["__warningregistry__"] = now["__warningregistry__"]
-    return {**before, **new} if new else before
 
 
 def _is_reserved(key: Any) -> bool:
     """Tell whether a global is of Python's or Dynamo's: compiled code finds its parts there, as `__compiled_fn_1`."""
     return isinstance(key, str) and key.startswith("__")
-
-
-def _without_fakes(kind: _ContainerKind, held: Any, before: Any, now: Any) -> Any:
-    """Return the present contents, without changes that brought fake tensors."""
-    if kind is _LRU and held.cache_parameters()["maxsize"] is not None:
-        return before if _holds(gc.get_referents(held), FakeTensor) else now
-    if not isinstance(now, dict):
-        known = set(map(id, before))
-        return before if _holds([value for value in now if id(value) not in known], FakeTensor) else now
-    fakes = {
-        key
-        for key, value in now.items()
-        if not (before.get(key, _ContainerKind) is value or _is_reserved(key)) and _holds([key, value], FakeTensor)
-    }
-    return {key: before[key] if key in fakes else v for key, v in now.items() if key not in fakes or key in before}
 
 
 def _others() -> dict[int, tuple[int, int]]:

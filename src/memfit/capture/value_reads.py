@@ -40,11 +40,7 @@ _BETWEEN = tuple(str(_PACKAGE / room) for room in ("_torch", "capture", "levers"
 _STEPS = tuple(str(_PACKAGE / room) for room in ("training", "planner", "pipeline", "cli"))
 """Folders whose code runs the step."""
 _LIBRARY = (contextlib.__file__, foundations.turns.__file__, __file__)
-_ITEM = "item"
 _MOST_REPEATS = 16  # guesses at one line, after which the answer changes, so that a loop ends
-
-MicrobatchPhase = tuple[str, int]
-"""A phase of the step, and a microbatch."""
 
 ReadNumber = bool | int | float
 
@@ -79,7 +75,7 @@ class Read:
     @property
     def is_number(self) -> bool:
         """Whether a number was read, not a shape."""
-        return self.kind in (_ITEM, "array")
+        return self.kind in ("item", "array")
 
     def as_guess(self) -> str:
         """Return a note on the answer, which was guessed."""
@@ -93,14 +89,14 @@ class Read:
 
 @dataclass
 class ReadLog:
-    """The readings of a step, in order, by phase and microbatch.
+    """The readings of a step, in order.
 
     Attributes:
-        reads: The readings.
+        reads: The readings, by phase and microbatch.
         forward: For each microbatch, a hash of its forward pass's operators and their outputs' shapes.
     """
 
-    reads: dict[MicrobatchPhase, list[Read]] = field(default_factory=dict)
+    reads: dict[tuple[str, int], list[Read]] = field(default_factory=dict)
     forward: dict[int, int] = field(default_factory=dict)
 
 
@@ -120,8 +116,7 @@ def reading_site() -> tuple[Site | None, bool]:
     return None, False
 
 
-def form_of(tensor: torch.Tensor) -> str:
-    """Return a tensor's dtype and shape as text."""
+def _form_of(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
 
 
@@ -144,22 +139,22 @@ class _Form(NamedTuple):
         return whole.as_strided(self.shape, self.stride, self.offset)
 
 
-class _Array(NamedTuple):
-    """An array in a form that travels between processes."""
+class Array(NamedTuple):
+    """An array on the CPU in a form that travels between processes; NumPy has not all dtypes."""
 
     content: bytes
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Array:
+    def of(cls, tensor: torch.Tensor) -> Array:
         content = tensor.contiguous().flatten().view(torch.uint8) if tensor.numel() else None
         return cls(b"" if content is None else TensorBase.numpy(content).tobytes(), tuple(tensor.shape), tensor.dtype)
 
     def tensor(self) -> torch.Tensor:
         if not self.content:
             return torch.empty(self.shape, dtype=self.dtype)
-        return torch.frombuffer(bytearray(self.content), dtype=self.dtype).reshape(self.shape)
+        return torch.frombuffer(bytearray(self.content), dtype=torch.uint8).view(self.dtype).view(self.shape)
 
 
 class ReadRecorder(EagerMode):
@@ -168,7 +163,7 @@ class ReadRecorder(EagerMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = ReadLog()
-        self.place: MicrobatchPhase = ("forward", 0)
+        self.place = "forward", 0
         self._paused = False
 
     def enter_phase(self, phase: str, microbatch: int) -> None:
@@ -183,13 +178,13 @@ class ReadRecorder(EagerMode):
             before = self.log.forward.get(microbatch, 0)
             self.log.forward[microbatch] = hash((before, str(func), shapes))
         if torch.Tag.data_dependent_output in func.tags:
-            self._write(_ITEM, args[0], out)
+            self._write("item", args[0], out)
         elif func is _aten.index.Tensor:
             masks = [i for i in args[1] if isinstance(i, torch.Tensor) and i.dtype is torch.bool]
             if masks:
                 self._write(str(func), args[0], [int(mask.sum()) for mask in masks])
         elif func in TO_SPARSE and args[0].layout is torch.strided and out.layout is torch.sparse_coo:
-            self._write(str(func), args[0], _Array.of(sparse_indices(out)))
+            self._write(str(func), args[0], Array.of(sparse_indices(out)))
         elif func.namespace == "aten" and torch.Tag.dynamic_output_shape in func.tags:
             outputs = out if isinstance(out, tuple | list) else (out,)
             self._write(str(func), args[0], [_Form.of(t) for t in outputs])
@@ -198,7 +193,7 @@ class ReadRecorder(EagerMode):
     def _write(self, kind: str, tensor: torch.Tensor, answer: Any) -> None:
         site, is_ours = reading_site()
         if not is_ours and not self._paused:
-            self.log.reads.setdefault(self.place, []).append(Read(site, kind, form_of(tensor), answer))
+            self.log.reads.setdefault(self.place, []).append(Read(site, kind, _form_of(tensor), answer))
 
     @contextlib.contextmanager
     def arrays(self) -> Iterator[None]:
@@ -208,7 +203,7 @@ class ReadRecorder(EagerMode):
         def array_of(tensor: torch.Tensor) -> torch.Tensor:
             with disable_current_modes():
                 copied = tensor.detach().cpu().clone()
-            self._write("array", tensor, _Array.of(copied))
+            self._write("array", tensor, Array.of(copied))
             return copied
 
         def unwritten(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> str:
@@ -240,11 +235,12 @@ def _arrays_by(array_of: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Non
         with disable_current_modes():
             return real.tolist(values)
 
-    with contextlib.ExitStack() as stack:
-        answers: dict[str, Callable[..., Any]] = {"numpy": numpy, "__array__": array, "tolist": tolist}
-        for name, function in answers.items():
-            stack.enter_context(replaced_here(torch.Tensor, name, function))
-        stack.enter_context(replaced_here(FakeTensor, "tolist", tolist))
+    with (
+        replaced_here(torch.Tensor, "numpy", numpy),
+        replaced_here(torch.Tensor, "__array__", array),
+        replaced_here(torch.Tensor, "tolist", tolist),
+        replaced_here(FakeTensor, "tolist", tolist),
+    ):
         yield
 
 
@@ -287,8 +283,7 @@ class ReadReplay:
         self.guesses: dict[Site | None, Read] = {}
         self.needs_data = False
         self._repeats: Counter[Site | None] = Counter()
-        self._place: MicrobatchPhase = ("forward", 0)
-        self._position = 0
+        self._place, self._position = ("forward", 0), 0
         self._positions = WeakIdKeyDictionary()
 
     def begin_step(self, step: int) -> None:
@@ -315,30 +310,16 @@ class ReadReplay:
         for place, stated in self.stated.items() if site is not None else ():
             if f"/{site}".endswith(f"/{place}"):
                 return stated
-        logged: ReadNumber | None = self._next(site, _ITEM, tensor)
-        if logged is not None:
-            return logged
-        guess = self._number_guessed(site, dtype, neutral)
-        self._guessed(site, _ITEM, tensor, guess)
-        return guess
-
-    def array(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the real tensor that `numpy()` and `tolist()` convert."""
-        site, is_ours = reading_site()
-        logged: _Array | None = None if is_ours else self._next(site, "array", tensor)
-        number = 0 if logged is not None else self._number_guessed(site, tensor.dtype, False)
-        if logged is None and not is_ours:
-            self._guessed(site, "array", tensor, number)
-        with disable_current_modes():
-            return torch.full(tuple(tensor.shape), number, dtype=tensor.dtype) if logged is None else logged.tensor()
+        logged: ReadNumber | None = self._next(site, "item", tensor)
+        return self._guess(site, "item", tensor, dtype, neutral) if logged is None else logged
 
     def guessed_shape(self, func: Any, tensor: torch.Tensor) -> None:
         """Note a guess of a shape."""
-        self._guessed(reading_site()[0], str(func), tensor, None)
+        self._note_guess(reading_site()[0], str(func), tensor, None)
 
     def _next(self, site: Site | None, kind: str, tensor: torch.Tensor) -> Any:
         """Return the answer of the log's next reading with a site, kind and form, and advance past it; else None."""
-        reads, sought = self._log.reads.get(self._place, ()), (site, kind, form_of(tensor))
+        reads, sought = self._log.reads.get(self._place, ()), (site, kind, _form_of(tensor))
         for position in range(self._position, len(reads)):
             read = reads[position]
             if (read.site, read.kind, read.form) == sought:
@@ -346,24 +327,37 @@ class ReadReplay:
                 return read.answer
         return None
 
-    def _number_guessed(self, site: Site | None, dtype: torch.dtype, neutral: bool) -> ReadNumber:
+    def _guess(
+        self,
+        site: Site | None,
+        kind: str,
+        tensor: Any,
+        dtype: torch.dtype,
+        neutral: bool = False,
+        is_noted: bool = True,
+    ) -> ReadNumber:
         self._repeats[site] += 1
         loops = self._repeats[site] > _MOST_REPEATS and not neutral
-        return (Policy() if loops else self.policy).number(site, dtype, neutral)
+        guess = (Policy() if loops else self.policy).number(site, dtype, neutral)
+        if is_noted:
+            self._note_guess(site, kind, tensor, guess)
+        return guess
 
-    def _guessed(self, site: Site | None, kind: str, tensor: torch.Tensor, answer: Any) -> None:
-        self.guesses.setdefault(site, Read(site, kind, form_of(tensor), answer))
+    def _note_guess(self, site: Site | None, kind: str, tensor: torch.Tensor, answer: Any) -> None:
+        self.guesses.setdefault(site, Read(site, kind, _form_of(tensor), answer))
 
     @contextlib.contextmanager
     def arrays(self, value_of: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
         """Answer `numpy()` and `tolist()` too, where `value_of` knows no values, until the context is left."""
 
         def array_of(tensor: torch.Tensor) -> torch.Tensor:
-            known = value_of(tensor)
-            if known is None:
-                return self.array(tensor)
-            self.logged("array", tensor)
-            return known
+            known, (site, is_ours) = value_of(tensor), reading_site()
+            logged: Array | None = None if is_ours else self._next(site, "array", tensor)
+            if known is not None:
+                return known
+            number = 0 if logged else self._guess(site, "array", tensor, tensor.dtype, is_noted=not is_ours)
+            with disable_current_modes():
+                return logged.tensor() if logged else torch.full(tuple(tensor.shape), number, dtype=tensor.dtype)
 
         with _arrays_by(array_of):
             yield
