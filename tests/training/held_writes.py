@@ -17,8 +17,7 @@ import pytest
 
 from memfit.training import RunOptions, Step, Trainer
 from memfit.training.runs import checkpoint
-from memfit.training.runs.state import read_tensors
-from tests.training.conftest import make_plan, make_workload
+from tests.training.conftest import make_plan, make_workload, read_tensors
 
 THREAD = "memfit-checkpoint"
 

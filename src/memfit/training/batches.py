@@ -133,8 +133,17 @@ class BatchStream:
             )
         self._stop()
         with rng_preserved():
-            if position["own"] is None:
-                self._skip(position)
+            if position["own"] is None:  # iterate the epoch again, as it began
+                self._set_random_state(position["epoch_start"])
+                self._iterator, self._made = (iter(self._batches) if position["used"] else None), position["used"]
+                for used in range(position["used"]):
+                    try:
+                        next(self._iterator)  # type: ignore[arg-type]
+                    except StopIteration as e:
+                        raise CheckpointError(
+                            f"Workload.batches gave {used} batches in epoch {position['epoch']}, and the checkpoint"
+                            f" used {position['used']}: give the checkpoint's batches"
+                        ) from e
             else:
                 try:
                     self._batches.load_state_dict(position["own"])
@@ -188,7 +197,9 @@ class BatchStream:
     def _make_ahead(self) -> tuple[Any, Any]:
         assert self._iterator is not None
         batch, own = next(self._iterator), self._own_state()
-        return (batch if self._device.type == "cpu" else pinned(batch)), own
+        if self._device.type != "cpu":  # pinned: copies to a GPU then overlap with its computation
+            batch = map_tensors(lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor, batch)
+        return batch, own
 
     def _own_state(self) -> Any:
         return copy.deepcopy(self._batches.state_dict()) if self._is_stateful else None
@@ -197,21 +208,6 @@ class BatchStream:
         if self._ahead is not None:
             self._ahead.stop()
             self._ahead = None
-
-    # The position
-
-    def _skip(self, position: dict[str, Any]) -> None:
-        """Iterate the epoch again, as it began, up to the position."""
-        self._set_random_state(position["epoch_start"])
-        self._iterator, self._made = (iter(self._batches) if position["used"] else None), position["used"]
-        for used in range(position["used"]):
-            try:
-                next(self._iterator)  # type: ignore[arg-type]
-            except StopIteration as e:
-                raise CheckpointError(
-                    f"Workload.batches gave {used} batches in epoch {position['epoch']}, and the checkpoint used"
-                    f" {position['used']}: give the checkpoint's batches"
-                ) from e
 
     def _random_state(self) -> dict[str, Any]:
         return {"global": rng_state(), "own": [generator_state(g) for g in _generators(self._batches)]}
@@ -279,11 +275,6 @@ class Prefetcher(Generic[T]):
             except BaseException as e:
                 error = e
             self._made.put((item, error))
-
-
-def pinned(batch: Any) -> Any:
-    """Return a batch in pinned memory, from which copies to a GPU overlap with its computation."""
-    return map_tensors(lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor, batch)
 
 
 def on_device(batch: Any, device: torch.device) -> Any:

@@ -29,7 +29,7 @@ from memfit.errors import (
 )
 from memfit.foundations import HeldSignals, format_bytes, held_back
 from memfit.ir import Plan, RunRecord, uses_text
-from memfit.ranks import SingleProcess, once
+from memfit.ranks import once
 from memfit.training.batches import BatchStream
 from memfit.training.guards.limits import allocation_retries, device_of
 from memfit.training.guards.recovery import OutOfMemoryObserver, Recovery
@@ -191,7 +191,7 @@ class Trainer:
 
         happened = _events_of_resuming(loaded, self.step, self.plan, damages, once(self._ranks, tidy))
         self._saved_step = loaded.step_count
-        set_rng_state(loaded.state.rng)
+        set_rng_state(loaded.state.training["rng"])
         return history, happened
 
     # During
@@ -235,14 +235,40 @@ class Trainer:
         except BaseException as e:
             error = e
         seconds = time.perf_counter() - started
-        stop, is_written = _meet(self._ranks, error, samples, self._writing)
+        written: float = checkpoint.WRITTEN if self._writing is None else self._writing.outcome
+        stop = error
+        if self._ranks.size > 1:
+            stop, written = self._meet(error, _AT_THE_END if samples is None else samples, written)
         if stop is not None:
             self._is_agreed = True
             raise stop
         self._doing = "nothing" if batch is None else "holding a batch"
-        if is_written:
+        if written != checkpoint.GOING_ON:  # on all ranks, or one of them could not
             self._finish_writing()
         return None if batch is None else (batch[0], seconds)
+
+    def _meet(self, error: BaseException | None, samples: int, written: float) -> tuple[BaseException | None, float]:
+        """Meet the other ranks before a step: return why this one must stop, if so, and the worst of all `written`."""
+        kinds = (SystemExit, _TERMINATED), (KeyboardInterrupt, _INTERRUPTED), (MemoryLimitError, _LIMIT)
+        code = next((code for kind, code in kinds if isinstance(error, kind)), _FINE if error is None else _FAILED)
+        counts = [samples, -samples] if code == _FINE else [-float("inf")] * 2
+        mine = self._ranks.rank + 1 if code else 0
+        worst, who, most, least, written = self._ranks.most([code, mine, *counts, written])
+        if error is None and worst != _FINE:
+            text = f"rank {int(who) - 1} stopped before the step: read that rank's output"
+            no_figures: dict[str, Any] = {"limit_bytes": 0, "held_bytes": 0, "requested_bytes": 0, "by_category": {}}
+            error = {
+                _TERMINATED: SystemExit(PREEMPTED),
+                _INTERRUPTED: KeyboardInterrupt(),
+                _LIMIT: MemoryLimitError(text, **no_figures, where=""),
+            }.get(int(worst), RankError(text))
+        elif error is None and most != -least:
+            told = ["no more batches" if n == _AT_THE_END else f"a batch of {n:.0f} samples" for n in (-least, most)]
+            error = RankError(
+                f"Workload.batches gave {told[0]} on one rank and {told[1]} on another: every rank must give the"
+                " same global batches; memfit takes the rank's part. Shuffle with the same seed on every rank"
+            )
+        return error, written
 
     def _run(self, batch: Any, data_seconds: float) -> StepRecord:
         """Run one step."""
@@ -250,7 +276,7 @@ class Trainer:
         epoch, number = self._stream.epoch, self.step.steps + 1
         # DistributedDataParallel makes its buckets anew in the second step. That takes no more memory, since it drops
         # the old ones first; but frees of what was there before a measurement are not seen in it.
-        first, every = 3 if self.step.held_bytes else 2, self.options.measure_every
+        first, every = 3 if self._ranks.held_bytes(self.step.workload) else 2, self.options.measure_every
         is_due = number == first if every is None else number >= first and (number - first) % every == 0
         is_measured = self.measure is not None and is_due
         result, peak_bytes = self._measured(batch) if is_measured else (self.step(batch), None)
@@ -449,9 +475,6 @@ def _events_of_resuming(
     return events
 
 
-# Where a run stops: at signals, deferred until a step is complete, and where ranks meet before each step
-
-
 @contextlib.contextmanager
 def _deferred_interrupts() -> Iterator[HeldSignals]:
     """Defer what signals' handlers raise until `HeldSignals.check`, or until the context is left.
@@ -479,42 +502,3 @@ def _deferred_interrupts() -> Iterator[HeldSignals]:
             held.let_go(ours)
             held.on_first, held.stops_at_once = before
         held.check()
-
-
-def _meet(
-    ranks: SingleProcess, error: BaseException | None, samples: int | None, writing: checkpoint.Writing | None
-) -> tuple[BaseException | None, bool]:
-    """Meet the other ranks before a step.
-
-    Args:
-        error: Why this rank stops by itself; None where it would go on.
-        samples: Samples of the batch to run; None at the end of the data.
-
-    Returns:
-        Why this rank must stop, None where it goes on; and whether no rank still writes its files of a checkpoint, or
-        one of them could not.
-    """
-    written: float = checkpoint.WRITTEN if writing is None else writing.outcome
-    if ranks.size == 1:
-        return error, written != checkpoint.GOING_ON
-    kinds = (SystemExit, _TERMINATED), (KeyboardInterrupt, _INTERRUPTED), (MemoryLimitError, _LIMIT)
-    code = next((code for kind, code in kinds if isinstance(error, kind)), _FINE if error is None else _FAILED)
-    count = _AT_THE_END if samples is None else samples
-    counts = [count, -count] if code == _FINE else [-float("inf")] * 2
-    worst, who, most, least, written = ranks.most([code, ranks.rank + 1 if code else 0, *counts, written])
-    stop = error
-    if stop is None and worst != _FINE:
-        text = f"rank {int(who) - 1} stopped before the step: read that rank's output"
-        no_figures: dict[str, Any] = {"limit_bytes": 0, "held_bytes": 0, "requested_bytes": 0, "by_category": {}}
-        stop = {
-            _TERMINATED: SystemExit(PREEMPTED),
-            _INTERRUPTED: KeyboardInterrupt(),
-            _LIMIT: MemoryLimitError(text, **no_figures, where=""),
-        }.get(int(worst), RankError(text))
-    elif stop is None and most != -least:
-        told = ["no more batches" if n == _AT_THE_END else f"a batch of {n:.0f} samples" for n in (-least, most)]
-        stop = RankError(
-            f"Workload.batches gave {told[0]} on one rank and {told[1]} on another: every rank must give the"
-            " same global batches; memfit takes the rank's part. Shuffle with the same seed on every rank"
-        )
-    return stop, written != checkpoint.GOING_ON

@@ -24,9 +24,9 @@ from memfit.errors import CheckpointError, OutputError
 from memfit.training import LossScaler, Step, StepOptions, write_tensors
 from memfit.training.batches import BatchStream
 from memfit.training.runs import checkpoint
-from memfit.training.runs.state import HostBuffers, pack, read_tensors, unpack
+from memfit.training.runs.state import HostBuffers, pack, unpack
 from memfit.workload import LossScaling, Workload, check_rng_state, rng_preserved, rng_state, set_rng_state
-from tests.training.conftest import Tied, describe, make_plan, make_workload, restored, training_state
+from tests.training.conftest import Tied, describe, make_plan, make_workload, read_tensors, restored, training_state
 
 
 @pytest.fixture
@@ -261,7 +261,7 @@ def test_optimizers_come_back_bitwise_and_go_on_bitwise(
     loaded = restored(path, other)
     assert loaded.step_count == other.steps == done
     assert training_state(other) == expected
-    assert_go_on_equally(step, other, loaded.state.rng)
+    assert_go_on_equally(step, other, loaded.state.training["rng"])
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -287,7 +287,7 @@ def test_schedulers_and_the_loss_scale_come_back(scheduler: str, tmp_path: Path)
     assert step.scaler is not None and step.scaler.scale == 512.0
     other = make(1)
     loaded = restored(path, other)
-    assert_go_on_equally(step, other, loaded.state.rng)
+    assert_go_on_equally(step, other, loaded.state.training["rng"])
 
 
 def test_a_scheduler_with_more_than_json_is_refused_by_name(tmp_path: Path) -> None:

@@ -153,13 +153,30 @@ class CpuLimit(_StepLimit, EagerMode):
             self.held_bytes -= held.nbytes
 
     def _need(self, func: Any, args: Any, kwargs: Any) -> tuple[int, int]:
+        """Return the bytes of a call's new output storages, from a run under fake tensors, and of its workspaces."""
         key = _key(func, args, kwargs)
         needed = None if key is None else self._needed.get(key)
-        if needed is None:
-            self.has_looked_up = True
-            needed = _made_bytes(func, args, kwargs), self._workspace_bytes(signature(func, args, kwargs))
-            if key is not None:
-                self._needed[key] = needed
+        if needed is not None:
+            return needed
+        self.has_looked_up = True
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        arguments = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        detached = [(id(t), t.detach()) for t in arguments]  # else fakes would be made of their gradients too
+        try:
+            fakes = {name: mode.from_tensor(t, static_shapes=True) for name, t in detached}
+            with mode:
+                swapped = tree_map(lambda leaf: fakes.get(id(leaf), leaf), (args, kwargs))
+                out = func(*swapped[0], **swapped[1])
+        except Exception:  # the shape depends on values: assume an output as large as the largest input
+            made_bytes = max((t.nbytes for t in arguments), default=0)
+        else:
+            before = {storage_key_of(fake) for fake in fakes.values()}
+            outputs = {storage_key_of(t): t for t in tree_leaves(out) if isinstance(t, torch.Tensor)}
+            made = (t for key, t in outputs.items() if key not in before and t.layout is torch.strided)
+            made_bytes = sum(int(t.untyped_storage().nbytes()) for t in made)
+        needed = made_bytes, self._workspace_bytes(signature(func, args, kwargs))
+        if key is not None:
+            self._needed[key] = needed
         return needed
 
 
@@ -216,24 +233,6 @@ def _key(func: Any, args: Any, kwargs: Any) -> Any:
     except TypeError:
         return None
     return key
-
-
-def _made_bytes(func: Any, args: Any, kwargs: Any) -> int:
-    """Return the bytes of a call's output storages, from a run under fake tensors."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    arguments = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    detached = [(id(t), t.detach()) for t in arguments]  # else fakes would be made of their gradients too
-    try:
-        fakes = {name: mode.from_tensor(t, static_shapes=True) for name, t in detached}
-        with mode:
-            swapped = tree_map(lambda leaf: fakes.get(id(leaf), leaf), (args, kwargs))
-            out = func(*swapped[0], **swapped[1])
-    except Exception:  # the shape depends on values: assume an output as large as the largest input
-        return max((t.nbytes for t in arguments), default=0)
-    before = {storage_key_of(fake) for fake in fakes.values()}
-    outputs = {storage_key_of(t): t for t in tree_leaves(out) if isinstance(t, torch.Tensor)}
-    made = (t for key, t in outputs.items() if key not in before and t.layout is torch.strided)
-    return sum(int(t.untyped_storage().nbytes()) for t in made)
 
 
 def has_room(wanted_bytes: int, device: torch.device) -> bool:
@@ -313,10 +312,13 @@ class Ledger:
         return warnings
 
     def __str__(self) -> str:
+        def text(count: int | None) -> str:
+            return "" if count is None else format_bytes(count)
+
         rows = [("", "predicted", "measured")]
         for name in [*self.measured_bytes, *(n for n in self.predicted_bytes if n not in self.measured_bytes)]:
-            rows.append((name, _text(self.predicted_bytes.get(name)), _text(self.measured_bytes.get(name))))
-        rows.append(("peak", _text(self.predicted_peak_bytes), _text(self.peak_bytes)))
+            rows.append((name, text(self.predicted_bytes.get(name)), text(self.measured_bytes.get(name))))
+        rows.append(("peak", text(self.predicted_peak_bytes), text(self.peak_bytes)))
         singles = {
             "limit": self.limit_bytes,
             "reserved": self.reserved_bytes,
@@ -324,30 +326,22 @@ class Ledger:
             "free on the host": self.host_free_bytes,
             "pinned": self.pinned_bytes,
         }
-        rows += [(name, "", _text(value)) for name, value in singles.items() if value is not None]
+        rows += [(name, "", text(value)) for name, value in singles.items() if value is not None]
         lines = [f"{name:26}{predicted:>14}{measured:>14}" for name, predicted, measured in rows]
         return "\n".join([f"Memory after step {self.steps}", *lines, *(f"Warning: {w}" for w in self.warnings)])
 
 
-def _text(count: int | None) -> str:
-    return "" if count is None else format_bytes(count)
-
-
 def ledger_of(step: Step) -> Ledger:
     """Measure the ledger of a step."""
-    device = device_of(step)
     held = held_by_category(held_tensors(step, step.workload.batch))
     held.pop("gradients", None)
-    peaks = hardware.accelerators.peaks(device)
-    if peaks is None:
-        peak_bytes = step.limit.peak_bytes or None if isinstance(step.limit, CpuLimit) else None
-    else:
-        peak_bytes = peaks.allocated_bytes
+    peaks = hardware.accelerators.peaks(device_of(step))
+    peak_bytes = None if peaks is None else peaks.allocated_bytes
+    if peaks is None and isinstance(step.limit, CpuLimit):
+        peak_bytes = step.limit.peak_bytes or None
     if peak_bytes is not None:
         held[IN_THE_STEP] = peak_bytes - sum(held.values())
-    pinned = None
-    if torch.cuda.is_initialized():
-        pinned = int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+    pinned = torch.cuda.host_memory_stats() if torch.cuda.is_initialized() else None
     predicted: Mapping[str, int] = {} if step.options.prediction is None else step.options.prediction.by_category
     between_steps: dict[str, int] = {name: predicted.get(name, 0) for name in BETWEEN_STEPS} if predicted else {}
     in_the_step = {IN_THE_STEP: sum(predicted.values()) - sum(between_steps.values())} if predicted else {}
@@ -362,7 +356,7 @@ def ledger_of(step: Step) -> Ledger:
         allocation_retries=None if peaks is None else allocation_retries(step),
         host_bytes=psutil.Process().memory_info().rss,
         host_free_bytes=free_bytes(),
-        pinned_bytes=pinned,
+        pinned_bytes=None if pinned is None else int(pinned.get("allocated_bytes.current", 0)),
     )
 
 

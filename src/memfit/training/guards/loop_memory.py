@@ -166,9 +166,16 @@ class _Weight(NamedTuple):
     def of(cls, path: str, value: Any, space: Space) -> _Weight:
         tensors = [value] if isinstance(value, torch.Tensor) else list(_tensors_in(value, 2))
         nbytes = sum(t.nbytes for t in tensors if t.layout is torch.strided)
-        nodes = _nodes([t.grad_fn for t in tensors if t.grad_fn is not None])
+        seen: set[Any] = set()  # nodes of their graphs, up to a bound for each
+        waiting: list[Any] = [t.grad_fn for t in tensors if t.grad_fn is not None]
+        most = max(_MOST_NODES, 20 * len(waiting))
+        while waiting and len(seen) < most:
+            node = waiting.pop()
+            if node not in seen:
+                seen.add(node)
+                waiting += [inner for inner, _ in node.next_functions if inner is not None]
         items = 1 if isinstance(value, torch.Tensor) else len(value)
-        return cls(path, type(value).__name__, nbytes, items, nodes, _place_of(path, space))
+        return cls(path, type(value).__name__, nbytes, items, len(seen), _place_of(path, space))
 
     def beyond(self, before: _Weight | None) -> int:
         """Return how much more it holds than before: bytes, and about as many for the nodes of graphs."""
@@ -265,18 +272,6 @@ def _tensors_in(value: Any, deepest: int) -> Iterator[torch.Tensor]:
             yield item
         elif deepest and type(item) in (list, tuple, dict, deque):
             yield from _tensors_in(item, deepest - 1)
-
-
-def _nodes(roots: list[Any]) -> int:
-    """Return the number of nodes of some graphs, up to a bound for each."""
-    seen: set[Any] = set()
-    most, waiting = max(_MOST_NODES, 20 * len(roots)), list(roots)
-    while waiting and len(seen) < most:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            waiting += [inner for inner, _ in node.next_functions if inner is not None]
-    return len(seen)
 
 
 def _place_of(path: str, space: Space) -> str:

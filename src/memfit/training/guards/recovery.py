@@ -200,7 +200,15 @@ class Recovery(OutOfMemoryObserver):
             record = out_of_memory(e)
             if record is None:
                 if not self._ranks.is_updating:
-                    self._tell_otherwise(e)
+                    try:  # the other ranks
+                        self._ranks.failed(ran_out=False)
+                    except UnansweredError:
+                        e.add_note(
+                            "memfit: the other ranks can't be informed at this point: they wait until torchrun or their"
+                            " process group's timeout ends them"
+                        )
+                    else:
+                        self._ranks.reset()
                 raise
             self._take_snapshot()
             return record
@@ -221,18 +229,6 @@ class Recovery(OutOfMemoryObserver):
         self._ranks.reset()
         if not have_all_run_out:
             raise self._failed_otherwise()
-
-    def _tell_otherwise(self, error: Exception) -> None:
-        """Tell the other ranks that this one failed with an error of its own."""
-        try:
-            self._ranks.failed(ran_out=False)
-        except UnansweredError:
-            error.add_note(
-                "memfit: the other ranks can't be informed at this point: they wait until torchrun or their process"
-                " group's timeout ends them"
-            )
-        else:
-            self._ranks.reset()
 
     def _failed_otherwise(self) -> MemfitError:
         return MemfitError(
@@ -330,9 +326,19 @@ class Rollback:
         """
         if not self._is_marked:
             return True
-        if self._has_updated or not self._restore_update():
+        if self._has_updated:
             return False
         with torch.no_grad():
+            if self._has_begun:
+                is_same = self._versions and all(version_of(tensor) == version for tensor, version in self._versions)
+                if not self._copies and not is_same:
+                    return False
+                for tensor, copy in self._copies:
+                    tensor.copy_(copy)
+                self._optimizer.state.clear()
+                self._optimizer.state.update(self._state)
+                for group, before in zip(self._optimizer.param_groups, self._groups, strict=True):
+                    group.update(before)
             for module, name, tensor, copy in self._buffers or ():
                 own_buffers(module)[name] = tensor.copy_(copy)
         if self.step.scaler is not None:
@@ -381,21 +387,6 @@ class Rollback:
             ranks.commit()
         self._has_updated = True
         self._copies = []
-
-    def _restore_update(self) -> bool:
-        if not self._has_begun:
-            return True
-        if self._copies:
-            with torch.no_grad():
-                for tensor, copy in self._copies:
-                    tensor.copy_(copy)
-        elif not self._versions or any(version_of(tensor) != version for tensor, version in self._versions):
-            return False
-        self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)
-        for group, before in zip(self._optimizer.param_groups, self._groups, strict=True):
-            group.update(before)
-        return True
 
 
 def needed_bytes(optimizer: torch.optim.Optimizer) -> int:

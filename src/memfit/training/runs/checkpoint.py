@@ -24,7 +24,6 @@ It does not hold buffers that are not persistent, nor the workload's own generat
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -54,7 +53,6 @@ from memfit.training.runs.state import (
     collect,
     own_shards,
     prepare_restore,
-    read_tensors,
     shard_name,
     write_tensors,
 )
@@ -153,16 +151,14 @@ class Writing:
     ) -> None:
         self.path, self.step_count = folder / f"checkpoint-{step.steps}", step.steps
         self._workload, self._ranks, self._keep = step.workload, step.options.ranks, keep_checkpoints
-        self._parts: list[_Parts] = []
+        self._files: _Files | None = None
         self._written: Future[dict[str, FileEntry]] | None = None
         self._new = own = self.path.with_name(f".{self.path.name}.{os.getpid()}.new.tmp")
 
         def prepare() -> Path:
             with _as_output_error(self.path):
-                part = _parts_of(collect(step, position), self._ranks)
-                if buffers is not None:
-                    part = dataclasses.replace(part, tensors=buffers.copied(part.tensors))
-                self._parts.append(part)
+                texts, tensors, metadata = _files_of(collect(step, position), self._ranks)
+                self._files = texts, tensors if buffers is None else buffers.copied(tensors), metadata
                 if self._ranks.rank == 0:
                     own.parent.mkdir(parents=True, exist_ok=True)
                     shutil.rmtree(own, ignore_errors=True)
@@ -211,15 +207,16 @@ class Writing:
             written.set_exception(e)
 
     def _write(self) -> dict[str, FileEntry]:
-        parts, folder = self._parts.pop(), self._new
+        assert self._files is not None
+        (texts, files, metadata), self._files, folder = self._files, None, self._new
         with _as_output_error(self.path):
-            for name, text in parts.texts.items():
+            for name, text in texts.items():
                 (folder / name).write_text(text)
-            for name, tensors in parts.tensors.items():
-                write_tensors(tensors, folder / name, parts.metadata.get(name))
+            for name, tensors in files.items():
+                write_tensors(tensors, folder / name, metadata.get(name))
             mode = (folder / PLAN).stat().st_mode
             entries = {}
-            for name in [*([PLAN] if self._ranks.rank == 0 else []), *parts.texts, *parts.tensors]:
+            for name in [*([PLAN] if self._ranks.rank == 0 else []), *texts, *files]:
                 (folder / name).chmod(mode)
                 entries[name] = FileEntry(_sha256(folder / name), (folder / name).stat().st_size)
                 _sync(folder / name)
@@ -286,9 +283,9 @@ def read(path: Path, step: Step, precision: Precision | None = None, *, is_check
             optimizer=json.loads((path / "optimizer.json").read_bytes()),
             optimizer_tensors=optimizer,
             training=json.loads((path / "training.json").read_bytes()),
-            training_tensors=read_tensors(path / "training.safetensors")[0],
+            training_tensors=Stored([path / "training.safetensors"]),
         )
-        check_rng_state(state.rng)
+        check_rng_state(state.training["rng"])
         restore_state = prepare_restore(step, state, converts=precision not in (None, plan.levers.precision))
     except CheckpointError as e:
         raise type(e)(f"can't resume from {path}: {e}") from e
@@ -346,22 +343,17 @@ def read_newest(
 # Writing
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """What a rank writes of a checkpoint, by the names of files: JSON, tensors, and metadata of files of tensors."""
-
-    texts: dict[str, str]
-    tensors: dict[str, dict[str, torch.Tensor]]
-    metadata: dict[str, dict[str, str]]
+_Files = tuple[dict[str, str], dict[str, dict[str, torch.Tensor]], dict[str, dict[str, str]]]
+"""What a rank writes of a checkpoint, by the names of files: JSON, tensors, and metadata of files of tensors."""
 
 
-def _parts_of(state: TrainingState, ranks: SingleProcess) -> _Parts:
+def _files_of(state: TrainingState, ranks: SingleProcess) -> _Files:
     """Return a rank's files of a state. Their tensors are those of the state."""
     texts, tensors, metadata = {}, {}, {}
     if ranks.rank == 0:
         texts["optimizer.json"] = json.dumps(state.optimizer, allow_nan=False)
         texts["training.json"] = json.dumps(state.training, allow_nan=False)
-        tensors["training.safetensors"] = state.training_tensors
+        tensors["training.safetensors"] = dict(state.training_tensors)
     in_shards = any(is_shared(type(t)) for t in (*state.model.values(), *state.optimizer_tensors.values()))
     for stem, whole, notes in (("model", state.model, state.aliases), ("optimizer", state.optimizer_tensors, {})):
         if in_shards:
@@ -371,7 +363,7 @@ def _parts_of(state: TrainingState, ranks: SingleProcess) -> _Parts:
             tensors[f"{stem}.safetensors"] = dict(whole)
             if stem == "model":
                 metadata[f"{stem}.safetensors"] = {"format": "pt", **notes}
-    return _Parts(texts, tensors, metadata)
+    return texts, tensors, metadata
 
 
 def _sync(path: Path) -> None:

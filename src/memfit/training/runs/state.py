@@ -28,7 +28,7 @@ from memfit.errors import CheckpointError, DamagedCheckpointError
 from memfit.hardware import pins_memory, synchronize
 from memfit.training.optimizers import parameters_of
 from memfit.training.step import Step
-from memfit.workload import RngState, rng_state
+from memfit.workload import rng_state
 
 Tensors = dict[str, torch.Tensor]
 _OF_PARAMETER = re.compile(r"optimizer\.state\.([0-9]+)\.")  # the place that `collect` names in `pack`
@@ -59,13 +59,7 @@ class TrainingState:
     optimizer: dict[str, Any]
     optimizer_tensors: Tensors | Stored
     training: dict[str, Any]
-    training_tensors: Tensors
-
-    @property
-    def rng(self) -> RngState:
-        """The random states at the moment of the checkpoint."""
-        state: RngState = self.training["rng"]
-        return state
+    training_tensors: Tensors | Stored
 
     @property
     def position(self) -> dict[str, Any]:
@@ -120,7 +114,14 @@ def prepare_restore(step: Step, state: TrainingState, *, converts: bool = False)
         raise CheckpointError(f"the checkpoint {had}, and {has}: resume with the checkpoint's precision=")
 
     def restore() -> None:
-        _restore_optimizer(workload.optimizer, optimizer_state)
+        optimizer = workload.optimizer
+        optimizer.load_state_dict(optimizer_state)  # which casts state to the parameter's dtype
+        indices = [i for group in optimizer_state["param_groups"] for i in group["params"]]
+        for index, parameter in zip(indices, parameters_of(optimizer), strict=True):
+            loaded = optimizer.state.get(parameter)
+            for key, value in optimizer_state["state"].get(index, {}).items():
+                if loaded is not None and key in loaded:
+                    loaded[key] = _on_device_of(loaded[key], value)
         workload.model.load_state_dict(model_state)
         if workload.scheduler is not None:
             workload.scheduler.load_state_dict(scheduler_state["state"])
@@ -230,17 +231,6 @@ def _checked_optimizer_state(step: Step, state: TrainingState) -> dict[str, Any]
     return saved
 
 
-def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load a state dict exactly: `load_state_dict` alone casts state to the parameter's dtype."""
-    optimizer.load_state_dict(saved)
-    indices = [i for group in saved["param_groups"] for i in group["params"]]
-    for index, parameter in zip(indices, parameters_of(optimizer), strict=True):
-        loaded = optimizer.state.get(parameter)
-        for key, value in saved["state"].get(index, {}).items():
-            if loaded is not None and key in loaded:
-                loaded[key] = _on_device_of(loaded[key], value)
-
-
 def _on_device_of(loaded: Any, saved: Any) -> Any:
     """Return saved values, each tensor on the device that loading has put it on."""
     if isinstance(saved, torch.Tensor):
@@ -262,7 +252,24 @@ def pack(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"float": str(float(value))}
     if isinstance(value, torch.Tensor):
-        return _pack_tensor(value, tensors, where)
+        is_dense = is_shared(type(value)) or type(value) in (torch.Tensor, torch.nn.Parameter)
+        plain = is_dense and value.layout is torch.strided
+        if not plain or value.dtype is torch.complex128 or value.is_quantized:
+            raise CheckpointError(
+                f"{where} is a {type(value).__qualname__} with dtype={value.dtype} and layout={value.layout}: a"
+                " checkpoint can store plain dense tensors only"
+            )
+        key, n = where, 0
+        while key in tensors:
+            key, n = f"{where}#{n}", n + 1
+        tensor, order = value.detach(), list(range(value.dim()))
+        if not is_shared(type(tensor)):  # whose part is contiguous
+            strides = tensor.stride()
+            by_stride = sorted(order, key=lambda d: (-strides[d], d))
+            order = by_stride if tensor.permute(by_stride).is_contiguous() else order
+            tensor = tensor.contiguous()
+        tensors[key] = tensor
+        return {"tensor": key, "order": order}
     if isinstance(value, Mapping) and (type(value) in _DICTS or type(value).__name__ == "defaultdict"):
         for key in value:
             if not (isinstance(key, str) or type(key) is int):
@@ -305,29 +312,6 @@ def unpack(node: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
         raise CheckpointError(f"a checkpoint's state can't have the form {str(node)[:80]!r}") from e
 
 
-def _pack_tensor(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], where: str) -> Any:
-    is_dense = is_shared(type(tensor)) or type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    plain = is_dense and tensor.layout is torch.strided
-    if not plain or tensor.dtype is torch.complex128 or tensor.is_quantized:
-        raise CheckpointError(
-            f"{where} is a {type(tensor).__qualname__} with dtype={tensor.dtype} and layout={tensor.layout}: a"
-            " checkpoint can store plain dense tensors only"
-        )
-    key, n = where, 0
-    while key in tensors:
-        key, n = f"{where}#{n}", n + 1
-    tensor = tensor.detach()
-    if is_shared(type(tensor)):  # its part is contiguous
-        tensors[key] = tensor
-        return {"tensor": key, "order": list(range(tensor.dim()))}
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], d))
-    if not tensor.permute(order).is_contiguous():
-        order = list(range(tensor.dim()))
-    tensors[key] = tensor.contiguous()
-    return {"tensor": key, "order": order}
-
-
 # Files of tensors
 
 
@@ -356,7 +340,7 @@ def own_shards(
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a tensor in a file: where it begins in the tensor, and its shape."""
+    """A part of a tensor in a file, and where it begins in the tensor."""
 
     file: Any
     start: tuple[int, ...]
@@ -379,7 +363,16 @@ class Stored(Mapping[str, torch.Tensor]):
         self._pieces: dict[str, list[_Piece]] = {}
         for path in paths:
             try:
-                self._open(path)
+                file: Any = safe_open(path, framework="pt")
+                metadata = dict(file.metadata() or {})
+                offsets = json.loads(metadata.get(_OFFSETS, "{}"))
+                self.notes.update((key, value) for key, value in metadata.items() if key not in _RESERVED)
+                for key in file.keys():
+                    cut = file.get_slice(key)
+                    shape = tuple(cut.get_shape())
+                    start = tuple(offsets[key]["saved_offsets"]) if offsets else (0,) * len(shape)
+                    dtype = (cut[:0] if shape else file.get_tensor(key)).dtype
+                    self._pieces.setdefault(key, []).append(_Piece(file, start, shape, dtype))
             except (OSError, SafetensorError, ValueError, KeyError) as e:
                 raise DamagedCheckpointError(f"{path} is not a safetensors file of shards: {e}") from e
         for key, pieces in self._pieces.items():
@@ -388,18 +381,6 @@ class Stored(Mapping[str, torch.Tensor]):
                 raise DamagedCheckpointError(
                     f"{paths[0].parent} has {there} elements of {key}, and its shape is {self.shape(key)}"
                 )
-
-    def _open(self, path: Path) -> None:
-        file: Any = safe_open(path, framework="pt")
-        metadata = dict(file.metadata() or {})
-        offsets = json.loads(metadata.get(_OFFSETS, "{}"))
-        self.notes.update((key, value) for key, value in metadata.items() if key not in _RESERVED)
-        for key in file.keys():
-            cut = file.get_slice(key)
-            shape = tuple(cut.get_shape())
-            start = tuple(offsets[key]["saved_offsets"]) if offsets else (0,) * len(shape)
-            dtype = (cut[:0] if shape else file.get_tensor(key)).dtype
-            self._pieces.setdefault(key, []).append(_Piece(file, start, shape, dtype))
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -490,12 +471,3 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dic
         save_file(separate, path, metadata)
     except SafetensorError as e:
         raise OSError(str(e)) from e
-
-
-def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors of a safetensors file, on the CPU, and its metadata."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})
-    except (OSError, SafetensorError) as e:
-        raise CheckpointError(f"{path} is not a safetensors file: {e}") from e
