@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -30,7 +32,6 @@ from memfit.levers import (
 from memfit.levers.chunked_loss import HEAD_INSIDE
 from memfit.levers.lever import Lever
 from memfit.levers.registry import conflict_table
-from memfit.training.guards import host_resources as host_memory
 from memfit.workload import Workload
 from tests.workloads import tiny
 
@@ -119,7 +120,7 @@ def test_the_host_memory_of_each_is_counted(
 def test_offloaded_states_are_checked_against_the_host(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     offloaded = under(plan, optimizer="offloaded")
     memfit.apply(offloaded, unclipped()).close()
-    monkeypatch.setattr(host_memory, "free_bytes", lambda: 1)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1, total=2**34))
     memfit.apply(plan, unclipped()).close()  # nothing of it is in the host's memory by a lever
     with pytest.raises(BudgetError, match="optimizer states in host memory: "):
         memfit.apply(offloaded, unclipped())

@@ -17,8 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from memfit.errors import UsageError, WorkloadError
-from memfit.training import on_device
-from memfit.training.batches import BatchStream, Prefetcher
+from memfit.training import BatchStream, on_device
 from tests.training.conftest import make_batches, make_workload, squared_error
 from tests.training.test_trainer import BATCH_KINDS, Crash, Run, crash_at
 
@@ -32,22 +31,23 @@ class Made(Exception):
 def test_items_come_in_order_and_never_too_many_ahead(items: int, depth: int, taken: int) -> None:
     made: list[int] = []
 
-    def make() -> int:
-        if len(made) == items:
+    class Batches:
+        def __iter__(self) -> Iterator[int]:
+            for item in range(items):
+                made.append(item)
+                yield item
             raise Made
-        made.append(len(made))
-        return made[-1]
 
-    ahead = Prefetcher(make, depth)
+    stream = BatchStream(make_workload(batches=Batches()), depth)
     for n in range(min(taken, items)):
-        assert ahead.take() == n
+        assert stream.next_batch(1) == (n,)
         assert len(made) <= n + 1 + depth
     if taken > items:
         with pytest.raises(Made):
-            ahead.take()
-    ahead.stop()
-    count = len(made)
-    assert count <= min(taken, items) + depth and not ahead._thread.is_alive()
+            stream.next_batch(1)
+    stream.close()
+    assert len(made) <= min(taken, items) + depth
+    assert not [thread for thread in threading.enumerate() if thread.name == "memfit-prefetch"]
 
 
 def test_making_goes_on_while_the_step_runs(tmp_path: Path) -> None:

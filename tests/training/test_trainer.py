@@ -4,12 +4,14 @@ import json
 import math
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -23,14 +25,11 @@ from memfit.errors import (
     UsageError,
     WorkloadError,
 )
+from memfit.hardware import accelerators
 from memfit.ir import Plan, RunRecord
-from memfit.training import LossScaler, RunOptions, Step, StepOptions, Trainer, write_tensors
-from memfit.training import trainer as trainer_module
-from memfit.training.runs import checkpoint
-from memfit.training.runs.log import History
+from memfit.training import LossScaler, RunOptions, Step, StepOptions, Trainer
 from memfit.workload import Workload, rng_state
 from tests import warm
-from tests.models import twice
 from tests.ranks.trainings import is_same
 from tests.training.conftest import (
     Tied,
@@ -267,11 +266,11 @@ def test_allocation_retries_are_counted_from_the_beginning_of_the_run(
 ) -> None:
     """With a stand-in for the allocator's statistics of a GPU: those of a process, of which 3 were before the run."""
     counts = iter([3, 3, 4, 4, 6, 6, 6, 6, 7])
-    monkeypatch.setattr(trainer_module, "allocation_retries", lambda step: next(counts))
+    monkeypatch.setattr(accelerators, "allocation_retries", lambda device: next(counts))
     run.fit(steps=8)
     assert [line["allocation_retries"] for line in run.lines] == [0, 1, 1, 3, 3, 3, 3, 4]
     assert run.record.allocation_retries == 4
-    monkeypatch.setattr(trainer_module, "allocation_retries", lambda step: None)
+    monkeypatch.undo()
     run.fit(steps=2, overwrite=True)
     assert run.record.allocation_retries is None
 
@@ -372,7 +371,7 @@ def test_the_comparison_of_resumed_runs_sees_a_lost_random_state(
     broken = Run(tmp_path / "broken")
     with pytest.raises(Crash):
         broken.fit(checkpoint_every=4, on_step=crash_at(6))
-    monkeypatch.setattr(trainer_module, "set_rng_state", lambda state: None)
+    monkeypatch.setattr(torch, "set_rng_state", lambda state: None)
     assert broken.fit(resume=True, seed=7) != expected
     assert broken.lines[:4] == run.lines[:4] and broken.lines != run.lines
 
@@ -587,10 +586,10 @@ def test_a_full_disk_is_an_output_error_and_noticed_before_the_first_step(
     def full(*args: Any) -> None:
         if trainer.step.steps == number:
             raise FULL
-        write_tensors(*args)
+        write(*args)
 
-    trainer = run.trainer(checkpoint_every=2)
-    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    trainer, write = run.trainer(checkpoint_every=2), safetensors.torch.save_file
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
     with pytest.raises(OutputError, match=f"checkpoint-{number}: No space left"):
         trainer.fit()
     assert run.record.status == "failed" and run.checkpoints == ["checkpoint-0"] * (number > 0)
@@ -610,7 +609,7 @@ def test_a_thread_writes_what_was_there_when_it_began_and_training_goes_on(
     def on_step(progress: Any) -> None:
         seen[progress.step] = names(goes_on.out)
         if progress.step in (5, 8):
-            held.end(trainer)
+            held.end()
         if progress.step == 6:
             held.hold()
 
@@ -627,22 +626,19 @@ def test_a_thread_writes_what_was_there_when_it_began_and_training_goes_on(
 
 def test_the_next_checkpoint_waits_for_the_one_before(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its copies are in the same memory."""
-    held, begin, finish = HeldWrites(monkeypatch), checkpoint.Writing, checkpoint.Writing.finish
     seen: list[list[str]] = []
+    write = safetensors.torch.save_file
 
-    def begun(*args: Any, **options: Any) -> Any:
-        seen.append(names(run.out))
-        held.hold()
-        return begin(*args, **options)
+    def slowly(*args: Any) -> None:
+        time.sleep(0.02)
+        if seen[-1:] != [names(run.out)]:
+            seen.append(names(run.out))
+        write(*args)
 
-    def finished(writing: Any) -> Path:
-        held.let_go()
-        return finish(writing)
-
-    monkeypatch.setattr(checkpoint, "Writing", begun)
-    monkeypatch.setattr(begin, "finish", finished)
+    monkeypatch.setattr(safetensors.torch, "save_file", slowly)
     run.fit(checkpoint_every=1, keep_checkpoints=9, steps=4, async_checkpoints=True)
-    assert seen == [[f"checkpoint-{n}" for n in range(count)] for count in range(5)]
+    made = [f"checkpoint-{n}" for n in range(5)]
+    assert seen == [[*made[:count], f"{made[count]} in the making"] for count in range(5)]
 
 
 @pytest.mark.parametrize("at", [4, 5, 7])
@@ -704,7 +700,7 @@ def test_a_disk_that_is_full_for_the_thread_ends_the_run_before_the_next_step(
     trainer = run.trainer(
         checkpoint_every=4,
         async_checkpoints=True,
-        on_step=lambda progress: held.end(trainer) if progress.step == 6 else None,
+        on_step=lambda progress: held.end() if progress.step == 6 else None,
     )
     with pytest.raises(OutputError, match=r"can't write .*checkpoint-4: No space left.*Free space") as caught:
         trainer.fit()
@@ -845,7 +841,8 @@ def test_a_plan_for_another_workload_is_refused(run: Run) -> None:
     ],
 )
 def test_only_the_command_of_a_training_is_kept(
-    monkeypatch: pytest.MonkeyPatch, argv: list[str], command: list[str]
+    monkeypatch: pytest.MonkeyPatch, argv: list[str], command: list[str], run: Run
 ) -> None:
     monkeypatch.setattr(sys, "argv", argv)
-    assert History(twice()).record("running", 0).command == command
+    run.fit(steps=1)
+    assert run.record.command == command

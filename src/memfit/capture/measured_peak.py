@@ -96,4 +96,4 @@ def measure_peak_bytes(step: StepProgram, batch: object) -> int:
     for storage in (reference() for reference in external):
         if storage is not None:  # the step did not replace it
             resident[storage_key(storage)] = storage.nbytes()
-    return sum(resident.values()) + step.options.ranks.held_bytes(step.workload) + meter.peak_bytes
+    return sum(resident.values()) + step.held_bytes + meter.peak_bytes

@@ -270,7 +270,7 @@ class _Categories:
         for parameter in [*self.step.workload.model.parameters(), *self._masters()]:
             if parameter.grad is not None:
                 self._see([parameter.grad], "gradients", parameter=parameter)
-        self._see(self.step.options.ranks.buckets, "gradients")
+        self._see(self.step.buckets, "gradients")
 
 
 def _dry_forward_passes(

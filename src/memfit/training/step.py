@@ -217,6 +217,16 @@ class Step:
         """Makes the context of a step with a memory limit; None without a limit."""
         return self.options.limit
 
+    @property
+    def buckets(self) -> list[torch.Tensor]:
+        """The buffers of gradients for other ranks, if an engine keeps them between steps."""
+        return self.options.ranks.buckets
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of these buffers."""
+        return self.options.ranks.held_bytes(self.workload)
+
     def close(self) -> None:
         """Undo the plan's changes to the model. The step can't run afterwards."""
 

@@ -28,10 +28,11 @@ from memfit.errors import (
     WorkloadError,
 )
 from memfit.foundations import HeldSignals, format_bytes, held_back
+from memfit.hardware import accelerators
 from memfit.ir import Plan, RunRecord, uses_text
 from memfit.ranks import once
 from memfit.training.batches import BatchStream
-from memfit.training.guards.limits import allocation_retries, device_of
+from memfit.training.guards.limits import device_of
 from memfit.training.guards.recovery import OutOfMemoryObserver, Recovery
 from memfit.training.runs import checkpoint
 from memfit.training.runs.folder import (
@@ -53,7 +54,6 @@ from memfit.training.runs.log import (
     resumed_history,
 )
 from memfit.training.runs.run_options import RunOptions
-from memfit.training.runs.state import HostBuffers
 from memfit.training.step import Step, StepResult, evaluation_mode
 from memfit.workload import fingerprint, rng_state, samples_of, set_rng_state
 
@@ -112,7 +112,7 @@ class Trainer:
         self._recoveries_noted = self._events_noted = 0
         self._saved_step: int | None = None
         self._writing: checkpoint.Writing | None = None
-        self._buffers = HostBuffers() if self.options.async_checkpoints else None
+        self._buffers = checkpoint.HostBuffers() if self.options.async_checkpoints else None
         self._doing: _Doing = "nothing"
         self._is_agreed = False
 
@@ -133,7 +133,7 @@ class Trainer:
         overwrite, resume = self.options.overwrite, self.options.resume
         with held_folder(self.out, overwrite=overwrite, resume=resume, ranks=self._ranks):
             self._history, happened = self._resumed() if resume else (self._begun(), [])
-            self._retries_before = allocation_retries(self.step) or 0
+            self._retries_before = accelerators.allocation_retries(device_of(self.step)) or 0
             metrics, events = self.out / METRICS, self.out / TENSORBOARD if self.options.tensorboard else None
             with (
                 contextlib.closing(self._stream),
@@ -276,11 +276,11 @@ class Trainer:
         epoch, number = self._stream.epoch, self.step.steps + 1
         # DistributedDataParallel makes its buckets anew in the second step. That takes no more memory, since it drops
         # the old ones first; but frees of what was there before a measurement are not seen in it.
-        first, every = 3 if self._ranks.held_bytes(self.step.workload) else 2, self.options.measure_every
+        first, every = 3 if self.step.held_bytes else 2, self.options.measure_every
         is_due = number == first if every is None else number >= first and (number - first) % every == 0
         is_measured = self.measure is not None and is_due
         result, peak_bytes = self._measured(batch) if is_measured else (self.step(batch), None)
-        retries = allocation_retries(self.step)
+        retries = accelerators.allocation_retries(device_of(self.step))
         if result.predicted_peak_bytes is None:
             result = dataclasses.replace(result, predicted_peak_bytes=self.plan.predicted.peak_bytes)
         return StepRecord(
@@ -366,7 +366,7 @@ class Trainer:
             raise WorkloadError(f"Workload.evaluate returned {str(values)[:100]}: return a dict of names and floats")
         self._write_line({"step": self.step.steps, "epoch": self._stream.epoch, "evaluation": figures})
 
-    def _save(self, position: dict[str, Any] | None = None, buffers: HostBuffers | None = None) -> None:
+    def _save(self, position: dict[str, Any] | None = None, buffers: checkpoint.HostBuffers | None = None) -> None:
         """Write a checkpoint; with `buffers`, a thread does, and `_finish_writing` comes later."""
         self._finish_writing()
         if self._log is not None:

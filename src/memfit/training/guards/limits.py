@@ -20,7 +20,7 @@ from memfit import hardware
 from memfit._torch import EagerMode, FakeTensorMode, storage_key_of, tree_leaves, tree_map
 from memfit.errors import MemoryLimitError
 from memfit.foundations import format_bytes
-from memfit.hardware import allocations_can_fail, free_bytes, out_of_memory
+from memfit.hardware import free_bytes, out_of_memory
 from memfit.ir import BETWEEN_STEPS
 from memfit.training.optimizers import parameters_of, state_of
 from memfit.workload import signature, tensors_of
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 IN_THE_STEP = "in the step"
 """Category of bytes alive only while a step runs: gradients, activations, temporaries, workspaces."""
-_BLOCK_BYTES = 2**26  # memory is requested in pieces, as an optimizer does
 
 Named = Callable[[Any], Mapping[str, Iterable[torch.Tensor]]]
 """Returns the tensors that a step holds when it begins on a batch, by category."""
@@ -235,32 +234,6 @@ def _key(func: Any, args: Any, kwargs: Any) -> Any:
     return key
 
 
-def has_room(wanted_bytes: int, device: torch.device) -> bool:
-    """Tell whether a device certainly has as many free bytes, if possible without allocating them."""
-    if device.type == "cpu":
-        limit = CpuLimit.active
-        if limit is not None and limit.held_bytes + wanted_bytes > limit.limit_bytes:
-            return False
-        return not allocations_can_fail() or _can_take(wanted_bytes, device)
-    if hardware.accelerators.cached_bytes(device) > 2 * wanted_bytes:  # twice, since cached memory may be fragmented
-        return True
-    return _can_take(wanted_bytes, device)
-
-
-def _can_take(wanted_bytes: int, device: torch.device) -> bool:
-    """Tell whether as many bytes can be allocated, by doing so for a moment."""
-    blocks = []
-    try:
-        for start in range(0, wanted_bytes, _BLOCK_BYTES):
-            size = min(_BLOCK_BYTES, wanted_bytes - start)
-            blocks.append(torch.empty(size, dtype=torch.uint8, device=device))
-    except Exception as e:
-        if out_of_memory(e) is None:
-            raise
-        return False
-    return True
-
-
 # The ledger
 
 
@@ -353,7 +326,7 @@ def ledger_of(step: Step) -> Ledger:
         peak_bytes=peak_bytes,
         limit_bytes=getattr(step.limit, "limit_bytes", None),
         reserved_bytes=None if peaks is None else peaks.reserved_bytes,
-        allocation_retries=None if peaks is None else allocation_retries(step),
+        allocation_retries=None if peaks is None else hardware.accelerators.allocation_retries(device_of(step)),
         host_bytes=psutil.Process().memory_info().rss,
         host_free_bytes=free_bytes(),
         pinned_bytes=None if pinned is None else int(pinned.get("allocated_bytes.current", 0)),
@@ -363,11 +336,6 @@ def ledger_of(step: Step) -> Ledger:
 def device_of(step: Step) -> torch.device:
     """Return the device of a step's parameters."""
     return next((p.device for p in step.workload.model.parameters()), torch.device("cpu"))
-
-
-def allocation_retries(step: Step) -> int | None:
-    """Return how often the allocator of a step's accelerator released its cache and retried; None on the CPU."""
-    return hardware.accelerators.allocation_retries(device_of(step))
 
 
 def held_tensors(step: Step, batch: Any) -> dict[str, list[torch.Tensor]]:

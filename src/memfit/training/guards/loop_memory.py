@@ -35,7 +35,6 @@ _LEAST_SHARE = 0.002  # of the budget
 _LEAST_UNFOUND = 2**22  # bytes that no variable holds: libraries fill caches of 3 MiB in 80 steps of FSDP
 _SPACING = 1.2  # of the numbers of the steps that are sampled
 _MOST_TIME = 0.003  # of the time since the watch began, for sampling
-_FREE_SECONDS = 0.05  # of any run, however short
 _MOST_NODES = 4000
 _MOST_VALUES = 50_000
 _DEEPEST = 4
@@ -61,7 +60,12 @@ class Growth:
         budget_bytes: Returns the budget, and what a step is predicted to take at its peak.
         named: Returns objects to look through by name, besides the variables of the user's frames.
         tell: Takes the text.
+
+    Attributes:
+        free_seconds: What sampling may take of any run, however short.
     """
+
+    free_seconds = 0.05
 
     def __init__(
         self,
@@ -74,6 +78,10 @@ class Growth:
         self._started = time.perf_counter()
         self._spent, self._step, self._is_to_go_on = 0.0, 0, True
         self.begin_anew()
+
+    def bytes_in_use(self) -> int | None:
+        """Return the bytes in use on the device; None where that is not known."""
+        return live_bytes(self._device)
 
     def begin_anew(self) -> None:
         """Forget the samples, as where a step changes or memory is taken for another reason."""
@@ -88,7 +96,7 @@ class Growth:
             return
         began = time.perf_counter()
         # What was weighed is weighed again at the next step: later it would be of other steps, or the loop at its end.
-        if self._before is None and self._spent > _FREE_SECONDS + _MOST_TIME * (began - self._started):
+        if self._before is None and self._spent > self.free_seconds + _MOST_TIME * (began - self._started):
             return
         if self._before is not None:
             self._explain()
@@ -97,7 +105,7 @@ class Growth:
         self._spent += time.perf_counter() - began
 
     def _sample(self) -> None:
-        nbytes = live_bytes(self._device)
+        nbytes = self.bytes_in_use()
         if nbytes is None:
             self._next = sys.maxsize
             return
@@ -112,7 +120,7 @@ class Growth:
 
     def _explain(self) -> None:
         before, self._before = self._before or {}, None
-        nbytes = live_bytes(self._device) or 0
+        nbytes = self.bytes_in_use() or 0
         (first, first_bytes), (last, last_bytes) = self._samples[0], self._samples[-1]
         slope = (last_bytes - first_bytes) / (last - first)
         if nbytes <= last_bytes:

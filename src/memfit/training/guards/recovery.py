@@ -36,10 +36,10 @@ from memfit import hardware
 from memfit._torch import local_part, own_buffers, take_snapshot, version_of
 from memfit.errors import MemfitError, OutOfMemoryError, OutputError
 from memfit.foundations import format_bytes
-from memfit.hardware import OutOfMemory, free_bytes, out_of_memory
+from memfit.hardware import OutOfMemory, allocations_can_fail, free_bytes, out_of_memory
 from memfit.ir import Plan, uses_text, write_atomic
 from memfit.ranks import PeerError, UnansweredError
-from memfit.training.guards.limits import has_room
+from memfit.training.guards.limits import CpuLimit
 from memfit.training.optimizers import Optimizers, parameters_of, state_of
 from memfit.training.step import Step, StepResult
 from memfit.workload import rng_snapshot
@@ -48,6 +48,7 @@ RETRIES = 8
 """Most lower plans to try for one batch."""
 MOST_SNAPSHOTS = 8
 """Most snapshots in a folder: a step that runs out every day would fill the disk with them."""
+_BLOCK_BYTES = 2**26  # memory is requested in pieces, as an optimizer does
 _PICKLE_PROTOCOL = 4  # the newest that the viewer's own reader knows
 _SNAPSHOT = re.compile(r"out-of-memory-[0-9]+(\.[0-9]+)?\.pickle")
 
@@ -347,6 +348,28 @@ class Rollback:
         self._forget_update()
         return True
 
+    @staticmethod
+    def has_room(wanted_bytes: int, device: torch.device) -> bool:
+        """Tell whether a device certainly has as many free bytes, if possible without allocating them."""
+        if device.type == "cpu":
+            limit = CpuLimit.active
+            if limit is not None and limit.held_bytes + wanted_bytes > limit.limit_bytes:
+                return False
+            if not allocations_can_fail():
+                return True
+        elif hardware.accelerators.cached_bytes(device) > 2 * wanted_bytes:  # cached memory may be fragmented
+            return True
+        blocks = []
+        try:
+            for start in range(0, wanted_bytes, _BLOCK_BYTES):
+                size = min(_BLOCK_BYTES, wanted_bytes - start)
+                blocks.append(torch.empty(size, dtype=torch.uint8, device=device))
+        except Exception as e:
+            if out_of_memory(e) is None:
+                raise
+            return False
+        return True
+
     # The update
 
     def _forget_update(self) -> None:
@@ -359,7 +382,7 @@ class Rollback:
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         ranks = self.step.options.ranks
         tensors = [*parameters_of(optimizer), *state_of(optimizer)]  # all that it changes
-        is_sure = has_room(needed_bytes(optimizer), tensors[0].device if tensors else torch.device("cpu"))
+        is_sure = self.has_room(needed_bytes(optimizer), tensors[0].device if tensors else torch.device("cpu"))
         if ranks.size > 1 and any(p.grad is not None and not optimizer.state.get(p) for p in parameters_of(optimizer)):
             # It creates state: all ranks can undo that, as far as the host's memory goes.
             is_sure = is_sure and sum(local_part(tensor).nbytes for tensor in tensors) * ranks.size >= free_bytes()

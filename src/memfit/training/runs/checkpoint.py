@@ -31,7 +31,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,11 +43,11 @@ import torch
 from memfit import ir
 from memfit._torch import is_shared
 from memfit.errors import CheckpointError, DamagedCheckpointError, OutputError, UsageError
+from memfit.hardware import pins_memory, synchronize
 from memfit.ir import Plan, Precision
 from memfit.ranks import SingleProcess, each, once
 from memfit.training.runs.state import (
     SHARD,
-    HostBuffers,
     Stored,
     TrainingState,
     collect,
@@ -120,6 +120,30 @@ class Loaded:
     plan: Plan
     state: TrainingState
     restore: Callable[[], None]
+
+
+class HostBuffers:
+    """Copies of tensors in host memory, pinned for accelerators that copy faster to it.
+
+    Memory is taken at the first copy, and used again for tensors of the same name, shape and dtype.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, str], torch.Tensor] = {}
+
+    def copied(self, files: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
+        """Return contiguous copies of the tensors of some files, which last until the next call."""
+        before, self._buffers = self._buffers, {}
+        for file, tensors in files.items():
+            for key, tensor in tensors.items():
+                buffer = before.pop((file, key), None)
+                if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                    is_pinned = pins_memory(tensor.device.type)
+                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_pinned)
+                self._buffers[file, key] = buffer.copy_(tensor.detach(), non_blocking=True)
+        for device in {tensor.device for tensors in files.values() for tensor in tensors.values()}:
+            synchronize(device)
+        return {file: {key: self._buffers[file, key] for key in tensors} for file, tensors in files.items()}
 
 
 class Writing:

@@ -182,6 +182,7 @@ class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
         processes = ""
         with contextlib.suppress(OSError):
             processes = os.readlink("/proc/self/ns/pid")
+        program, *words = sys.argv or [""]  # none where Python is embedded
         group, dist = "", sys.modules.get("torch.distributed")  # not imported: no ranks
         if dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             # The ranks' rendezvous, or the process that started them.
@@ -200,7 +201,7 @@ class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
             processes=processes,
             group=group,
             since=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-            command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])[:300],
+            command=shlex.join([Path(program).name, *words])[:300],
         )
 
     def __str__(self) -> str:

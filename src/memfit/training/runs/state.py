@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from memfit._torch import chunk_of, is_first_copy, is_shared, local_part
 from memfit.errors import CheckpointError, DamagedCheckpointError
-from memfit.hardware import pins_memory, synchronize
 from memfit.training.optimizers import parameters_of
 from memfit.training.step import Step
 from memfit.workload import rng_state
@@ -431,30 +430,6 @@ def _between(low: Sequence[int], high: Sequence[int], start: Sequence[int]) -> t
     return tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
 
 
-class HostBuffers:
-    """Copies of tensors in host memory, pinned for accelerators that copy faster to it.
-
-    Memory is taken at the first copy, and used again for tensors of the same name, shape and dtype.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, str], torch.Tensor] = {}
-
-    def copied(self, files: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-        """Return contiguous copies of the tensors of some files, which last until the next call."""
-        before, self._buffers = self._buffers, {}
-        for file, tensors in files.items():
-            for key, tensor in tensors.items():
-                buffer = before.pop((file, key), None)
-                if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                    is_pinned = pins_memory(tensor.device.type)
-                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_pinned)
-                self._buffers[file, key] = buffer.copy_(tensor.detach(), non_blocking=True)
-        for device in {tensor.device for tensors in files.values() for tensor in tensors.values()}:
-            synchronize(device)
-        return {file: {key: self._buffers[file, key] for key in tensors} for file, tensors in files.items()}
-
-
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
     """Write tensors to a safetensors file, each contiguous; tensors that share a storage are written separately.
 
@@ -468,6 +443,6 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dic
         separate[key] = (tensor.clone() if storage in seen else tensor).contiguous()
         seen.add(storage)
     try:
-        save_file(separate, path, metadata)
+        safetensors.torch.save_file(separate, path, metadata)
     except SafetensorError as e:
         raise OSError(str(e)) from e
