@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from memfit import ir
+from memfit import hardware, ir
 from memfit.errors import (
     CheckpointError,
     MissingExtraError,
@@ -25,7 +25,6 @@ from memfit.errors import (
     UsageError,
     WorkloadError,
 )
-from memfit.hardware import accelerators
 from memfit.ir import Plan, RunRecord
 from memfit.training import LossScaler, RunOptions, Step, StepOptions, Trainer
 from memfit.workload import Workload, rng_state
@@ -266,7 +265,7 @@ def test_allocation_retries_are_counted_from_the_beginning_of_the_run(
 ) -> None:
     """With a stand-in for the allocator's statistics of a GPU: those of a process, of which 3 were before the run."""
     counts = iter([3, 3, 4, 4, 6, 6, 6, 6, 7])
-    monkeypatch.setattr(accelerators, "allocation_retries", lambda device: next(counts))
+    monkeypatch.setattr(hardware.accelerators, "allocation_retries", lambda device: next(counts))
     run.fit(steps=8)
     assert [line["allocation_retries"] for line in run.lines] == [0, 1, 1, 3, 3, 3, 3, 4]
     assert run.record.allocation_retries == 4

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from memfit import ir
+from memfit import hardware, ir
 from memfit.errors import (
     DamagedCheckpointError,
     MemfitError,
@@ -28,7 +28,6 @@ from memfit.errors import (
     WorkloadError,
 )
 from memfit.foundations import HeldSignals, format_bytes, held_back
-from memfit.hardware import accelerators
 from memfit.ir import Plan, RunRecord, uses_text
 from memfit.ranks import once
 from memfit.training.batches import BatchStream
@@ -133,7 +132,7 @@ class Trainer:
         overwrite, resume = self.options.overwrite, self.options.resume
         with held_folder(self.out, overwrite=overwrite, resume=resume, ranks=self._ranks):
             self._history, happened = self._resumed() if resume else (self._begun(), [])
-            self._retries_before = accelerators.allocation_retries(device_of(self.step)) or 0
+            self._retries_before = hardware.accelerators.allocation_retries(device_of(self.step)) or 0
             metrics, events = self.out / METRICS, self.out / TENSORBOARD if self.options.tensorboard else None
             with (
                 contextlib.closing(self._stream),
@@ -280,7 +279,7 @@ class Trainer:
         is_due = number == first if every is None else number >= first and (number - first) % every == 0
         is_measured = self.measure is not None and is_due
         result, peak_bytes = self._measured(batch) if is_measured else (self.step(batch), None)
-        retries = accelerators.allocation_retries(device_of(self.step))
+        retries = hardware.accelerators.allocation_retries(device_of(self.step))
         if result.predicted_peak_bytes is None:
             result = dataclasses.replace(result, predicted_peak_bytes=self.plan.predicted.peak_bytes)
         return StepRecord(
