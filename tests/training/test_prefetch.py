@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from memfit.errors import UsageError, WorkloadError
 from memfit.training import BatchStream, on_device
 from tests.training.conftest import make_batches, make_workload, squared_error
-from tests.training.test_trainer import BATCH_KINDS, Crash, Run, crash_at
+from tests.training.test_trainer import Run
 
 
 class Made(Exception):
@@ -76,19 +76,6 @@ def test_making_goes_on_while_the_step_runs(tmp_path: Path) -> None:
     assert made == list(range(8))
 
 
-@pytest.mark.parametrize("batches", BATCH_KINDS)
-@pytest.mark.parametrize(("every", "at"), [(4, 10), (6, 6), (5, 14)])
-def test_runs_with_batches_made_ahead_end_bitwise_as_others(batches: str, every: int, at: int, tmp_path: Path) -> None:
-    whole, broken = (Run(tmp_path / name, batches) for name in ("whole", "broken"))
-    expected = whole.fit(steps=15)
-    options = {"steps": 15, "checkpoint_every": every, "prefetch_batches": 3}
-    with pytest.raises(Crash):
-        broken.fit(**options, on_step=crash_at(at))
-    assert broken.fit(**options, resume=True, seed=7) == expected
-    assert broken.lines == whole.lines
-    assert not [thread for thread in threading.enumerate() if thread.name == "memfit-prefetch"]
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_with_workers_resumes_bitwise(workers: int, tmp_path: Path) -> None:
     """Its workers make batches ahead; the order and the position are the same as without."""
@@ -100,8 +87,7 @@ def test_a_loader_with_workers_resumes_bitwise(workers: int, tmp_path: Path) -> 
     whole = Run(tmp_path / "whole", batches=loader(0))
     broken = Run(tmp_path / "broken", batches=loader(workers))
     expected = whole.fit(steps=9)
-    with pytest.raises(Crash):
-        broken.fit(steps=9, checkpoint_every=4, on_step=crash_at(7))
+    broken.crash(7, steps=9, checkpoint_every=4)
     assert broken.fit(steps=9, resume=True, seed=7) == expected
 
 

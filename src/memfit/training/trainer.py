@@ -18,7 +18,6 @@ from msgspec.structs import replace
 
 from memfit import hardware, ir
 from memfit.errors import (
-    DamagedCheckpointError,
     MemfitError,
     MemoryLimitError,
     OutOfMemoryError,
@@ -188,7 +187,29 @@ class Trainer:
             ir.codec.write_atomic(self.out / PLAN, ir.codec.encode(self.plan))
             return aside
 
-        happened = _events_of_resuming(loaded, self.step, self.plan, damages, once(self._ranks, tidy))
+        happened = [
+            (
+                "damaged checkpoint",
+                f"{damage}; the checkpoint was renamed to {place}, and training continues from {loaded.path}",
+            )
+            for damage, place in zip(damages, once(self._ranks, tidy), strict=True)
+        ]
+        was, is_now, scaler = loaded.plan.levers.precision, self.plan.levers.precision, self.step.scaler
+        if was != is_now:
+            had_scaler = loaded.state.training["scaler"] is not None
+            done = []
+            if scaler is not None and not had_scaler:
+                done.append(f"a new loss scaler starts at {scaler.scale:g}")
+            if scaler is None and had_scaler:
+                done.append("the loss scaler's state is dropped")
+            if self.step.workload.bf16_updates == "stochastic-rounding" and "bf16-true" in (was, is_now):
+                done.append(f"weights are {'widened from' if was == 'bf16-true' else 'rounded to'} bf16")
+            text = f"{loaded.path} was written with precision={was!r}; training continues with {is_now!r}"
+            done = done or ["weights and optimizer state are unchanged"]
+            happened.append(("another precision", "; ".join([text, *done])))
+        if replace(loaded.plan.levers, precision=is_now) != self.plan.levers:
+            text = f"{loaded.path} was written with {uses_text(loaded.plan.uses)}"
+            happened.append(("another plan", f"{text}; training continues with {uses_text(self.plan.uses)}"))
         self._saved_step = loaded.step_count
         set_rng_state(loaded.state.training["rng"])
         return history, happened
@@ -277,8 +298,16 @@ class Trainer:
         # the old ones first; but frees of what was there before a measurement are not seen in it.
         first, every = 3 if self.step.held_bytes else 2, self.options.measure_every
         is_due = number == first if every is None else number >= first and (number - first) % every == 0
-        is_measured = self.measure is not None and is_due
-        result, peak_bytes = self._measured(batch) if is_measured else (self.step(batch), None)
+        peak_bytes: int | None = None
+        if is_due and self.measure is not None:
+            before, self.step.last = self.step.steps, None
+            peak_bytes = self.measure(self.step, batch)
+            if self.step.last is None or self.step.steps > before + 1:
+                ran = self.step.steps - before
+                raise UsageError(f"measure= ran {ran} steps on one batch: it must run the step once")
+            result, peak_bytes = self.step.last, int(self._ranks.most([peak_bytes])[0])
+        else:
+            result = self.step(batch)
         retries = hardware.accelerators.allocation_retries(device_of(self.step))
         if result.predicted_peak_bytes is None:
             result = dataclasses.replace(result, predicted_peak_bytes=self.plan.predicted.peak_bytes)
@@ -292,14 +321,6 @@ class Trainer:
             learning_rate=learning_rate,
             allocation_retries=None if retries is None else retries - self._retries_before,
         )
-
-    def _measured(self, batch: Any) -> tuple[StepResult, int]:
-        before, self.step.last = self.step.steps, None
-        peak_bytes = self.measure(self.step, batch) if self.measure is not None else 0
-        result = self.step.last
-        if result is None or self.step.steps > before + 1:
-            raise UsageError(f"measure= ran {self.step.steps - before} steps on one batch: it must run the step once")
-        return result, int(self._ranks.most([peak_bytes])[0])
 
     def _after(self, progress: StepRecord) -> None:
         """Log a step, and evaluate and write a checkpoint where they are due."""
@@ -442,36 +463,6 @@ class Trainer:
             text = f"{text}; {advice}"
         with contextlib.suppress(MemfitError):
             self._write_record(self._history.record("failed", self.step.steps, text))
-
-
-def _events_of_resuming(
-    loaded: checkpoint.Loaded, step: Step, plan: Plan, damages: list[DamagedCheckpointError], aside: list[Path]
-) -> list[tuple[str, str]]:
-    """Return the events to log for a resumed run: kinds and texts."""
-    events = [
-        (
-            "damaged checkpoint",
-            f"{damage}; the checkpoint was renamed to {place}, and training continues from {loaded.path}",
-        )
-        for damage, place in zip(damages, aside, strict=True)
-    ]
-    was, is_now = loaded.plan.levers.precision, plan.levers.precision
-    if was != is_now:
-        had_scaler = loaded.state.training["scaler"] is not None
-        done = []
-        if step.scaler is not None and not had_scaler:
-            done.append(f"a new loss scaler starts at {step.scaler.scale:g}")
-        if step.scaler is None and had_scaler:
-            done.append("the loss scaler's state is dropped")
-        if step.workload.bf16_updates == "stochastic-rounding" and "bf16-true" in (was, is_now):
-            done.append(f"weights are {'widened from' if was == 'bf16-true' else 'rounded to'} bf16")
-        text = f"{loaded.path} was written with precision={was!r}; training continues with {is_now!r}"
-        done = done or ["weights and optimizer state are unchanged"]
-        events.append(("another precision", "; ".join([text, *done])))
-    if replace(loaded.plan.levers, precision=is_now) != plan.levers:
-        text = f"{loaded.path} was written with {uses_text(loaded.plan.uses)}"
-        events.append(("another plan", f"{text}; training continues with {uses_text(plan.uses)}"))
-    return events
 
 
 @contextlib.contextmanager
