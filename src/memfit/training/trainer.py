@@ -52,7 +52,7 @@ from memfit.training.runs.log import (
     resumed_history,
 )
 from memfit.training.runs.run_options import RunOptions
-from memfit.training.step import Step, StepResult, evaluation_mode
+from memfit.training.step import Step, evaluation_mode
 from memfit.workload import fingerprint, rng_state, samples_of, set_rng_state
 
 PREEMPTED = 75

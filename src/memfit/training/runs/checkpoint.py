@@ -41,17 +41,16 @@ import msgspec
 import torch
 
 from memfit import ir
-from memfit._torch import is_shared
 from memfit.errors import CheckpointError, DamagedCheckpointError, OutputError, UsageError
 from memfit.hardware import pins_memory, synchronize
 from memfit.ir import Plan, Precision
-from memfit.ranks import SingleProcess, each, once
+from memfit.ranks import each, once
 from memfit.training.runs.state import (
     SHARD,
+    Files,
     Stored,
     TrainingState,
     collect,
-    own_shards,
     prepare_restore,
     shard_name,
     write_tensors,
@@ -175,13 +174,13 @@ class Writing:
     ) -> None:
         self.path, self.step_count = folder / f"checkpoint-{step.steps}", step.steps
         self._workload, self._ranks, self._keep = step.workload, step.options.ranks, keep_checkpoints
-        self._files: _Files | None = None
+        self._files: Files | None = None
         self._written: Future[dict[str, FileEntry]] | None = None
         self._new = own = self.path.with_name(f".{self.path.name}.{os.getpid()}.new.tmp")
 
         def prepare() -> Path:
             with _as_output_error(self.path):
-                texts, tensors, metadata = _files_of(collect(step, position), self._ranks)
+                texts, tensors, metadata = collect(step, position)
                 self._files = texts, tensors if buffers is None else buffers.copied(tensors), metadata
                 if self._ranks.rank == 0:
                     own.parent.mkdir(parents=True, exist_ok=True)
@@ -306,7 +305,6 @@ def read(path: Path, step: Step, precision: Precision | None = None, *, is_check
         model, optimizer = (_stored(path, manifest, stem) for stem in _IN_SHARDS)
         state = TrainingState(
             model=model,
-            aliases=model.notes,
             optimizer=json.loads((path / "optimizer.json").read_bytes()),
             optimizer_tensors=optimizer,
             training=json.loads((path / "training.json").read_bytes()),
@@ -368,29 +366,6 @@ def read_newest(
 
 
 # Writing
-
-
-_Files = tuple[dict[str, str], dict[str, dict[str, torch.Tensor]], dict[str, dict[str, str]]]
-"""What a rank writes of a checkpoint, by the names of files: JSON, tensors, and metadata of files of tensors."""
-
-
-def _files_of(state: TrainingState, ranks: SingleProcess) -> _Files:
-    """Return a rank's files of a state. Their tensors are those of the state."""
-    texts, tensors, metadata = {}, {}, {}
-    if ranks.rank == 0:
-        texts["optimizer.json"] = json.dumps(state.optimizer, allow_nan=False)
-        texts["training.json"] = json.dumps(state.training, allow_nan=False)
-        tensors["training.safetensors"] = dict(state.training_tensors)
-    in_shards = any(is_shared(type(t)) for t in (*state.model.values(), *state.optimizer_tensors.values()))
-    for stem, whole, notes in (("model", state.model, state.aliases), ("optimizer", state.optimizer_tensors, {})):
-        if in_shards:
-            name = shard_name(stem, ranks.rank, ranks.size)
-            tensors[name], metadata[name] = own_shards(whole, ranks.rank, notes)
-        elif ranks.rank == 0:
-            tensors[f"{stem}.safetensors"] = dict(whole)
-            if stem == "model":
-                metadata[f"{stem}.safetensors"] = {"format": "pt", **notes}
-    return texts, tensors, metadata
 
 
 def _sync(path: Path) -> None:

@@ -40,52 +40,69 @@ _OFFSETS, _VERSION = "DCP_SHARDING_INFO", "DCP_VERSION"
 _RESERVED = ("format", _OFFSETS, _VERSION)
 
 
-@dataclass(frozen=True)
-class TrainingState:
-    """The state in a checkpoint, as JSON values and tensors.
-
-    Of a model that ranks share, each has its parts: as DTensors when they are collected, as files when they are read.
-
-    Attributes:
-        model: The model's state dict, without tied duplicates.
-        aliases: For each tied duplicate, the name of the tensor that is saved.
-        optimizer: The optimizer's class, the FQNs of its parameters by group, and its packed state dict.
-        training: Scheduler, loss scaler, random states, data position, and extra state of the model that is no tensor.
-    """
-
-    model: Tensors | Stored
-    aliases: dict[str, str]
-    optimizer: dict[str, Any]
-    optimizer_tensors: Tensors | Stored
-    training: dict[str, Any]
-    training_tensors: Tensors | Stored
-
-    @property
-    def position(self) -> dict[str, Any]:
-        """The position in the data."""
-        position: dict[str, Any] = unpack(self.training["position"], self.training_tensors.__getitem__)
-        return position
+Files = tuple[dict[str, str], dict[str, Tensors], dict[str, dict[str, str]]]
+"""What a rank writes of a checkpoint, by the names of files: JSON, tensors, and metadata of files of tensors."""
 
 
-def collect(step: Step, position: dict[str, Any]) -> TrainingState:
-    """Return the state of a training between two steps. Its tensors are not copies."""
+def collect(step: Step, position: dict[str, Any]) -> Files:
+    """Return this rank's files of a training between two steps. Their tensors are not copies."""
     model, aliases, extras = _model_state(step.workload.model)
-    optimizer_tensors: Tensors = {}
-    training_tensors: Tensors = {}
-    scheduler, scaler = step.workload.scheduler, step.scaler
+    of_optimizer: Tensors = {}
+    of_training: Tensors = {}
+    scheduler, scaler, ranks = step.workload.scheduler, step.scaler, step.options.ranks
     packed = {
         "scheduler": scheduler and {"kind": type(scheduler).__qualname__, "state": scheduler.state_dict()},
         "scaler": scaler and scaler.state_dict(),
         "position": position,
         "model_extras": extras,
     }
-    training = {key: pack(value, training_tensors, key) for key, value in packed.items()}
-    state = pack(step.workload.optimizer.state_dict(), optimizer_tensors, "optimizer")
-    kind = type(step.workload.optimizer).__qualname__
-    optimizer = {"kind": kind, "parameters": _parameter_names(step), "state": state}
-    return TrainingState(
-        model, aliases, optimizer, optimizer_tensors, training | {"rng": rng_state()}, training_tensors
-    )
+    training = {key: pack(value, of_training, key) for key, value in packed.items()} | {"rng": rng_state()}
+    optimizer = {
+        "kind": type(step.workload.optimizer).__qualname__,
+        "parameters": _parameter_names(step),
+        "state": pack(step.workload.optimizer.state_dict(), of_optimizer, "optimizer"),
+    }
+    texts: dict[str, str] = {}
+    tensors: dict[str, Tensors] = {}
+    metadata: dict[str, dict[str, str]] = {}
+    if ranks.rank == 0:
+        texts["optimizer.json"] = json.dumps(optimizer, allow_nan=False)
+        texts["training.json"] = json.dumps(training, allow_nan=False)
+        tensors["training.safetensors"] = of_training
+    in_shards = any(is_shared(type(t)) for t in (*model.values(), *of_optimizer.values()))
+    for stem, whole, notes in (("model", model, aliases), ("optimizer", of_optimizer, {})):
+        if in_shards:
+            name = shard_name(stem, ranks.rank, ranks.size)
+            tensors[name], metadata[name] = own_shards(whole, ranks.rank, notes)
+        elif ranks.rank == 0:
+            tensors[f"{stem}.safetensors"] = whole
+            if stem == "model":
+                metadata[f"{stem}.safetensors"] = {"format": "pt", **notes}
+    return texts, tensors, metadata
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """The state of a training that was read from a checkpoint, as JSON values and files of tensors.
+
+    Attributes:
+        model: The model's state dict, without tied duplicates; in its notes, for each of these the name of the tensor
+            that is saved.
+        optimizer: The optimizer's class, the FQNs of its parameters by group, and its packed state dict.
+        training: Scheduler, loss scaler, random states, data position, and extra state of the model that is no tensor.
+    """
+
+    model: Stored
+    optimizer: dict[str, Any]
+    optimizer_tensors: Stored
+    training: dict[str, Any]
+    training_tensors: Stored
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """The position in the data."""
+        position: dict[str, Any] = unpack(self.training["position"], self.training_tensors.__getitem__)
+        return position
 
 
 def prepare_restore(step: Step, state: TrainingState, *, converts: bool = False) -> Callable[[], None]:
@@ -158,17 +175,18 @@ def _checked_model_state(
     model: nn.Module, state: TrainingState, extras: dict[str, Any], converts: bool
 ) -> dict[str, Any]:
     tensors, aliases, own_extras = _model_state(model)
-    _check_names("the model", {*tensors, *aliases, *own_extras}, {*state.model, *state.aliases, *extras})
-    if aliases != state.aliases:
+    saved_aliases = state.model.notes
+    _check_names("the model", {*tensors, *aliases, *own_extras}, {*state.model, *saved_aliases, *extras})
+    if aliases != saved_aliases:
         raise CheckpointError(
-            f"the model ties {aliases or 'no weights'}, and the checkpoint ties {state.aliases or 'none'}"
+            f"the model ties {aliases or 'no weights'}, and the checkpoint ties {saved_aliases or 'none'}"
         )
     found = {}
     for name, tensor in tensors.items():
-        saved = found[name] = state.model.like(name, tensor) if isinstance(state.model, Stored) else state.model[name]
+        saved = found[name] = state.model.like(name, tensor)
         is_converted = converts and {tensor.dtype, saved.dtype} == {torch.float32, torch.bfloat16}
         _check_like(f"the model's {name}", tensor, saved.to(tensor.dtype) if is_converted else saved)
-    return {**found, **{name: found[target] for name, target in state.aliases.items()}, **extras}
+    return {**found, **{name: found[target] for name, target in saved_aliases.items()}, **extras}
 
 
 def _check_names(what: str, own: set[str], saved: set[str]) -> None:
@@ -217,7 +235,7 @@ def _checked_optimizer_state(step: Step, state: TrainingState) -> dict[str, Any]
     def tensor_of(key: str) -> torch.Tensor:
         """Return a saved tensor as this rank has it: as its parameter is shared, so is it."""
         index = _OF_PARAMETER.match(key)
-        if index is None or int(index[1]) >= len(parameters) or not isinstance(tensors, Stored):
+        if index is None or int(index[1]) >= len(parameters):
             return tensors[key]
         return tensors.like(key, parameters[int(index[1])])
 
