@@ -7,7 +7,7 @@ import copy
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
@@ -61,7 +61,7 @@ class BatchStream:
         methods = (getattr(self._batches, name, None) for name in ("state_dict", "load_state_dict"))
         self._is_stateful, self._prefetch_batches = all(map(callable, methods)), prefetch_batches
         self._is_safe_ahead = False
-        self._ahead: Prefetcher[tuple[Any, Any]] | None = None
+        self._ahead: Prefetcher | None = None
         self._iterator: Iterator[Any] | None = None
         self._made = 0
         self._own_before: Any = None
@@ -225,37 +225,34 @@ class BatchStream:
 
 
 def _generators(batches: Any) -> list[torch.Generator]:
-    """Return the random generators of a loader and its samplers."""
     sampler, batch_sampler = (getattr(batches, name, None) for name in ("sampler", "batch_sampler"))
     owners = (batches, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
     generators = [g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)]
     return list({id(g): g for g in generators}.values())
 
 
-T = TypeVar("T")
-
-
-class Prefetcher(Generic[T]):
+class Prefetcher:
     """A thread that calls `make` repeatedly, at most `depth` items ahead of its consumer.
 
     An exception ends the thread, and is raised where that item is taken.
     """
 
-    def __init__(self, make: Callable[[], T], depth: int) -> None:
+    def __init__(self, make: Callable[[], tuple[Any, Any]], depth: int) -> None:
         self._make = make
         self._room = threading.Semaphore(depth)
-        self._made: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+        self._made: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="memfit-prefetch", daemon=True)
         self._thread.start()
 
-    def take(self) -> T:
+    def take(self) -> tuple[Any, Any]:
         """Wait for the next item and return it; don't call it again after it raised."""
+        item: tuple[Any, Any]
         item, error = self._made.get()
         self._room.release()
         if error is not None:
             raise error
-        return item  # type: ignore[return-value]
+        return item
 
     def stop(self) -> None:
         """Wait for the item in progress, and end the thread."""

@@ -77,7 +77,6 @@ def _refused_optimizers(optimizer: Any) -> Iterator[str]:
 
 
 def _needs_closure(optimizer: Any) -> bool:
-    """Tell whether an optimizer's `step` has a required argument."""
     try:
         # The class's method: learning-rate schedulers wrap the instance's, whose signature then has `self`.
         parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
@@ -105,7 +104,6 @@ def checked_loss(value: Any) -> tuple[torch.Tensor, torch.Tensor | float | None]
 
 
 def _wrong_loss(value: Any) -> str:
-    """Return the error's text: the value in the place of a loss, and how to return one."""
     if value is None:
         return "Workload.loss_fn returned None: end it with `return loss`"
     if isinstance(value, torch.Tensor):

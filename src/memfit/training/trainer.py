@@ -159,8 +159,6 @@ class Trainer:
     # Before
 
     def _begun(self) -> History:
-        """Prepare the folder of a run that begins."""
-
         def begin() -> None:
             if self.options.overwrite and self.out.exists():
                 clear_folder(self.out)
@@ -291,7 +289,6 @@ class Trainer:
         return error, written
 
     def _run(self, batch: Any, data_seconds: float) -> StepRecord:
-        """Run one step."""
         learning_rate = float(self.step.workload.optimizer.param_groups[0]["lr"])
         epoch, number = self._stream.epoch, self.step.steps + 1
         # DistributedDataParallel makes its buckets anew in the second step. That takes no more memory, since it drops
@@ -323,7 +320,6 @@ class Trainer:
         )
 
     def _after(self, progress: StepRecord) -> None:
-        """Log a step, and evaluate and write a checkpoint where they are due."""
         self._write_line({key: finite(value) for key, value in dataclasses.asdict(progress).items()})
         if self.options.on_step is not None:
             self.options.on_step(progress)

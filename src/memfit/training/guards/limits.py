@@ -36,8 +36,6 @@ Named = Callable[[Any], Mapping[str, Iterable[torch.Tensor]]]
 
 
 class _LiveStorage(weakref.ref[Any]):
-    """A storage that is alive, and its bytes."""
-
     __slots__ = ("key", "nbytes")
 
     key: int
@@ -45,8 +43,6 @@ class _LiveStorage(weakref.ref[Any]):
 
 
 class _StepLimit:
-    """A limit on the bytes held at a time, to be entered around every step."""
-
     def __init__(self, limit_bytes: int, named: Named) -> None:
         super().__init__()
         self.limit_bytes, self._named = limit_bytes, named
@@ -58,7 +54,6 @@ class _StepLimit:
         return self
 
     def _error(self, held_bytes: int, requested_bytes: int, where: str) -> MemoryLimitError:
-        """Return the error of a step that would exceed the limit, with what it holds by category."""
         by_category = held_by_category(self._named(self._batch))
         by_category["activations and temporaries"] = held_bytes - sum(by_category.values())
         ledger = ", ".join(f"{name} {format_bytes(count)}" for name, count in by_category.items() if count)

@@ -417,7 +417,6 @@ def _check_files(path: Path, manifest: Checkpoint, *, only_names: bool = False) 
 
 
 def _stored(path: Path, manifest: Checkpoint, stem: str) -> Stored:
-    """Return the tensors of a checkpoint's model or optimizer."""
     own = (f"{stem}.safetensors", f"{stem}-shard-")
     return Stored([path / name for name in sorted(manifest.files) if name.startswith(own)])
 
