@@ -263,10 +263,7 @@ class Writing:
                 remove(self.path)
             self._new.rename(self.path)
             _sync(self.path.parent)
-            earlier = [path for path in newest_first(self.path.parent) if (step_of(path) or 0) <= self.step_count]
-            complete = [path for path in earlier if is_ours(path) and _is_complete(path)]
-            for path in complete[self._keep :]:  # those with files that memfit did not write stay
-                remove(path)
+            prune(self.path.parent, self.step_count, self._keep)
 
 
 @contextlib.contextmanager
@@ -493,6 +490,14 @@ def remove_leftovers(folder: Path) -> None:
     for path in folder.iterdir():
         if _TEMPORARY.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def prune(folder: Path, step_count: int, keep: int) -> None:
+    """Remove the oldest checkpoints up to a step, except `keep`; those with files that memfit did not write stay."""
+    earlier = [path for path in newest_first(folder) if (step_of(path) or 0) <= step_count]
+    complete = [path for path in earlier if is_ours(path) and _is_complete(path)]
+    for path in complete[keep:]:
+        remove(path)
 
 
 def _is_complete(path: Path) -> bool:
