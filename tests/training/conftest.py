@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from memfit.ir import Levers, Plan, Prediction, Solution
 from memfit.recipes.byte_lm import SeededBatches
-from memfit.training import Step
+from memfit.training import METRICS, Step, read_lines
 from memfit.training.runs import checkpoint
 from memfit.workload import Workload, fingerprint
 
@@ -160,9 +159,8 @@ def training_state(step: Step) -> Any:
 
 def lines_of(out: Path) -> list[dict[str, Any]]:
     """Return the lines of the log without times, which differ from run to run."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     times = ("seconds", "data_seconds", "samples_per_second")
-    return [{k: v for k, v in line.items() if k not in times} for line in lines]
+    return [{k: v for k, v in line.items() if k not in times} for line in read_lines(out / METRICS)]
 
 
 @pytest.fixture(autouse=True, scope="package")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from memfit.errors import UsageError, WorkloadError
-from memfit.training import BatchStream, on_device
+from memfit.training import METRICS, BatchStream, on_device, read_lines
 from tests.training.conftest import make_batches, make_workload, squared_error
 from tests.training.test_trainer import Run
 
@@ -162,13 +161,10 @@ def test_waiting_for_data_is_measured(tmp_path: Path) -> None:
     slow.fit(steps=4)
     fast.fit(steps=1)
     assert slow.record.data_share is not None and 0 < slow.record.data_share < 1
-    waited = slow.record.data_share / (1 - slow.record.data_share) * sum(line["seconds"] for line in read(slow.out)[1:])
-    assert waited >= 3 * 0.02 and all(line["data_seconds"] >= 0.02 for line in read(slow.out))
+    lines = read_lines(slow.out / METRICS)
+    waited = slow.record.data_share / (1 - slow.record.data_share) * sum(line["seconds"] for line in lines[1:])
+    assert waited >= 3 * 0.02 and all(line["data_seconds"] >= 0.02 for line in lines)
     assert fast.record.data_share is None
-
-
-def read(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_tensors_are_moved_to_the_device_and_the_rest_is_kept() -> None:

@@ -27,7 +27,7 @@ from memfit.errors import (
     WorkloadError,
 )
 from memfit.ir import Plan, RunRecord
-from memfit.training import LossScaler, RunOptions, Step, StepOptions, Trainer
+from memfit.training import METRICS, LossScaler, RunOptions, Step, StepOptions, Trainer, read_lines
 from memfit.workload import Workload, rng_state
 from tests import warm
 from tests.ranks.trainings import is_same
@@ -122,7 +122,7 @@ def test_a_run_is_recorded(run: Run) -> None:
     assert record.step_seconds is not None and record.step_seconds > 0 and record.measured_peak_bytes is None
     assert ir.codec.read(run.out / "plan.json", Plan) == trainer.plan
     assert run.checkpoints == ["checkpoint-6", "checkpoint-7"]
-    raw = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
+    raw = read_lines(run.out / METRICS)
     rest = ["predicted_peak_bytes", "learning_rate", "skips", "allocation_retries"]
     assert all(list(line) == [*KEYS.split(), *rest] for line in raw)
     assert [line["step"] for line in raw] == [1, 2, 3, 4, 5, 6, 7]
@@ -229,7 +229,7 @@ def test_a_log_is_given_each_line_of_the_metrics(tmp_path: Path) -> None:
         record.clear()  # it is the function's own
 
     run.trainer(log=log, evaluate_every=4, scaler=True).fit()
-    lines = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(run.out / METRICS)
     assert records == lines
     assert [line["step"] for line in lines if "evaluation" in line] == [4, 8]
 
