@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 
 import memfit
 from benchmarks.common import Case
@@ -29,7 +31,6 @@ from memfit.ir import Plan, RunRecord, Views
 from memfit.pipeline import _train
 from memfit.training import METRICS, RUN, VIEWS, read_lines
 from memfit.training.runs import checkpoint
-from memfit.training.runs.state import read_tensors
 
 MAX_RESTARTS = 4
 PLAN_FILE, REACH_FILE, RESULT_FILE = "plan.json", "reach.json", "result.json"
@@ -160,7 +161,7 @@ def outcome_of(out: Path, n_steps: int) -> Outcome:
     last = out / f"checkpoint-{n_steps}"
     files = {name: _digest(last / name) for name in checkpoint.FILES if name != "plan.json"}
     lines = [line for line in read_lines(out / METRICS) if "loss" in line]
-    counts = [int(t) for key, t in read_tensors(last / "optimizer.safetensors")[0].items() if key.endswith(".step")]
+    counts = [int(t) for key, t in load_file(last / "optimizer.safetensors").items() if key.endswith(".step")]
     assert min(counts) == max(counts)  # each parameter has a gradient in each update
     return Outcome(files, [(line["step"], line["skipped"], line["loss"]) for line in lines], counts[0])
 
@@ -171,8 +172,9 @@ def _digest(file: Path) -> str:
     if file.suffix != ".safetensors":
         found.update(file.read_bytes())
         return found.hexdigest()
-    tensors, metadata = read_tensors(file)
-    found.update(json.dumps(sorted(metadata.items())).encode())
+    with safe_open(file, framework="pt") as opened:
+        found.update(json.dumps(sorted((opened.metadata() or {}).items())).encode())
+    tensors = load_file(file)
     for name, tensor in sorted(tensors.items()):
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

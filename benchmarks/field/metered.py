@@ -22,7 +22,7 @@ from memfit._torch import replaced
 from memfit.cli import app
 from memfit.hardware import allocated_between
 from memfit.pipeline import _fit, loop_plans
-from memfit.training.guards import loop_memory as beside
+from memfit.training import held_beside
 
 _UPDATED, _PLANNING = "benchmarks: updated", "benchmarks: planning"
 
@@ -78,7 +78,7 @@ def metered(report: Path) -> Iterator[None]:
         with ExitStack() as stack:
             for name in ("make_plan", "estimate", "predicted_under"):
                 stack.enter_context(replaced(loop_plans, name, meter.marked(getattr(loop_plans, name))))
-            stack.enter_context(replaced(_fit, "held_beside", meter.weighed(beside.held_beside)))
+            stack.enter_context(replaced(_fit, "held_beside", meter.weighed(held_beside)))
             peaks = stack.enter_context(allocated_between(_UPDATED, but_in=_PLANNING))
             yield
     finally:

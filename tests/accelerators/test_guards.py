@@ -24,8 +24,7 @@ from memfit._torch import FakeTensor
 from memfit.errors import MemoryLimitError, OutOfMemoryError
 from memfit.hardware import out_of_memory
 from memfit.ir import Levers, Plan, Region
-from memfit.training.guards.limits import IN_THE_STEP
-from memfit.training.runs.state import HostBuffers
+from memfit.training.runs import checkpoint
 from memfit.workload import Workload, rng_preserved
 from tests.accelerators.steps import language_model, same, slow, state_of, weights
 
@@ -145,7 +144,7 @@ def test_a_thread_writes_checkpoints_from_pinned_memory_and_they_are_the_same(
     assert same(waits, goes_on)
     assert all(same(weights(tmp_path / "waits", n), weights(tmp_path / "goes-on", n)) for n in (0, 2, 4))
     given = torch.arange(6.0, device=place).view(2, 3).T
-    copy = HostBuffers().copied({"file": {"x": given}})["file"]["x"]
+    copy = checkpoint.HostBuffers().copied({"file": {"x": given}})["file"]["x"]
     assert torch.equal(copy, given.cpu()) and copy.is_contiguous()
     assert copy.is_pinned() == hardware.accelerators.pins_memory(kind)
 
@@ -173,7 +172,7 @@ def test_the_ledger_has_the_bytes_that_the_allocator_counted(kind: str, place: t
     assert found.reserved_bytes == peaks.reserved_bytes and found.allocation_retries is not None
     assert sum(found.measured_bytes.values()) == found.peak_bytes
     parameters = sum(p.nbytes for p in workload.model.parameters())
-    assert found.measured_bytes["parameters"] == parameters and found.measured_bytes[IN_THE_STEP] > parameters
+    assert found.measured_bytes["parameters"] == parameters and found.measured_bytes["in the step"] > parameters
 
 
 def test_an_accelerator_that_is_first_used_meanwhile_is_seeded_as_it_would_have_been(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import memfit
+from memfit import integrations
 from memfit.capture import real_copy
 from memfit.errors import InfeasibleError, UsageError
 from memfit.recomputation import is_checkpointed
@@ -22,8 +22,7 @@ pytest.importorskip("accelerate")
 
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from memfit.integrations.accelerate import FittedLoop
-from memfit.integrations.internals import forget_accelerator_state
+FittedLoop = integrations.accelerate.FittedLoop
 
 
 def loss_fn(model: Any, batch: Any) -> torch.Tensor:
@@ -72,25 +71,30 @@ def test_a_loop_trains_as_the_whole_batch_does(precision: Any) -> None:
         torch.testing.assert_close(mine_p, plain_p, rtol=tolerance, atol=tolerance)
 
 
+def forget() -> None:
+    for state in (AcceleratorState, PartialState):
+        state._reset_state()
+
+
 @pytest.fixture
 def _launched(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Be one of two processes that a launcher has started, of which the other is not there."""
-    forget_accelerator_state(is_alone=True)
+    forget()
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}.items():
         monkeypatch.setenv(name, value)
     yield
-    forget_accelerator_state(is_alone=True)
+    forget()
 
 
-@pytest.mark.usefixtures("_launched")
-def test_processes_that_an_accelerator_would_not_share_the_step_with_are_refused() -> None:
+def test_processes_that_an_accelerator_would_not_share_the_step_with_are_refused(
+    request: pytest.FixtureRequest,
+) -> None:
     """Without `cpu=True` accelerate has each process of a CPU train alone, in the arguments of either call."""
+    fitted = FittedLoop(workload(), budget="8GiB", numerics="exact", points=1)
+    request.getfixturevalue("_launched")
     with pytest.raises(UsageError, match=r"a launcher started 2\. .*FittedLoop\(arguments=\{'cpu': True\}\)"):
         FittedLoop(workload(), budget="8GiB")
     assert not PartialState._shared_state  # so that the next one may be for both
-    fitted = object.__new__(FittedLoop)
-    fitted.__dict__.update(precision="32-true", accumulation=1, _arguments={}, _model=workload().model)
-    fitted.plan = SimpleNamespace(engine=None)  # type: ignore[assignment]
     with pytest.raises(UsageError, match="would train alone"):
         fitted.accelerator()
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from memfit import integrations
 from memfit.errors import InfeasibleError, UsageError
 from memfit.recomputation import is_checkpointed
 from tests.measuring import peak_bytes_of
@@ -18,7 +19,7 @@ from tests.recomputation.steps import Chain
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     lightning = pytest.importorskip("lightning.pytorch")
-    from memfit.integrations.lightning import MemfitCallback
+    MemfitCallback = integrations.lightning.MemfitCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning's own
 

@@ -12,8 +12,9 @@ from msgspec.structs import replace
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from memfit import ir
+from memfit import integrations, ir
 from memfit.errors import PlanError, PlanMismatchError, UsageError
+from memfit.integrations import TrainerPlan
 from memfit.ir import Plan, Sharding
 from memfit.pipeline import plan as make_plan
 from memfit.workload import Workload
@@ -26,10 +27,9 @@ with warnings.catch_warnings():
 
 from accelerate.utils import DistributedType
 
-from memfit.integrations.accelerate import engine_of
-from memfit.integrations.trainer_plan import TrainerPlan
 from tests.integrations.trainers import SAMPLES, UNITS, Net, loss_fn, net, on_two_ranks, plugin
 
+engine_of = integrations.accelerate.engine_of
 DDP = Sharding(world_size=2, mode="ddp", reduces="last")
 ZERO3 = Sharding(world_size=2, mode="zero3", units=UNITS, reduces="last")
 CASES = {

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from memfit.integrations.trainer_plan import TrainerPlan
+from memfit.integrations import TrainerPlan
 from memfit.workload import Workload
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from memfit import integrations
 from memfit.errors import InfeasibleError, UsageError
 from memfit.recomputation import is_checkpointed
 from tests.measuring import peak_bytes_of
@@ -19,8 +20,7 @@ from tests.measuring import peak_bytes_of
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
-from memfit.integrations.transformers import MemfitCallback  # noqa: E402
-
+MemfitCallback = integrations.transformers.MemfitCallback
 GLOBAL_BATCH, TOKENS = 4, 32
 
 

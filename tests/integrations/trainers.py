@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from benchmarks.distributed.accelerate_on_cpus import fully_sharded_on_cpus
-from memfit import ir
+from memfit import integrations, ir
 from memfit._torch import local_part
 from memfit.errors import MemfitError
 from memfit.hardware import allocated
@@ -154,8 +154,6 @@ def under_accelerate(budget: Any, fully: bool, plan: Any = None, **options: Any)
     """Train in a loop of accelerate; without a budget and a plan, without memfit."""
     from accelerate import Accelerator
 
-    from memfit.integrations.accelerate import FittedLoop
-
     model, data = net(), Rows()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     arguments: Any = {"cpu": True} | ({"fsdp_plugin": plugin(**options.pop("plugin", {}))} if fully else {})
@@ -165,7 +163,7 @@ def under_accelerate(budget: Any, fully: bool, plan: Any = None, **options: Any)
     else:
         batch = next(iter(DataLoader(data, SAMPLES)))
         mine = Workload(model, batch, loss_fn, optimizer, name="net")
-        fitted = FittedLoop(mine, budget=budget, plan=plan, arguments=arguments, **options)
+        fitted = integrations.accelerate.FittedLoop(mine, budget=budget, plan=plan, arguments=arguments, **options)
         accelerator, size = fitted.accelerator(), fitted.microbatch_size
     loader: Any = DataLoader(data, SAMPLES, sampler=DistributedSampler(data, shuffle=False))
     wrapped, optimizer = accelerator.prepare(model, optimizer)
@@ -195,8 +193,6 @@ def under_transformers(budget: Any, fully: bool, plan: Any = None, **options: An
     """Train by the Trainer of transformers; without a budget and a plan, without memfit."""
     import transformers
 
-    from memfit.integrations.transformers import MemfitCallback
-
     sharded: Any = {}
     if fully:
         config = {
@@ -225,7 +221,7 @@ def under_transformers(budget: Any, fully: bool, plan: Any = None, **options: An
         trainer: Any = transformers.Trainer(model, arguments, train_dataset=Rows())
         callback = None
         if budget is not None or plan is not None:
-            callback = MemfitCallback(trainer, budget=budget, plan=plan, **options)
+            callback = integrations.transformers.MemfitCallback(trainer, budget=budget, plan=plan, **options)
             trainer.add_callback(callback)
         peaks = Peaks(model)
 
@@ -250,8 +246,6 @@ def under_lightning(budget: Any, fully: bool, plan: Any = None, **options: Any) 
     import lightning
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
     from torch.distributed.fsdp import fully_shard
-
-    from memfit.integrations.lightning import MemfitCallback
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
@@ -281,7 +275,8 @@ def under_lightning(budget: Any, fully: bool, plan: Any = None, **options: Any) 
         units = ("net", *(f"net.{unit}" for unit in UNITS))
         engine = Sharding(world_size=2, mode="zero3", units=units, kept=("net",)) if fully else None
         batch = next(iter(DataLoader(Rows(), SAMPLES)))
-        callback = MemfitCallback(module, batch, budget=budget, plan=plan, **({"engine": engine} | options))
+        options = {"engine": engine, "budget": budget, "plan": plan} | options
+        callback = integrations.lightning.MemfitCallback(module, batch, **options)
         size, callbacks, arguments = callback.microbatch_size, [callback], callback.trainer_arguments
     steps = SAMPLES // size
     peaks = Peaks(module, BATCH_BYTES // steps)  # the microbatches after the first are loaded, and metered, in the step

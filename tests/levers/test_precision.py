@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,10 +20,11 @@ from memfit.ir import Levers, Precision, Region
 from memfit.levers import applied
 from memfit.levers.precision import stochastically_rounded
 from memfit.pipeline import estimate
-from memfit.training import Optimizers
-from memfit.training.runs.state import collect, prepare_restore
+from memfit.training import BatchStream, Optimizers, read_model
+from memfit.training.runs import checkpoint
 from memfit.workload import Workload, batch_size_of, fingerprint
 from tests.models import BUILDERS
+from tests.training.conftest import make_plan
 
 
 def test_tf32_is_a_setting_of_the_step_alone() -> None:
@@ -231,19 +232,19 @@ def test_recomputed_regions_give_the_same_numbers(updates: Any) -> None:
 
 
 @pytest.mark.parametrize("updates", UPDATES)
-def test_a_training_goes_on_bitwise_from_its_state(updates: Any) -> None:
+def test_a_training_goes_on_bitwise_from_its_checkpoint(updates: Any, tmp_path: Path) -> None:
     levers = Levers(precision="bf16-true", microbatch_size=2)
     workload = dataclasses.replace(BUILDERS["transformer"](), bf16_updates=updates)
     other = real_copy(workload)
     with applied(levers, workload) as step, applied(levers, other) as resumed:
         step(workload.batch)
-        state = copy.deepcopy(collect(step, {}))
+        path = checkpoint.Writing(tmp_path, step, make_plan(workload), BatchStream(workload).position()).finish()
         dtype = torch.float32 if updates == "master-weights" else torch.bfloat16
-        assert {t.dtype for t in state.model.values()} == {dtype}
+        assert {t.dtype for t in read_model(path).values()} == {dtype}
         rng = torch.get_rng_state()
         losses = [step(workload.batch).loss for _ in range(3)]
         resumed(workload.batch)
-        prepare_restore(resumed, state)()
+        checkpoint.read(path, resumed).restore()
         torch.set_rng_state(rng)
         assert [resumed(workload.batch).loss for _ in range(3)] == losses
 

@@ -25,8 +25,7 @@ from memfit.ir import Levers, Plan
 from memfit.levers import applied
 from memfit.levers.precision import casts_of
 from memfit.pipeline.adaptive import Adaptive, ShapeInterpolation, shapes_of
-from memfit.training import Step, latest
-from memfit.training.guards import loop_memory as growth
+from memfit.training import Growth, Step, latest
 from memfit.workload import Workload, fingerprint, tensors_of
 from tests.models import transformer
 
@@ -347,7 +346,7 @@ def test_a_measured_peak_over_the_budget_is_an_event(tmp_path: Path) -> None:
 
 
 def test_memory_that_grows_in_a_run_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growth, "_FREE_SECONDS", 1e9)
+    monkeypatch.setattr(Growth, "free_seconds", 1e9)
     workload = made("samples")
     plan = planned(workload, "64MiB")
     kept: list[torch.Tensor] = []

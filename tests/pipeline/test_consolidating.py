@@ -57,8 +57,7 @@ def test_a_large_model_gets_several_files_and_an_index(
 def test_transformers_reads_it(tmp_path: Path) -> None:
     """From a run of one process, whose file is whole already, in several files."""
     transformers = pytest.importorskip("transformers")
-    from memfit.training import Step
-    from memfit.training.batches import BatchStream
+    from memfit.training import BatchStream, Step
     from memfit.training.runs import checkpoint
     from memfit.workload import Workload
     from tests.training.conftest import make_plan

@@ -16,8 +16,7 @@ from torch.optim import AdamW
 import memfit
 from memfit.errors import InfeasibleError
 from memfit.foundations import format_bytes
-from memfit.training import beside_text, held_beside
-from memfit.training.guards import loop_memory as growth
+from memfit.training import Growth, beside_text, held_beside
 from tests.measuring import peak_bytes_of
 from tests.pipeline.loops import deep
 
@@ -166,7 +165,7 @@ def test_batches_that_grow_each_time_are_planned_a_few_times_only() -> None:
 
 
 def test_memory_that_grows_in_a_loop_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growth, "_FREE_SECONDS", 1e9)
+    monkeypatch.setattr(Growth, "free_seconds", 1e9)
     model, told = deep(), list[str]()
     optimizer = AdamW(model.parameters(), fused=True)
     kept = []

@@ -30,9 +30,7 @@ from memfit.ir import Levers, Plan, Region, RunRecord
 from memfit.levers import applied, lower_candidates
 from memfit.pipeline import _apply
 from memfit.recipes import SeededBatches
-from memfit.training import Recovery, RunOptions, StepRecord, Trainer, latest
-from memfit.training.guards import recovery as rollback
-from memfit.training.runs.state import collect
+from memfit.training import Recovery, Rollback, RunOptions, StepRecord, Trainer, latest
 from memfit.workload import Workload
 from tests import models
 from tests.bombs import Bomb
@@ -78,11 +76,13 @@ def plan_of(name: str) -> Plan:
 
 def state_of(step: memfit.Step) -> dict[str, Any]:
     """Everything that must be equal: model, optimizer, random states."""
-    state = collect(step, {})
+    optimizer = step.workload.optimizer.state_dict()
+    state = {f"{index}.{key}": value for index, of in optimizer["state"].items() for key, value in of.items()}
+    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    rest = [optimizer["param_groups"], {key: value for key, value in state.items() if key not in tensors}]
     draws = (random.random(), float(np.random.rand()), float(torch.rand(())))
-    tensors = {**state.model, **state.optimizer_tensors}
-    values = {name: tensor.clone() for name, tensor in tensors.items()}
-    return {"tensors": values, "optimizer": json.dumps(state.optimizer, default=str), "draws": draws}
+    values = {name: tensor.clone() for name, tensor in {**step.workload.model.state_dict(), **tensors}.items()}
+    return {"tensors": values, "optimizer": json.dumps(rest, default=str), "draws": draws}
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -175,7 +175,7 @@ SOME = [("transformer", False), ("transformer, fused", True), ("several optimize
 
 @pytest.mark.parametrize(("name", "first"), [p if p in SOME else pytest.param(*p, marks=pytest.mark.ci) for p in PAIRS])
 def test_in_the_optimizer_with_copies_on_the_host(name: str, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollback, "has_room", lambda wanted_bytes, device: False)
+    monkeypatch.setattr(Rollback, "has_room", lambda self, wanted_bytes, device: False)
     before = operators_before_the_update(name)
     _, _, _, operators = run(name, {})
     copies = 2 * sum(1 for _ in BUILDERS[name]().model.parameters())
@@ -215,9 +215,9 @@ def test_an_optimizer_whose_changes_cannot_be_seen_is_taken_to_have_changed_the_
     data = torch.randn(8, 4), torch.randn(8, 4)
     workload = Workload(model, data, models.squared_error, DataOptimizer(model.parameters()))
     with applied(Levers(microbatch_size=8), workload) as step:
-        back = rollback.Rollback(step)
+        back = Rollback(step)
         for has_room in (True, False):
-            monkeypatch.setattr(rollback, "has_room", lambda wanted_bytes, device, is_there=has_room: is_there)
+            monkeypatch.setattr(Rollback, "has_room", lambda *given, is_there=has_room: is_there)
             before = [p.clone() for p in model.parameters()]
             back.mark()
             with pytest.raises(torch.OutOfMemoryError):

@@ -18,8 +18,7 @@ import memfit
 from memfit import ir
 from memfit.errors import MemfitError, NonFiniteError, OutOfMemoryError, PlanError, PlanMismatchError, UsageError
 from memfit.ir import Levers, Plan, Region, Sharding
-from memfit.training import Recovery, Step
-from memfit.training.guards import recovery as rollback
+from memfit.training import Recovery, Rollback, Step
 from memfit.workload import Workload
 from tests.bombs import Bomb
 from tests.pipeline.frontiers import with_frontier
@@ -198,8 +197,8 @@ def stopped(plan: Plan, rank: int, *, is_finite: bool) -> dict[str, Any]:
 def in_the_update(plan: Plan, rank: int) -> dict[str, Any]:
     """Rank 1 has no room for the update of the third step, and then runs out in the middle of it."""
     work = made(plan.levers)
-    has_room, index, injured = rollback.has_room, 0, 0
-    rollback.has_room = lambda *given: has_room(*given) and not (rank == 1 and index == 2)
+    has_room, index, injured = Rollback.has_room, 0, 0
+    Rollback.has_room = staticmethod(lambda *given: has_room(*given) and not (rank == 1 and index == 2))  # type: ignore[method-assign]
 
     def injure(*_: Any) -> None:
         nonlocal injured
@@ -215,7 +214,7 @@ def in_the_update(plan: Plan, rank: int) -> dict[str, Any]:
                     step(work.batch)
             return outcome(work, step)
     finally:
-        rollback.has_room = has_room
+        Rollback.has_room = staticmethod(has_room)  # type: ignore[method-assign]
 
 
 def without_recovery(plan: Plan, rank: int) -> dict[str, Any]:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from memfit.ir import Levers, Plan, Prediction, Solution
 from memfit.recipes import SeededBatches
-from memfit.training import Step
+from memfit.training import METRICS, Step, read_lines
 from memfit.training.runs import checkpoint
 from memfit.workload import Workload, fingerprint
 
@@ -159,9 +159,8 @@ def training_state(step: Step) -> Any:
 
 def lines_of(out: Path) -> list[dict[str, Any]]:
     """Return the lines of the log without times, which differ from run to run."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     times = ("seconds", "data_seconds", "samples_per_second")
-    return [{k: v for k, v in line.items() if k not in times} for line in lines]
+    return [{k: v for k, v in line.items() if k not in times} for line in read_lines(out / METRICS)]
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -171,6 +170,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors of a safetensors file, and its metadata."""
+    with safe_open(path, framework="pt") as file:
+        return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}
 
 
 def restored(path: Path, step: Step) -> checkpoint.Loaded:

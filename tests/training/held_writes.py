@@ -9,16 +9,14 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 
-from memfit.training import RunOptions, Step, Trainer
-from memfit.training.runs import checkpoint
-from memfit.training.runs.state import read_tensors
-from tests.training.conftest import make_plan, make_workload
+from memfit.training import MANIFEST, RunOptions, Step, Trainer
+from tests.training.conftest import make_plan, make_workload, read_tensors
 
 THREAD = "memfit-checkpoint"
 
@@ -31,8 +29,8 @@ class HeldWrites:
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, error: OSError | None = None) -> None:
-        self._gate, self._error, self._write = threading.Event(), error, checkpoint.write_tensors
-        patch.setattr(checkpoint, "write_tensors", self._held)
+        self._gate, self._error, self._write = threading.Event(), error, safetensors.torch.save_file
+        patch.setattr(safetensors.torch, "save_file", self._held)
 
     def _held(self, *args: Any) -> None:
         if threading.current_thread().name == THREAD:
@@ -47,18 +45,17 @@ class HeldWrites:
     def let_go(self) -> None:
         self._gate.set()
 
-    def end(self, trainer: Trainer) -> None:
+    def end(self) -> None:
         """Let the thread go on, and wait until it has ended."""
         self.let_go()
-        writing = trainer._writing
-        assert writing is not None
-        while writing.outcome == checkpoint.GOING_ON:
-            time.sleep(0.001)
+        for thread in threading.enumerate():
+            if thread.name == THREAD:
+                thread.join()
 
 
 def stored(path: Path) -> dict[str, Any]:
     """Return what a checkpoint holds, by file; not the sums of headers, in which metadata is in any order."""
-    texts = {file.name: file.read_text() for file in path.glob("*.json") if file.name != checkpoint.MANIFEST}
+    texts = {file.name: file.read_text() for file in path.glob("*.json") if file.name != MANIFEST}
     return {**texts, **{file.name: read_tensors(file) for file in path.glob("*.safetensors")}}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -17,10 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from memfit.errors import UsageError, WorkloadError
-from memfit.training import on_device
-from memfit.training.batches import BatchStream, Prefetcher
+from memfit.training import METRICS, BatchStream, on_device, read_lines
 from tests.training.conftest import make_batches, make_workload, squared_error
-from tests.training.test_trainer import BATCH_KINDS, Crash, Run, crash_at
+from tests.training.test_trainer import Run
 
 
 class Made(Exception):
@@ -32,22 +30,23 @@ class Made(Exception):
 def test_items_come_in_order_and_never_too_many_ahead(items: int, depth: int, taken: int) -> None:
     made: list[int] = []
 
-    def make() -> int:
-        if len(made) == items:
+    class Batches:
+        def __iter__(self) -> Iterator[int]:
+            for item in range(items):
+                made.append(item)
+                yield item
             raise Made
-        made.append(len(made))
-        return made[-1]
 
-    ahead = Prefetcher(make, depth)
+    stream = BatchStream(make_workload(batches=Batches()), depth)
     for n in range(min(taken, items)):
-        assert ahead.take() == n
+        assert stream.next_batch(1) == (n,)
         assert len(made) <= n + 1 + depth
     if taken > items:
         with pytest.raises(Made):
-            ahead.take()
-    ahead.stop()
-    count = len(made)
-    assert count <= min(taken, items) + depth and not ahead._thread.is_alive()
+            stream.next_batch(1)
+    stream.close()
+    assert len(made) <= min(taken, items) + depth
+    assert not [thread for thread in threading.enumerate() if thread.name == "memfit-prefetch"]
 
 
 def test_making_goes_on_while_the_step_runs(tmp_path: Path) -> None:
@@ -76,19 +75,6 @@ def test_making_goes_on_while_the_step_runs(tmp_path: Path) -> None:
     assert made == list(range(8))
 
 
-@pytest.mark.parametrize("batches", BATCH_KINDS)
-@pytest.mark.parametrize(("every", "at"), [(4, 10), (6, 6), (5, 14)])
-def test_runs_with_batches_made_ahead_end_bitwise_as_others(batches: str, every: int, at: int, tmp_path: Path) -> None:
-    whole, broken = (Run(tmp_path / name, batches) for name in ("whole", "broken"))
-    expected = whole.fit(steps=15)
-    options = {"steps": 15, "checkpoint_every": every, "prefetch_batches": 3}
-    with pytest.raises(Crash):
-        broken.fit(**options, on_step=crash_at(at))
-    assert broken.fit(**options, resume=True, seed=7) == expected
-    assert broken.lines == whole.lines
-    assert not [thread for thread in threading.enumerate() if thread.name == "memfit-prefetch"]
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_with_workers_resumes_bitwise(workers: int, tmp_path: Path) -> None:
     """Its workers make batches ahead; the order and the position are the same as without."""
@@ -100,8 +86,7 @@ def test_a_loader_with_workers_resumes_bitwise(workers: int, tmp_path: Path) -> 
     whole = Run(tmp_path / "whole", batches=loader(0))
     broken = Run(tmp_path / "broken", batches=loader(workers))
     expected = whole.fit(steps=9)
-    with pytest.raises(Crash):
-        broken.fit(steps=9, checkpoint_every=4, on_step=crash_at(7))
+    broken.crash(7, steps=9, checkpoint_every=4)
     assert broken.fit(steps=9, resume=True, seed=7) == expected
 
 
@@ -176,13 +161,10 @@ def test_waiting_for_data_is_measured(tmp_path: Path) -> None:
     slow.fit(steps=4)
     fast.fit(steps=1)
     assert slow.record.data_share is not None and 0 < slow.record.data_share < 1
-    waited = slow.record.data_share / (1 - slow.record.data_share) * sum(line["seconds"] for line in read(slow.out)[1:])
-    assert waited >= 3 * 0.02 and all(line["data_seconds"] >= 0.02 for line in read(slow.out))
+    lines = read_lines(slow.out / METRICS)
+    waited = slow.record.data_share / (1 - slow.record.data_share) * sum(line["seconds"] for line in lines[1:])
+    assert waited >= 3 * 0.02 and all(line["data_seconds"] >= 0.02 for line in lines)
     assert fast.record.data_share is None
-
-
-def read(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_tensors_are_moved_to_the_device_and_the_rest_is_kept() -> None:

@@ -17,7 +17,6 @@ import torch
 from memfit.errors import MemfitError, MemoryLimitError, OutputError
 from memfit.ir import Sharding
 from memfit.training import RunOptions, Trainer
-from memfit.training.trainer import PREEMPTED
 from memfit.workload import Workload
 from tests.covering import each
 from tests.processes import on_ranks
@@ -25,6 +24,7 @@ from tests.ranks.trainings import DDP, HYBRID, ZERO2, ZERO3, Kind, fit, is_same,
 from tests.training.conftest import lines_of
 from tests.training.held_writes import HeldWrites, names, stored
 
+PREEMPTED = 75  # what SIGTERM ends a run with
 SHARDINGS = {"ddp": DDP, "zero2": ZERO2, "zero3": ZERO3, "hybrid": HYBRID}
 
 
@@ -161,7 +161,7 @@ def with_a_slow_writer(rank: int, sharding: Sharding, out: Path) -> Iterator[Any
     def on_step(progress: Any) -> None:
         seen[progress.step] = names(out / "goes-on")
         if progress.step == (6 if rank == slow else 5):
-            held.end(trainer)
+            held.end()
 
     options = {"checkpoint_every": 4, "keep_checkpoints": 9, "async_checkpoints": True, "on_step": on_step}
     with trainer_of(sharding, out / "goes-on", **options) as trainer, pytest.MonkeyPatch.context() as patch:
@@ -193,7 +193,7 @@ def test_a_checkpoint_has_its_place_when_the_slowest_rank_has_written_and_traini
 def full_for_one(rank: int, out: Path) -> Iterator[Any]:
     def on_step(progress: Any) -> None:
         if rank == 1 and progress.step == 3:
-            held.end(trainer)
+            held.end()
 
     options = {"checkpoint_every": 2, "async_checkpoints": True, "on_step": on_step}
     with trainer_of(ZERO3, out, **options) as trainer, pytest.MonkeyPatch.context() as patch:

@@ -263,7 +263,6 @@ class MemfitCallback(TrainerPlan, Callback):  # type: ignore[misc]
 
 
 def _training_step(module: nn.Module, batch: Any) -> Any:
-    """Return the loss of a module's training step."""
     out: Any = module.training_step(batch, 0)  # type: ignore[operator]
     return out["loss"] if isinstance(out, dict) else out
 

@@ -254,7 +254,9 @@ class _Loss:
     """
 
     def __init__(self, trainer: Any, dtype: torch.dtype | None, ahead: Any = None) -> None:
-        self.trainer = _with_own_notes(trainer)
+        self.trainer = copied = copy.copy(trainer)  # with copies of its plain containers, and without its data sets
+        copied.__dict__.update({name: _own(value) for name, value in vars(trainer).items()})
+        copied.train_dataset = copied.eval_dataset = None  # no loss reads them, and they would be copied and counted
         self.dtype = dtype
         self.ahead = nn.Module()
         for index, tensor in enumerate(tensors_of(ahead)):
@@ -263,14 +265,6 @@ class _Loss:
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
         with _prepared(model, self.dtype):
             return self.trainer.compute_loss(model, dict(inputs))
-
-
-def _with_own_notes(trainer: Any) -> Any:
-    """Return a shallow copy of a trainer, with copies of its plain containers and without its data sets."""
-    copied = copy.copy(trainer)
-    copied.__dict__.update({name: _own(value) for name, value in vars(trainer).items()})
-    copied.train_dataset = copied.eval_dataset = None  # no loss reads them, and they would be copied and counted
-    return copied
 
 
 def _own(value: Any) -> Any:

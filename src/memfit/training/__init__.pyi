@@ -1,3 +1,4 @@
+from .batches import BatchStream as BatchStream
 from .batches import on_device as on_device
 from .guards.host_resources import HostWatch as HostWatch
 from .guards.host_resources import check_disk as check_disk
@@ -12,6 +13,7 @@ from .guards.loop_memory import beside_text as beside_text
 from .guards.loop_memory import held_beside as held_beside
 from .guards.recovery import OutOfMemoryObserver as OutOfMemoryObserver
 from .guards.recovery import Recovery as Recovery
+from .guards.recovery import Rollback as Rollback
 from .guards.recovery import Snapshots as Snapshots
 from .loss import LossScaler as LossScaler
 from .loss import gradient_values as gradient_values

@@ -7,7 +7,7 @@ import copy
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
@@ -61,7 +61,7 @@ class BatchStream:
         methods = (getattr(self._batches, name, None) for name in ("state_dict", "load_state_dict"))
         self._is_stateful, self._prefetch_batches = all(map(callable, methods)), prefetch_batches
         self._is_safe_ahead = False
-        self._ahead: Prefetcher[tuple[Any, Any]] | None = None
+        self._ahead: Prefetcher | None = None
         self._iterator: Iterator[Any] | None = None
         self._made = 0
         self._own_before: Any = None
@@ -133,8 +133,17 @@ class BatchStream:
             )
         self._stop()
         with rng_preserved():
-            if position["own"] is None:
-                self._skip(position)
+            if position["own"] is None:  # iterate the epoch again, as it began
+                self._set_random_state(position["epoch_start"])
+                self._iterator, self._made = (iter(self._batches) if position["used"] else None), position["used"]
+                for used in range(position["used"]):
+                    try:
+                        next(self._iterator)  # type: ignore[arg-type]
+                    except StopIteration as e:
+                        raise CheckpointError(
+                            f"Workload.batches gave {used} batches in epoch {position['epoch']}, and the checkpoint"
+                            f" used {position['used']}: give the checkpoint's batches"
+                        ) from e
             else:
                 try:
                     self._batches.load_state_dict(position["own"])
@@ -188,7 +197,9 @@ class BatchStream:
     def _make_ahead(self) -> tuple[Any, Any]:
         assert self._iterator is not None
         batch, own = next(self._iterator), self._own_state()
-        return (batch if self._device.type == "cpu" else pinned(batch)), own
+        if self._device.type != "cpu":  # pinned: copies to a GPU then overlap with its computation
+            batch = map_tensors(lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor, batch)
+        return batch, own
 
     def _own_state(self) -> Any:
         return copy.deepcopy(self._batches.state_dict()) if self._is_stateful else None
@@ -197,21 +208,6 @@ class BatchStream:
         if self._ahead is not None:
             self._ahead.stop()
             self._ahead = None
-
-    # The position
-
-    def _skip(self, position: dict[str, Any]) -> None:
-        """Iterate the epoch again, as it began, up to the position."""
-        self._set_random_state(position["epoch_start"])
-        self._iterator, self._made = (iter(self._batches) if position["used"] else None), position["used"]
-        for used in range(position["used"]):
-            try:
-                next(self._iterator)  # type: ignore[arg-type]
-            except StopIteration as e:
-                raise CheckpointError(
-                    f"Workload.batches gave {used} batches in epoch {position['epoch']}, and the checkpoint used"
-                    f" {position['used']}: give the checkpoint's batches"
-                ) from e
 
     def _random_state(self) -> dict[str, Any]:
         return {"global": rng_state(), "own": [generator_state(g) for g in _generators(self._batches)]}
@@ -229,37 +225,34 @@ class BatchStream:
 
 
 def _generators(batches: Any) -> list[torch.Generator]:
-    """Return the random generators of a loader and its samplers."""
     sampler, batch_sampler = (getattr(batches, name, None) for name in ("sampler", "batch_sampler"))
     owners = (batches, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
     generators = [g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)]
     return list({id(g): g for g in generators}.values())
 
 
-T = TypeVar("T")
-
-
-class Prefetcher(Generic[T]):
+class Prefetcher:
     """A thread that calls `make` repeatedly, at most `depth` items ahead of its consumer.
 
     An exception ends the thread, and is raised where that item is taken.
     """
 
-    def __init__(self, make: Callable[[], T], depth: int) -> None:
+    def __init__(self, make: Callable[[], tuple[Any, Any]], depth: int) -> None:
         self._make = make
         self._room = threading.Semaphore(depth)
-        self._made: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+        self._made: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="memfit-prefetch", daemon=True)
         self._thread.start()
 
-    def take(self) -> T:
+    def take(self) -> tuple[Any, Any]:
         """Wait for the next item and return it; don't call it again after it raised."""
+        item: tuple[Any, Any]
         item, error = self._made.get()
         self._room.release()
         if error is not None:
             raise error
-        return item  # type: ignore[return-value]
+        return item
 
     def stop(self) -> None:
         """Wait for the item in progress, and end the thread."""
@@ -279,11 +272,6 @@ class Prefetcher(Generic[T]):
             except BaseException as e:
                 error = e
             self._made.put((item, error))
-
-
-def pinned(batch: Any) -> Any:
-    """Return a batch in pinned memory, from which copies to a GPU overlap with its computation."""
-    return map_tensors(lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor, batch)
 
 
 def on_device(batch: Any, device: torch.device) -> Any:

@@ -74,7 +74,6 @@ class Optimizers(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Make each optimizer use the groups and the state of this one."""
         start = 0
         for optimizer, count in zip(self.optimizers, self._counts, strict=True):
             optimizer.param_groups = self.param_groups[start : start + count]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,31 +19,12 @@ _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 def check_supported(workload: Workload) -> None:
     """Raise WorkloadError unless a workload's model and optimizer can be copied and stepped, and belong together."""
-    found = (_refused_modules(workload.model), _refused_optimizers(workload.optimizer), _refused_together(workload))
-    for refused in itertools.chain(*found):
+    for refused in _refused(workload):
         raise WorkloadError(refused)
 
 
-def _refused_together(workload: Workload) -> Iterator[str]:
-    own = {id(parameter) for parameter in workload.model.parameters() if parameter.requires_grad}
-    updated = {id(parameter) for group in workload.optimizer.param_groups for parameter in group["params"]}
-    if own and not own & updated:  # a model without any may serve an optimizer of other tensors
-        kind, model = type(workload.optimizer).__name__, type(workload.model).__name__
-        yield (
-            f"Workload.optimizer is the optimizer {kind} over {len(updated)} tensors, and none of them is a parameter"
-            f" of Workload.model ({model}): create it from this model: {kind}(model.parameters())"
-        )
-    place = next((p.device for p in workload.model.parameters()), None)
-    others = {t.device for t in tensors_of(workload.batch)} - {place, torch.device("cpu"), torch.device("meta")}
-    if place is not None and place.type != "meta" and others:
-        yield (
-            f"Workload.batch is on {', '.join(sorted(map(str, others)))}, and Workload.model is on {place}: move one of"
-            f" them: batch.to({str(place)!r})"
-        )
-
-
-def _refused_modules(model: nn.Module) -> Iterator[str]:
-    for name, module in model.named_modules():
+def _refused(workload: Workload) -> Iterator[str]:
+    for name, module in workload.model.named_modules():
         where = f"Workload.model.{name}" if name else "Workload.model"
         kind = type(module).__name__
         if isinstance(module, _WRAPPERS):
@@ -63,6 +43,22 @@ def _refused_modules(model: nn.Module) -> Iterator[str]:
                 f"{where} is a {kind}, and its parameters have no shapes yet ({', '.join(lazy)}): run one batch through"
                 " the model first, and create the optimizer after that"
             )
+    yield from _refused_optimizers(workload.optimizer)
+    own = {id(parameter) for parameter in workload.model.parameters() if parameter.requires_grad}
+    updated = {id(parameter) for group in workload.optimizer.param_groups for parameter in group["params"]}
+    if own and not own & updated:  # a model without any may serve an optimizer of other tensors
+        kind, model = type(workload.optimizer).__name__, type(workload.model).__name__
+        yield (
+            f"Workload.optimizer is the optimizer {kind} over {len(updated)} tensors, and none of them is a parameter"
+            f" of Workload.model ({model}): create it from this model: {kind}(model.parameters())"
+        )
+    place = next((p.device for p in workload.model.parameters()), None)
+    others = {t.device for t in tensors_of(workload.batch)} - {place, torch.device("cpu"), torch.device("meta")}
+    if place is not None and place.type != "meta" and others:
+        yield (
+            f"Workload.batch is on {', '.join(sorted(map(str, others)))}, and Workload.model is on {place}: move one of"
+            f" them: batch.to({str(place)!r})"
+        )
 
 
 def _refused_optimizers(optimizer: Any) -> Iterator[str]:
@@ -81,7 +77,6 @@ def _refused_optimizers(optimizer: Any) -> Iterator[str]:
 
 
 def _needs_closure(optimizer: Any) -> bool:
-    """Tell whether an optimizer's `step` has a required argument."""
     try:
         # The class's method: learning-rate schedulers wrap the instance's, whose signature then has `self`.
         parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
@@ -109,7 +104,6 @@ def checked_loss(value: Any) -> tuple[torch.Tensor, torch.Tensor | float | None]
 
 
 def _wrong_loss(value: Any) -> str:
-    """Return the error's text: the value in the place of a loss, and how to return one."""
     if value is None:
         return "Workload.loss_fn returned None: end it with `return loss`"
     if isinstance(value, torch.Tensor):

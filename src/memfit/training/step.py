@@ -28,7 +28,7 @@ from memfit.foundations import held_back, public, safe_point, undone
 from memfit.ir import Phase, Prediction
 from memfit.ranks import BatchPart, SingleProcess, T
 from memfit.training.batches import on_device
-from memfit.training.guards.limits import Ledger, ledger_of
+from memfit.training.guards.limits import Ledger, device_of, ledger_of
 from memfit.training.loss import LossScaler, Window, gradient_entries, gradient_values, watching
 from memfit.training.optimizers import parameters_of
 from memfit.training.refusals import checked_loss
@@ -49,7 +49,6 @@ from memfit.workload import (
     tensors_of,
 )
 
-_CPU = torch.device("cpu")
 TensorsByNumber = dict[int, torch.Tensor]
 _log = logging.getLogger("memfit")
 _UNRELATED = (
@@ -95,9 +94,6 @@ class StepResult:
     skips: int = 0
 
 
-_NO_RESULT = StepResult(math.nan, math.nan, False, 1.0, math.nan, None)
-
-
 @dataclass(frozen=True)
 class StepOptions:
     """The settings of a step.
@@ -122,8 +118,8 @@ class StepOptions:
     """
 
     microbatch_size: int | None = None
-    autocast: Callable[[], AbstractContextManager[object]] | None = None
-    around: Callable[[], AbstractContextManager[object]] | None = None
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
     scaler: LossScaler | None = None
     update: Callable[[], object] | None = None
     in_backward: BackwardUpdates | None = None
@@ -223,23 +219,24 @@ class Step:
 
     @property
     def buckets(self) -> list[torch.Tensor]:
-        """Return the buffers of gradients for other ranks, if an engine keeps them between steps."""
+        """The buffers of gradients for other ranks, if an engine keeps them between steps."""
         return self.options.ranks.buckets
 
     @property
     def held_bytes(self) -> int:
-        """Return the bytes of the buffers of gradients for other ranks, if an engine keeps them between steps."""
+        """The bytes of these buffers."""
         return self.options.ranks.held_bytes(self.workload)
 
     def close(self) -> None:
         """Undo the plan's changes to the model. The step can't run afterwards."""
-        undone(self._close)
 
-    def _close(self) -> None:
-        self._use()
-        if self.on_close is not None:
-            self.on_close()
-            self.on_close = None
+        def close() -> None:
+            self._use()
+            if self.on_close is not None:
+                self.on_close()
+                self.on_close = None
+
+        undone(close)
 
     def _use(self) -> None:
         if self.on_use is not None:
@@ -284,14 +281,11 @@ class Step:
 
     def autocast(self) -> AbstractContextManager[object]:
         """Make the context of a forward pass."""
-        return nullcontext() if self.options.autocast is None else self.options.autocast()
+        return self.options.autocast()
 
     def update_parameters(self) -> None:
         """Update the parameters from their present gradients."""
-        if self.options.update is None:
-            self.workload.optimizer.step()
-        else:
-            self.options.update()
+        (self.options.update or self.workload.optimizer.step)()
 
     @public
     def __call__(self, batch: Any) -> StepResult:
@@ -317,29 +311,55 @@ class Step:
             return result
 
     def _once(self, batch: Any) -> StepResult:
-        if self._player is not None:
-            self._player.step(batch, self._phase)
-            return _NO_RESULT
-        if self.options.loop is not None:
-            self._run_in_order(self.options.loop, batch)
-            return _NO_RESULT
+        if self._player is not None or self.options.loop is not None:
+            if self._player is not None:
+                self._player.step(batch, self._phase)
+            elif self.options.loop is not None:
+                self._run_in_order(self.options.loop, batch)
+            return StepResult(math.nan, math.nan, False, 1.0, math.nan, None)
         started = time.perf_counter()
         share = self._arrived(batch)
-        batch = share.batch
-        proving = self.options.proving
-        if proving is not None and self.options.in_backward is not None:
-            with self._within(batch), proving():
-                self._rehearse(share, self.options.in_backward)
-            proving = None
-        with self._within(batch), nullcontext() if proving is None else proving():
-            loss, norm, is_whole, scale = self._run(share)
+        updating, proving = self.options.in_backward, self.options.proving or nullcontext
+        if updating is not None and self.options.proving is not None:
+            # A step that leaves nothing: where gradients are used as soon as they are there, errors come too late.
+            buffers = list(self.workload.model.buffers())
+            before = [buffer.clone() for buffer in buffers]
+            with self._within(share.batch), proving():
+                try:
+                    with rng_preserved(), updating.dropped():
+                        self._accumulate(share, [])
+                finally:
+                    _clear(self.parameters())
+                    with torch.no_grad():
+                        for buffer, value in zip(buffers, before, strict=True):
+                            buffer.copy_(value)
+            proving = nullcontext
+        with self._within(share.batch), proving():
+            parameters, statistics = self._held()
+            before = [s.clone() for s in statistics]
+            _clear(parameters)
+            norm = math.nan
+            try:
+                loss = self._accumulate(share, parameters, updating=updating)
+                self._check_loss(loss, share)
+                self._phase("optimizer", 0)
+                scale = 1.0 if self.scaler is None else self.scaler.scale
+                norm, is_whole = self._update(loss, share)
+            finally:
+                _clear(parameters)
+                if statistics and not math.isfinite(norm):
+                    foreach_copy_(statistics, before)
         skipped = not math.isfinite(norm)
-        skips = 0 if self.scaler is None else self.scaler.skips
-        if not skipped:
-            self.steps += 1
-        seconds = time.perf_counter() - started
-        grad_norm = math.nan if skipped or not is_whole else norm
-        self.last = StepResult(loss, grad_norm, skipped, scale, seconds, self.options.predicted_peak_bytes, skips)
+        self.steps += not skipped
+        self.last = StepResult(
+            loss,
+            math.nan if skipped or not is_whole else norm,
+            skipped,
+            scale,
+            time.perf_counter() - started,
+            self.options.predicted_peak_bytes,
+            0 if self.scaler is None else self.scaler.skips,
+        )
         return self.last
 
     def evaluate(self, function: Callable[[nn.Module], T]) -> T:
@@ -361,7 +381,7 @@ class Step:
         parameters = self.parameters()
         _clear(parameters)
         try:
-            with nullcontext() if self.options.around is None else self.options.around():
+            with self.options.around():
                 loss = self._accumulate(share, parameters)
             self._check_loss(loss, share)
             if self.scaler is not None:
@@ -375,49 +395,17 @@ class Step:
         """Return this rank's part of a batch, on the model's accelerator where all of it was left on the CPU."""
         self._use()
         share = self.options.ranks.share(self.workload, batch)
-        place = next((p.device for p in self.workload.model.parameters()), _CPU)
+        place = device_of(self)
         if place.type == "cpu" or any(tensor.device.type != "cpu" for tensor in tensors_of(share.batch)):
             return share
         return replace(share, batch=on_device(share.batch, place))
 
     # What a step consists of
 
-    def _run(self, share: BatchPart) -> tuple[float, float, bool, float]:
-        """Return the loss of an update, its gradient norm as `_update` does, and the loss scale."""
-        parameters, statistics = self._held()
-        before = [s.clone() for s in statistics]
-        _clear(parameters)
-        norm = math.nan
-        try:
-            loss = self._accumulate(share, parameters, updating=self.options.in_backward)
-            self._check_loss(loss, share)
-            self._phase("optimizer", 0)
-            scale = 1.0 if self.scaler is None else self.scaler.scale
-            norm, is_whole = self._update(loss, share)
-        finally:
-            _clear(parameters)
-            if statistics and not math.isfinite(norm):
-                foreach_copy_(statistics, before)
-        return loss, norm, is_whole, scale
-
     @contextmanager
     def _within(self, batch: Any) -> Iterator[None]:
-        limit = nullcontext() if self.limit is None else self.limit(batch)
-        with limit, nullcontext() if self.options.around is None else self.options.around():
+        with nullcontext() if self.limit is None else self.limit(batch), self.options.around():
             yield
-
-    def _rehearse(self, share: BatchPart, updating: BackwardUpdates) -> None:
-        """Run a step that leaves nothing: where gradients are used as soon as they are there, errors come too late."""
-        buffers = list(self.workload.model.buffers())
-        before = [buffer.clone() for buffer in buffers]
-        try:
-            with rng_preserved(), updating.dropped():
-                self._accumulate(share, [])
-        finally:
-            _clear(self.parameters())
-            with torch.no_grad():
-                for buffer, value in zip(buffers, before, strict=True):
-                    buffer.copy_(value)
 
     def _phase(self, phase: Phase, microbatch: int) -> None:
         safe_point(in_step=True)
@@ -512,7 +500,12 @@ class Step:
         if self.scaler is not None:
             self.scaler.unscale(gradients)
         is_whole = self.workload.max_grad_norm is not None or not any(g.is_sparse for g in gradients)
-        total = _total_norm([gradient_values(g) if is_whole else gradient_entries(g) for g in gradients])
+        values = [gradient_values(g) if is_whole else gradient_entries(g) for g in gradients]
+        if all(gradient.dtype != torch.float16 for gradient in values):
+            total = torch.nn.utils.get_total_norm(values)
+        else:  # as it would take it, but in fp32 of those in fp16, which overflow
+            wider = [torch.float32 if g.dtype == torch.float16 else None for g in values]
+            total = _norm_of([torch.linalg.vector_norm(g, dtype=d) for g, d in zip(values, wider, strict=True)])
         total = self.options.ranks.norm(total, any(is_shared(type(p)) for p in updated))
         norm = float(total)
         if not math.isfinite(norm):
@@ -737,14 +730,6 @@ def _clear(parameters: list[nn.Parameter]) -> None:
 def _gradients_of(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
     """Return the gradients that there are, of shards this rank's own."""
     return [local_part(p.grad) for p in parameters if p.grad is not None]
-
-
-def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of all gradients as `clip_grad_norm_` takes it, but in fp32 of those in fp16, which overflow."""
-    if all(gradient.dtype != torch.float16 for gradient in gradients):
-        return torch.nn.utils.get_total_norm(gradients)
-    norms = [torch.linalg.vector_norm(g, dtype=torch.float32 if g.dtype == torch.float16 else None) for g in gradients]
-    return _norm_of(norms)
 
 
 def _norm_of(norms: list[torch.Tensor]) -> torch.Tensor:

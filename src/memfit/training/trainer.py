@@ -16,9 +16,8 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from memfit import ir
+from memfit import hardware, ir
 from memfit.errors import (
-    DamagedCheckpointError,
     MemfitError,
     MemoryLimitError,
     OutOfMemoryError,
@@ -29,9 +28,9 @@ from memfit.errors import (
 )
 from memfit.foundations import HeldSignals, format_bytes, held_back
 from memfit.ir import Plan, RunRecord, uses_text
-from memfit.ranks import SingleProcess, once
+from memfit.ranks import once
 from memfit.training.batches import BatchStream
-from memfit.training.guards.limits import allocation_retries, device_of
+from memfit.training.guards.limits import device_of
 from memfit.training.guards.recovery import OutOfMemoryObserver, Recovery
 from memfit.training.runs import checkpoint
 from memfit.training.runs.folder import (
@@ -53,8 +52,7 @@ from memfit.training.runs.log import (
     resumed_history,
 )
 from memfit.training.runs.run_options import RunOptions
-from memfit.training.runs.state import HostBuffers
-from memfit.training.step import Step, StepResult, evaluation_mode
+from memfit.training.step import Step, evaluation_mode
 from memfit.workload import fingerprint, rng_state, samples_of, set_rng_state
 
 PREEMPTED = 75
@@ -112,7 +110,7 @@ class Trainer:
         self._recoveries_noted = self._events_noted = 0
         self._saved_step: int | None = None
         self._writing: checkpoint.Writing | None = None
-        self._buffers = HostBuffers() if self.options.async_checkpoints else None
+        self._buffers = checkpoint.HostBuffers() if self.options.async_checkpoints else None
         self._doing: _Doing = "nothing"
         self._is_agreed = False
 
@@ -133,7 +131,7 @@ class Trainer:
         overwrite, resume = self.options.overwrite, self.options.resume
         with held_folder(self.out, overwrite=overwrite, resume=resume, ranks=self._ranks):
             self._history, happened = self._resumed() if resume else (self._begun(), [])
-            self._retries_before = allocation_retries(self.step) or 0
+            self._retries_before = hardware.accelerators.allocation_retries(device_of(self.step)) or 0
             metrics, events = self.out / METRICS, self.out / TENSORBOARD if self.options.tensorboard else None
             with (
                 contextlib.closing(self._stream),
@@ -161,8 +159,6 @@ class Trainer:
     # Before
 
     def _begun(self) -> History:
-        """Prepare the folder of a run that begins."""
-
         def begin() -> None:
             if self.options.overwrite and self.out.exists():
                 clear_folder(self.out)
@@ -189,9 +185,31 @@ class Trainer:
             ir.codec.write_atomic(self.out / PLAN, ir.codec.encode(self.plan))
             return aside
 
-        happened = _events_of_resuming(loaded, self.step, self.plan, damages, once(self._ranks, tidy))
+        happened = [
+            (
+                "damaged checkpoint",
+                f"{damage}; the checkpoint was renamed to {place}, and training continues from {loaded.path}",
+            )
+            for damage, place in zip(damages, once(self._ranks, tidy), strict=True)
+        ]
+        was, is_now, scaler = loaded.plan.levers.precision, self.plan.levers.precision, self.step.scaler
+        if was != is_now:
+            had_scaler = loaded.state.training["scaler"] is not None
+            done = []
+            if scaler is not None and not had_scaler:
+                done.append(f"a new loss scaler starts at {scaler.scale:g}")
+            if scaler is None and had_scaler:
+                done.append("the loss scaler's state is dropped")
+            if self.step.workload.bf16_updates == "stochastic-rounding" and "bf16-true" in (was, is_now):
+                done.append(f"weights are {'widened from' if was == 'bf16-true' else 'rounded to'} bf16")
+            text = f"{loaded.path} was written with precision={was!r}; training continues with {is_now!r}"
+            done = done or ["weights and optimizer state are unchanged"]
+            happened.append(("another precision", "; ".join([text, *done])))
+        if replace(loaded.plan.levers, precision=is_now) != self.plan.levers:
+            text = f"{loaded.path} was written with {uses_text(loaded.plan.uses)}"
+            happened.append(("another plan", f"{text}; training continues with {uses_text(self.plan.uses)}"))
         self._saved_step = loaded.step_count
-        set_rng_state(loaded.state.rng)
+        set_rng_state(loaded.state.training["rng"])
         return history, happened
 
     # During
@@ -235,26 +253,59 @@ class Trainer:
         except BaseException as e:
             error = e
         seconds = time.perf_counter() - started
-        stop, is_written = _meet(self._ranks, error, samples, self._writing)
+        written: float = checkpoint.WRITTEN if self._writing is None else self._writing.outcome
+        stop = error
+        if self._ranks.size > 1:
+            stop, written = self._meet(error, _AT_THE_END if samples is None else samples, written)
         if stop is not None:
             self._is_agreed = True
             raise stop
         self._doing = "nothing" if batch is None else "holding a batch"
-        if is_written:
+        if written != checkpoint.GOING_ON:  # on all ranks, or one of them could not
             self._finish_writing()
         return None if batch is None else (batch[0], seconds)
 
+    def _meet(self, error: BaseException | None, samples: int, written: float) -> tuple[BaseException | None, float]:
+        """Meet the other ranks before a step: return why this one must stop, if so, and the worst of all `written`."""
+        kinds = (SystemExit, _TERMINATED), (KeyboardInterrupt, _INTERRUPTED), (MemoryLimitError, _LIMIT)
+        code = next((code for kind, code in kinds if isinstance(error, kind)), _FINE if error is None else _FAILED)
+        counts = [samples, -samples] if code == _FINE else [-float("inf")] * 2
+        mine = self._ranks.rank + 1 if code else 0
+        worst, who, most, least, written = self._ranks.most([code, mine, *counts, written])
+        if error is None and worst != _FINE:
+            text = f"rank {int(who) - 1} stopped before the step: read that rank's output"
+            no_figures: dict[str, Any] = {"limit_bytes": 0, "held_bytes": 0, "requested_bytes": 0, "by_category": {}}
+            error = {
+                _TERMINATED: SystemExit(PREEMPTED),
+                _INTERRUPTED: KeyboardInterrupt(),
+                _LIMIT: MemoryLimitError(text, **no_figures, where=""),
+            }.get(int(worst), RankError(text))
+        elif error is None and most != -least:
+            told = ["no more batches" if n == _AT_THE_END else f"a batch of {n:.0f} samples" for n in (-least, most)]
+            error = RankError(
+                f"Workload.batches gave {told[0]} on one rank and {told[1]} on another: every rank must give the"
+                " same global batches; memfit takes the rank's part. Shuffle with the same seed on every rank"
+            )
+        return error, written
+
     def _run(self, batch: Any, data_seconds: float) -> StepRecord:
-        """Run one step."""
         learning_rate = float(self.step.workload.optimizer.param_groups[0]["lr"])
         epoch, number = self._stream.epoch, self.step.steps + 1
         # DistributedDataParallel makes its buckets anew in the second step. That takes no more memory, since it drops
         # the old ones first; but frees of what was there before a measurement are not seen in it.
         first, every = 3 if self.step.held_bytes else 2, self.options.measure_every
         is_due = number == first if every is None else number >= first and (number - first) % every == 0
-        is_measured = self.measure is not None and is_due
-        result, peak_bytes = self._measured(batch) if is_measured else (self.step(batch), None)
-        retries = allocation_retries(self.step)
+        peak_bytes: int | None = None
+        if is_due and self.measure is not None:
+            before, self.step.last = self.step.steps, None
+            peak_bytes = self.measure(self.step, batch)
+            if self.step.last is None or self.step.steps > before + 1:
+                ran = self.step.steps - before
+                raise UsageError(f"measure= ran {ran} steps on one batch: it must run the step once")
+            result, peak_bytes = self.step.last, int(self._ranks.most([peak_bytes])[0])
+        else:
+            result = self.step(batch)
+        retries = hardware.accelerators.allocation_retries(device_of(self.step))
         if result.predicted_peak_bytes is None:
             result = dataclasses.replace(result, predicted_peak_bytes=self.plan.predicted.peak_bytes)
         return StepRecord(
@@ -268,16 +319,7 @@ class Trainer:
             allocation_retries=None if retries is None else retries - self._retries_before,
         )
 
-    def _measured(self, batch: Any) -> tuple[StepResult, int]:
-        before, self.step.last = self.step.steps, None
-        peak_bytes = self.measure(self.step, batch) if self.measure is not None else 0
-        result = self.step.last
-        if result is None or self.step.steps > before + 1:
-            raise UsageError(f"measure= ran {self.step.steps - before} steps on one batch: it must run the step once")
-        return result, int(self._ranks.most([peak_bytes])[0])
-
     def _after(self, progress: StepRecord) -> None:
-        """Log a step, and evaluate and write a checkpoint where they are due."""
         self._write_line({key: finite(value) for key, value in dataclasses.asdict(progress).items()})
         if self.options.on_step is not None:
             self.options.on_step(progress)
@@ -340,7 +382,7 @@ class Trainer:
             raise WorkloadError(f"Workload.evaluate returned {str(values)[:100]}: return a dict of names and floats")
         self._write_line({"step": self.step.steps, "epoch": self._stream.epoch, "evaluation": figures})
 
-    def _save(self, position: dict[str, Any] | None = None, buffers: HostBuffers | None = None) -> None:
+    def _save(self, position: dict[str, Any] | None = None, buffers: checkpoint.HostBuffers | None = None) -> None:
         """Write a checkpoint; with `buffers`, a thread does, and `_finish_writing` comes later."""
         self._finish_writing()
         if self._log is not None:
@@ -419,39 +461,6 @@ class Trainer:
             self._write_record(self._history.record("failed", self.step.steps, text))
 
 
-def _events_of_resuming(
-    loaded: checkpoint.Loaded, step: Step, plan: Plan, damages: list[DamagedCheckpointError], aside: list[Path]
-) -> list[tuple[str, str]]:
-    """Return the events to log for a resumed run: kinds and texts."""
-    events = [
-        (
-            "damaged checkpoint",
-            f"{damage}; the checkpoint was renamed to {place}, and training continues from {loaded.path}",
-        )
-        for damage, place in zip(damages, aside, strict=True)
-    ]
-    was, is_now = loaded.plan.levers.precision, plan.levers.precision
-    if was != is_now:
-        had_scaler = loaded.state.training["scaler"] is not None
-        done = []
-        if step.scaler is not None and not had_scaler:
-            done.append(f"a new loss scaler starts at {step.scaler.scale:g}")
-        if step.scaler is None and had_scaler:
-            done.append("the loss scaler's state is dropped")
-        if step.workload.bf16_updates == "stochastic-rounding" and "bf16-true" in (was, is_now):
-            done.append(f"weights are {'widened from' if was == 'bf16-true' else 'rounded to'} bf16")
-        text = f"{loaded.path} was written with precision={was!r}; training continues with {is_now!r}"
-        done = done or ["weights and optimizer state are unchanged"]
-        events.append(("another precision", "; ".join([text, *done])))
-    if replace(loaded.plan.levers, precision=is_now) != plan.levers:
-        text = f"{loaded.path} was written with {uses_text(loaded.plan.uses)}"
-        events.append(("another plan", f"{text}; training continues with {uses_text(plan.uses)}"))
-    return events
-
-
-# Where a run stops: at signals, deferred until a step is complete, and where ranks meet before each step
-
-
 @contextlib.contextmanager
 def _deferred_interrupts() -> Iterator[HeldSignals]:
     """Defer what signals' handlers raise until `HeldSignals.check`, or until the context is left.
@@ -479,42 +488,3 @@ def _deferred_interrupts() -> Iterator[HeldSignals]:
             held.let_go(ours)
             held.on_first, held.stops_at_once = before
         held.check()
-
-
-def _meet(
-    ranks: SingleProcess, error: BaseException | None, samples: int | None, writing: checkpoint.Writing | None
-) -> tuple[BaseException | None, bool]:
-    """Meet the other ranks before a step.
-
-    Args:
-        error: Why this rank stops by itself; None where it would go on.
-        samples: Samples of the batch to run; None at the end of the data.
-
-    Returns:
-        Why this rank must stop, None where it goes on; and whether no rank still writes its files of a checkpoint, or
-        one of them could not.
-    """
-    written: float = checkpoint.WRITTEN if writing is None else writing.outcome
-    if ranks.size == 1:
-        return error, written != checkpoint.GOING_ON
-    kinds = (SystemExit, _TERMINATED), (KeyboardInterrupt, _INTERRUPTED), (MemoryLimitError, _LIMIT)
-    code = next((code for kind, code in kinds if isinstance(error, kind)), _FINE if error is None else _FAILED)
-    count = _AT_THE_END if samples is None else samples
-    counts = [count, -count] if code == _FINE else [-float("inf")] * 2
-    worst, who, most, least, written = ranks.most([code, ranks.rank + 1 if code else 0, *counts, written])
-    stop = error
-    if stop is None and worst != _FINE:
-        text = f"rank {int(who) - 1} stopped before the step: read that rank's output"
-        no_figures: dict[str, Any] = {"limit_bytes": 0, "held_bytes": 0, "requested_bytes": 0, "by_category": {}}
-        stop = {
-            _TERMINATED: SystemExit(PREEMPTED),
-            _INTERRUPTED: KeyboardInterrupt(),
-            _LIMIT: MemoryLimitError(text, **no_figures, where=""),
-        }.get(int(worst), RankError(text))
-    elif stop is None and most != -least:
-        told = ["no more batches" if n == _AT_THE_END else f"a batch of {n:.0f} samples" for n in (-least, most)]
-        stop = RankError(
-            f"Workload.batches gave {told[0]} on one rank and {told[1]} on another: every rank must give the"
-            " same global batches; memfit takes the rank's part. Shuffle with the same seed on every rank"
-        )
-    return stop, written != checkpoint.GOING_ON

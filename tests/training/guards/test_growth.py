@@ -10,16 +10,19 @@ import torch
 from torch import nn
 
 from memfit.training import Growth
-from memfit.training.guards import loop_memory as growth_module
 
 STEPS = 14
 
 
-def watched(budget: int = 2**26) -> tuple[Growth, list[str]]:
+class Patient(Growth):
+    """A watch for which the clock of a busy machine decides nothing."""
+
+    free_seconds = 1e9
+
+
+def watched(budget: int = 2**26, kind: type[Growth] = Patient) -> tuple[Growth, list[str]]:
     told: list[str] = []
-    growth = Growth(torch.device("cpu"), lambda: (budget, 2**23), told.append)
-    growth._spent = -1e9  # the clock of a busy machine decides nothing here
-    return growth, told
+    return kind(torch.device("cpu"), lambda: (budget, 2**23), told.append), told
 
 
 def made() -> tuple[nn.Module, torch.Tensor]:
@@ -143,12 +146,13 @@ def test_loops_that_hold_no_more_are_told_nothing(loop: Callable[[Growth], None]
     [(2**20, 9, 0), (2**20, 10**6, 1), (2**15, 100, 0), (2**15, 10**6, 1)],
     ids=["soon full", "large", "a library's cache", "small"],
 )
-def test_what_no_variable_holds_is_told_only_if_it_grows_on(
-    slope: int, grows_until: int, told_in_all: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    growth, told = watched()
+def test_what_no_variable_holds_is_told_only_if_it_grows_on(slope: int, grows_until: int, told_in_all: int) -> None:
+    class Reported(Patient):
+        def bytes_in_use(self) -> int:
+            return slope * min(step, grows_until)
+
     step = 0
-    monkeypatch.setattr(growth_module, "live_bytes", lambda _: slope * min(step, grows_until))
+    growth, told = watched(kind=Reported)
     for step in range(40 * STEPS):  # noqa: B007 - read above
         growth.stepped()
     assert len(told) == told_in_all
@@ -166,8 +170,12 @@ def test_the_step_that_exceeds_the_budget_is_foretold() -> None:
 
 
 def test_sampling_ends_where_it_would_take_more_than_its_share_of_the_time() -> None:
-    growth = Growth(torch.device("cpu"), lambda: (2**26, 0), lambda _: None)
-    growth._spent = 1e6
+    class Impatient(Growth):
+        free_seconds = -1.0
+
+        def bytes_in_use(self) -> int:
+            raise AssertionError("sampled")
+
+    growth, _ = watched(kind=Impatient)
     for _ in range(STEPS):
         growth.stepped()
-    assert not growth._samples

@@ -15,9 +15,7 @@ from memfit.capture import measure_peak_bytes
 from memfit.errors import MemoryLimitError, UsageError
 from memfit.hardware import allocated
 from memfit.ir import Plan
-from memfit.training import AcceleratorLimit, CpuLimit, Step
-from memfit.training.guards import limits
-from memfit.training.guards.limits import IN_THE_STEP, allocation_retries, has_room
+from memfit.training import AcceleratorLimit, CpuLimit, Rollback, Step
 from memfit.workload import tensors_of
 from tests.models import BUILDERS, LARGE
 
@@ -89,10 +87,10 @@ def test_under_a_limit_a_run_recovers_with_a_plan_that_fits_it() -> None:
 def test_in_the_optimizer_room_is_what_the_limit_leaves() -> None:
     model = nn.Linear(8, 8)
     limit = CpuLimit(1000, lambda batch: {"parameters": model.parameters()})
-    assert has_room(10**12, CPU)
+    assert Rollback.has_room(10**12, CPU)
     with limit(None):
         held = limit.held_bytes
-        assert held == 72 * 4 and has_room(1000 - held, CPU) and not has_room(1001 - held, CPU)
+        assert held == 72 * 4 and Rollback.has_room(1000 - held, CPU) and not Rollback.has_room(1001 - held, CPU)
         kept = torch.empty(100, dtype=torch.uint8)
         with pytest.raises(MemoryLimitError):
             torch.empty(1000 - held - 99, dtype=torch.uint8)
@@ -183,23 +181,8 @@ def test_without_a_plan_or_a_limit_it_says_what_is_known() -> None:
     step = Step(workload)
     step(workload.batch)
     found = step.memory_summary()
-    assert found.predicted_bytes == {} and found.peak_bytes is None and IN_THE_STEP not in found.measured_bytes
+    assert found.predicted_bytes == {} and found.peak_bytes is None and "in the step" not in found.measured_bytes
     assert found.measured_bytes["buffers"] == sum(b.nbytes for b in workload.model.buffers())
-
-
-def test_allocation_retries_are_those_of_the_step_s_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step(BUILDERS["twice"]())
-    assert allocation_retries(step) is None
-    asked = []
-
-    def memory_stats(device: torch.device) -> dict[str, int]:
-        asked.append(device)
-        return {"num_alloc_retries": 5}
-
-    device = torch.device("cuda", 1)
-    monkeypatch.setattr(limits, "device_of", lambda step: device)
-    monkeypatch.setattr(torch, "cuda", SimpleNamespace(memory_stats=memory_stats))
-    assert allocation_retries(step) == 5 and asked == [device]
 
 
 def test_warnings() -> None:

@@ -11,27 +11,27 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 import pytest
 
 from memfit.errors import OutputError
 from memfit.training import RunOptions, Step, Trainer, held_folder
-from memfit.training.runs import folder as lock
-from memfit.training.runs.folder import LOCK, LockHolder, holder_of, locked
 from tests.processes import on_two_spawned_ranks
 from tests.training.conftest import make_plan, make_workload
 
+LOCK = "run.lock"
+_LOCKING = "memfit.training.runs.folder"
 _HOLDS = """
 import multiprocessing, os, pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from memfit.training.runs.folder import locked
-with locked(pathlib.Path(sys.argv[1])):
+from memfit.training import held_folder
+with held_folder(pathlib.Path(sys.argv[1]), overwrite=True, resume=False):
     if sys.argv[2] == "forks":
         child = os.fork()
         if child == 0:
@@ -66,19 +66,47 @@ def without_locks(*_: Any) -> None:
     raise OSError(errno.ENOLCK, "No locks available")
 
 
+def locked(folder: Path) -> contextlib.AbstractContextManager[None]:
+    """Hold a folder as a run that begins does."""
+    return held_folder(folder, overwrite=True, resume=False)
+
+
+def here(folder: Path) -> dict[str, Any]:
+    """Return the lock that this process writes into a folder."""
+    with locked(folder):
+        found: dict[str, Any] = json.loads((folder / LOCK).read_bytes())
+        return found
+
+
 def left_by(folder: Path, **changes: Any) -> Path:
     """Write the lock of a run that is not ended: of this process, but for some fields."""
-    (folder / LOCK).write_bytes(msgspec.json.encode(msgspec.structs.replace(LockHolder.here(), **changes)))
+    (folder / LOCK).write_text(json.dumps(here(folder) | changes))
     return folder / LOCK
 
 
 def is_free(folder: Path) -> bool:
     """Tell whether a folder can be held, and that holding it leaves nothing behind."""
-    with contextlib.suppress(OutputError), locked(folder):
-        found = holder_of(folder)
-        assert found is not None and found.pid == os.getpid()
-        return True
+    with contextlib.suppress(OutputError):
+        return bool(here(folder)["pid"] == os.getpid())
     return False
+
+
+@contextlib.contextmanager
+def showing_life(path: Path) -> Iterator[None]:
+    """Show the signs of life that a run shows, as another host does."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(0.05):
+            os.utime(path)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def test_another_process_is_named_and_each_way_to_end_lets_the_folder_go(tmp_path: Path) -> None:
@@ -153,8 +181,8 @@ class TestWithoutTheSystemsLocks:
     @pytest.fixture(autouse=True)
     def no_locks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fcntl, "flock", without_locks)
-        monkeypatch.setattr(lock, "SILENT_SECONDS", 0.4)
-        monkeypatch.setattr(lock, "_AT_ONCE_SECONDS", 0.05)
+        monkeypatch.setattr(f"{_LOCKING}.SILENT_SECONDS", 0.4)
+        monkeypatch.setattr(f"{_LOCKING}._AT_ONCE_SECONDS", 0.05)
 
     def test_a_process_that_runs_holds_it(self, tmp_path: Path) -> None:
         left_by(tmp_path)
@@ -173,44 +201,23 @@ class TestWithoutTheSystemsLocks:
     def test_two_that_take_it_at_once_do_not_both_have_it(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def meanwhile(seconds: float) -> None:
-            left_by(tmp_path, pid=1)
-
-        monkeypatch.setattr(lock.time, "sleep", meanwhile)
+        other = json.dumps(here(tmp_path) | {"pid": 1})
+        monkeypatch.setattr(time, "sleep", lambda seconds: (tmp_path / LOCK).write_text(other))
         with pytest.raises(OutputError, match="process 1 on host"), locked(tmp_path):
             pass
 
     @pytest.mark.parametrize("where", [{"processes": "pid:[7]"}, {"machine": "another kernel", "host": "node-7"}])
-    def test_of_a_process_that_can_not_be_seen_signs_of_life_tell(
-        self, where: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_of_a_process_that_can_not_be_seen_signs_of_life_tell(self, where: dict[str, str], tmp_path: Path) -> None:
         """A container whose host has the same name, and another host."""
-        monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
         left_by(tmp_path, **where)
         assert is_free(tmp_path)
         with showing_life(left_by(tmp_path, **where)):
             assert not is_free(tmp_path)
 
 
-@contextlib.contextmanager
-def showing_life(path: Path) -> Iterator[None]:
-    """Show the signs of life that a run shows, as another host does."""
-    over = threading.Event()
-    descriptor = os.open(path, os.O_RDWR)
-    thread = threading.Thread(target=lock._beat, args=(descriptor, over))
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-        os.close(descriptor)
-
-
 def test_locks_that_do_not_reach_another_host_are_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NFS mounted with `local_lock`: `flock` is had here, while the run on the other host goes on."""
-    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(lock, "SILENT_SECONDS", 0.4)
+    monkeypatch.setattr(f"{_LOCKING}.SILENT_SECONDS", 0.4)
     left = left_by(tmp_path, machine="another kernel", host="node-7")
     with showing_life(left), pytest.raises(OutputError, match="on host node-7"), locked(tmp_path):
         pass
@@ -234,11 +241,12 @@ def test_a_run_that_ends_while_another_waits_for_its_lock(tmp_path: Path, monkey
 
 
 def test_a_run_shows_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(f"{_LOCKING}.BEAT_SECONDS", 0.01)
     with locked(tmp_path):
-        holder = holder_of(tmp_path)
-        assert holder is not None
-        assert lock._beats(tmp_path / LOCK, holder)
+        first, ends = (tmp_path / LOCK).stat().st_mtime_ns, time.monotonic() + 30
+        while (tmp_path / LOCK).stat().st_mtime_ns == first:
+            assert time.monotonic() < ends
+            time.sleep(0.01)
 
 
 def sharing(rank: int, folder: str) -> Iterator[bool]:

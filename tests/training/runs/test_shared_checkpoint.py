@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from msgspec.structs import replace
-from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 
 from memfit import ir
 from memfit.errors import CheckpointError, OutputError
 from memfit.ir import Sharding
-from memfit.training.batches import BatchStream
+from memfit.training import BatchStream
 from memfit.training.runs import checkpoint
 from tests.processes import on_ranks
 from tests.ranks.trainings import DDP, FOUR, HYBRID, ZERO2, ZERO3, Kind, is_same, plan_for, state_of, step_of, workload
@@ -83,7 +83,7 @@ def test_pytorch_reads_the_shards_and_they_hold_each_element_once(tmp_path: Path
     assert all(torch.equal(tensor, expected["model"][name]) for name, tensor in model.items())
     states = expected["optimizer"]["state"]
     assert all(torch.equal(moments[f"optimizer.state.{i}.exp_avg"], states[i]["exp_avg"]) for i in range(TRAINED))
-    there = [tensor for file in path.glob("model-shard-*") for tensor in load_file(file).values()]
+    there = [tensor for file in path.glob("model-shard-*") for tensor in safetensors.torch.load_file(file).values()]
     assert sum(tensor.numel() for tensor in there) == sum(t.numel() for t in model.values())
 
 
@@ -138,7 +138,7 @@ def full_on_one(rank: int, sharding: Sharding, folder: Path) -> Iterator[Any]:
             def full(*_: Any) -> None:
                 raise OSError(28, "No space left on device")
 
-            patch.setattr(checkpoint, "write_tensors", full)
+            patch.setattr(safetensors.torch, "save_file", full)
         with pytest.raises(OutputError, match="No space left on device") as e:
             checkpoint.Writing(folder, step, plan, BatchStream(given).position()).finish()
         yield getattr(e.value, "__notes__", [])

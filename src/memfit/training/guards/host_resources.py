@@ -24,8 +24,6 @@ from memfit.training.runs.run_options import RunOptions
 from memfit.training.step import Step
 from memfit.workload import Workload, tensors_of
 
-CHECK_SECONDS = 0.5
-"""Between two looks at the host's memory."""
 _LEAST_ROOM_BYTES = 2**24
 _REST_BYTES = 2**24  # upper bound seen for the record, the views, the report and the small files of checkpoints
 _LINE_BYTES = 600  # upper bound for a step's line in the log
@@ -99,7 +97,12 @@ class HostWatch:
 
     Args:
         budget_bytes: What the process may take beyond what it holds now; None for what the host has.
+
+    Attributes:
+        check_seconds: Time between two looks.
     """
+
+    check_seconds = 0.5
 
     def __init__(self, step: Step, budget_bytes: int | None) -> None:
         self._step, self._budget_bytes = step, budget_bytes
@@ -113,7 +116,7 @@ class HostWatch:
                 checkpoint may take.
         """
         now = time.monotonic()
-        if now - self._last < CHECK_SECONDS:
+        if now - self._last < self.check_seconds:
             return
         self._last = now
         taken_bytes, left_bytes = own_bytes() - self._before_bytes, free_bytes()

@@ -20,7 +20,7 @@ from memfit import hardware
 from memfit._torch import EagerMode, FakeTensorMode, storage_key_of, tree_leaves, tree_map
 from memfit.errors import MemoryLimitError
 from memfit.foundations import format_bytes
-from memfit.hardware import allocations_can_fail, free_bytes, out_of_memory
+from memfit.hardware import free_bytes, out_of_memory
 from memfit.ir import BETWEEN_STEPS
 from memfit.training.optimizers import parameters_of, state_of
 from memfit.workload import signature, tensors_of
@@ -30,15 +30,12 @@ if TYPE_CHECKING:
 
 IN_THE_STEP = "in the step"
 """Category of bytes alive only while a step runs: gradients, activations, temporaries, workspaces."""
-_BLOCK_BYTES = 2**26  # memory is requested in pieces, as an optimizer does
 
 Named = Callable[[Any], Mapping[str, Iterable[torch.Tensor]]]
 """Returns the tensors that a step holds when it begins on a batch, by category."""
 
 
 class _LiveStorage(weakref.ref[Any]):
-    """A storage that is alive, and its bytes."""
-
     __slots__ = ("key", "nbytes")
 
     key: int
@@ -46,8 +43,6 @@ class _LiveStorage(weakref.ref[Any]):
 
 
 class _StepLimit:
-    """A limit on the bytes held at a time, to be entered around every step."""
-
     def __init__(self, limit_bytes: int, named: Named) -> None:
         super().__init__()
         self.limit_bytes, self._named = limit_bytes, named
@@ -59,7 +54,6 @@ class _StepLimit:
         return self
 
     def _error(self, held_bytes: int, requested_bytes: int, where: str) -> MemoryLimitError:
-        """Return the error of a step that would exceed the limit, with what it holds by category."""
         by_category = held_by_category(self._named(self._batch))
         by_category["activations and temporaries"] = held_bytes - sum(by_category.values())
         ledger = ", ".join(f"{name} {format_bytes(count)}" for name, count in by_category.items() if count)
@@ -153,13 +147,30 @@ class CpuLimit(_StepLimit, EagerMode):
             self.held_bytes -= held.nbytes
 
     def _need(self, func: Any, args: Any, kwargs: Any) -> tuple[int, int]:
+        """Return the bytes of a call's new output storages, from a run under fake tensors, and of its workspaces."""
         key = _key(func, args, kwargs)
         needed = None if key is None else self._needed.get(key)
-        if needed is None:
-            self.has_looked_up = True
-            needed = _made_bytes(func, args, kwargs), self._workspace_bytes(signature(func, args, kwargs))
-            if key is not None:
-                self._needed[key] = needed
+        if needed is not None:
+            return needed
+        self.has_looked_up = True
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        arguments = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        detached = [(id(t), t.detach()) for t in arguments]  # else fakes would be made of their gradients too
+        try:
+            fakes = {name: mode.from_tensor(t, static_shapes=True) for name, t in detached}
+            with mode:
+                swapped = tree_map(lambda leaf: fakes.get(id(leaf), leaf), (args, kwargs))
+                out = func(*swapped[0], **swapped[1])
+        except Exception:  # the shape depends on values: assume an output as large as the largest input
+            made_bytes = max((t.nbytes for t in arguments), default=0)
+        else:
+            before = {storage_key_of(fake) for fake in fakes.values()}
+            outputs = {storage_key_of(t): t for t in tree_leaves(out) if isinstance(t, torch.Tensor)}
+            made = (t for key, t in outputs.items() if key not in before and t.layout is torch.strided)
+            made_bytes = sum(int(t.untyped_storage().nbytes()) for t in made)
+        needed = made_bytes, self._workspace_bytes(signature(func, args, kwargs))
+        if key is not None:
+            self._needed[key] = needed
         return needed
 
 
@@ -218,50 +229,6 @@ def _key(func: Any, args: Any, kwargs: Any) -> Any:
     return key
 
 
-def _made_bytes(func: Any, args: Any, kwargs: Any) -> int:
-    """Return the bytes of a call's output storages, from a run under fake tensors."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    arguments = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    detached = [(id(t), t.detach()) for t in arguments]  # else fakes would be made of their gradients too
-    try:
-        fakes = {name: mode.from_tensor(t, static_shapes=True) for name, t in detached}
-        with mode:
-            swapped = tree_map(lambda leaf: fakes.get(id(leaf), leaf), (args, kwargs))
-            out = func(*swapped[0], **swapped[1])
-    except Exception:  # the shape depends on values: assume an output as large as the largest input
-        return max((t.nbytes for t in arguments), default=0)
-    before = {storage_key_of(fake) for fake in fakes.values()}
-    outputs = {storage_key_of(t): t for t in tree_leaves(out) if isinstance(t, torch.Tensor)}
-    made = (t for key, t in outputs.items() if key not in before and t.layout is torch.strided)
-    return sum(int(t.untyped_storage().nbytes()) for t in made)
-
-
-def has_room(wanted_bytes: int, device: torch.device) -> bool:
-    """Tell whether a device certainly has as many free bytes, if possible without allocating them."""
-    if device.type == "cpu":
-        limit = CpuLimit.active
-        if limit is not None and limit.held_bytes + wanted_bytes > limit.limit_bytes:
-            return False
-        return not allocations_can_fail() or _can_take(wanted_bytes, device)
-    if hardware.accelerators.cached_bytes(device) > 2 * wanted_bytes:  # twice, since cached memory may be fragmented
-        return True
-    return _can_take(wanted_bytes, device)
-
-
-def _can_take(wanted_bytes: int, device: torch.device) -> bool:
-    """Tell whether as many bytes can be allocated, by doing so for a moment."""
-    blocks = []
-    try:
-        for start in range(0, wanted_bytes, _BLOCK_BYTES):
-            size = min(_BLOCK_BYTES, wanted_bytes - start)
-            blocks.append(torch.empty(size, dtype=torch.uint8, device=device))
-    except Exception as e:
-        if out_of_memory(e) is None:
-            raise
-        return False
-    return True
-
-
 # The ledger
 
 
@@ -313,10 +280,13 @@ class Ledger:
         return warnings
 
     def __str__(self) -> str:
+        def text(count: int | None) -> str:
+            return "" if count is None else format_bytes(count)
+
         rows = [("", "predicted", "measured")]
         for name in [*self.measured_bytes, *(n for n in self.predicted_bytes if n not in self.measured_bytes)]:
-            rows.append((name, _text(self.predicted_bytes.get(name)), _text(self.measured_bytes.get(name))))
-        rows.append(("peak", _text(self.predicted_peak_bytes), _text(self.peak_bytes)))
+            rows.append((name, text(self.predicted_bytes.get(name)), text(self.measured_bytes.get(name))))
+        rows.append(("peak", text(self.predicted_peak_bytes), text(self.peak_bytes)))
         singles = {
             "limit": self.limit_bytes,
             "reserved": self.reserved_bytes,
@@ -324,30 +294,22 @@ class Ledger:
             "free on the host": self.host_free_bytes,
             "pinned": self.pinned_bytes,
         }
-        rows += [(name, "", _text(value)) for name, value in singles.items() if value is not None]
+        rows += [(name, "", text(value)) for name, value in singles.items() if value is not None]
         lines = [f"{name:26}{predicted:>14}{measured:>14}" for name, predicted, measured in rows]
         return "\n".join([f"Memory after step {self.steps}", *lines, *(f"Warning: {w}" for w in self.warnings)])
 
 
-def _text(count: int | None) -> str:
-    return "" if count is None else format_bytes(count)
-
-
 def ledger_of(step: Step) -> Ledger:
     """Measure the ledger of a step."""
-    device = device_of(step)
     held = held_by_category(held_tensors(step, step.workload.batch))
     held.pop("gradients", None)
-    peaks = hardware.accelerators.peaks(device)
-    if peaks is None:
-        peak_bytes = step.limit.peak_bytes or None if isinstance(step.limit, CpuLimit) else None
-    else:
-        peak_bytes = peaks.allocated_bytes
+    peaks = hardware.accelerators.peaks(device_of(step))
+    peak_bytes = None if peaks is None else peaks.allocated_bytes
+    if peaks is None and isinstance(step.limit, CpuLimit):
+        peak_bytes = step.limit.peak_bytes or None
     if peak_bytes is not None:
         held[IN_THE_STEP] = peak_bytes - sum(held.values())
-    pinned = None
-    if torch.cuda.is_initialized():
-        pinned = int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+    pinned = torch.cuda.host_memory_stats() if torch.cuda.is_initialized() else None
     predicted: Mapping[str, int] = {} if step.options.prediction is None else step.options.prediction.by_category
     between_steps: dict[str, int] = {name: predicted.get(name, 0) for name in BETWEEN_STEPS} if predicted else {}
     in_the_step = {IN_THE_STEP: sum(predicted.values()) - sum(between_steps.values())} if predicted else {}
@@ -359,21 +321,16 @@ def ledger_of(step: Step) -> Ledger:
         peak_bytes=peak_bytes,
         limit_bytes=getattr(step.limit, "limit_bytes", None),
         reserved_bytes=None if peaks is None else peaks.reserved_bytes,
-        allocation_retries=None if peaks is None else allocation_retries(step),
+        allocation_retries=None if peaks is None else hardware.accelerators.allocation_retries(device_of(step)),
         host_bytes=psutil.Process().memory_info().rss,
         host_free_bytes=free_bytes(),
-        pinned_bytes=pinned,
+        pinned_bytes=None if pinned is None else int(pinned.get("allocated_bytes.current", 0)),
     )
 
 
 def device_of(step: Step) -> torch.device:
     """Return the device of a step's parameters."""
     return next((p.device for p in step.workload.model.parameters()), torch.device("cpu"))
-
-
-def allocation_retries(step: Step) -> int | None:
-    """Return how often the allocator of a step's accelerator released its cache and retried; None on the CPU."""
-    return hardware.accelerators.allocation_retries(device_of(step))
 
 
 def held_tensors(step: Step, batch: Any) -> dict[str, list[torch.Tensor]]:

@@ -35,7 +35,6 @@ _LEAST_SHARE = 0.002  # of the budget
 _LEAST_UNFOUND = 2**22  # bytes that no variable holds: libraries fill caches of 3 MiB in 80 steps of FSDP
 _SPACING = 1.2  # of the numbers of the steps that are sampled
 _MOST_TIME = 0.003  # of the time since the watch began, for sampling
-_FREE_SECONDS = 0.05  # of any run, however short
 _MOST_NODES = 4000
 _MOST_VALUES = 50_000
 _DEEPEST = 4
@@ -61,7 +60,12 @@ class Growth:
         budget_bytes: Returns the budget, and what a step is predicted to take at its peak.
         named: Returns objects to look through by name, besides the variables of the user's frames.
         tell: Takes the text.
+
+    Attributes:
+        free_seconds: What sampling may take of any run, however short.
     """
+
+    free_seconds = 0.05
 
     def __init__(
         self,
@@ -74,6 +78,10 @@ class Growth:
         self._started = time.perf_counter()
         self._spent, self._step, self._is_to_go_on = 0.0, 0, True
         self.begin_anew()
+
+    def bytes_in_use(self) -> int | None:
+        """Return the bytes in use on the device; None where that is not known."""
+        return live_bytes(self._device)
 
     def begin_anew(self) -> None:
         """Forget the samples, as where a step changes or memory is taken for another reason."""
@@ -88,7 +96,7 @@ class Growth:
             return
         began = time.perf_counter()
         # What was weighed is weighed again at the next step: later it would be of other steps, or the loop at its end.
-        if self._before is None and self._spent > _FREE_SECONDS + _MOST_TIME * (began - self._started):
+        if self._before is None and self._spent > self.free_seconds + _MOST_TIME * (began - self._started):
             return
         if self._before is not None:
             self._explain()
@@ -97,7 +105,7 @@ class Growth:
         self._spent += time.perf_counter() - began
 
     def _sample(self) -> None:
-        nbytes = live_bytes(self._device)
+        nbytes = self.bytes_in_use()
         if nbytes is None:
             self._next = sys.maxsize
             return
@@ -112,7 +120,7 @@ class Growth:
 
     def _explain(self) -> None:
         before, self._before = self._before or {}, None
-        nbytes = live_bytes(self._device) or 0
+        nbytes = self.bytes_in_use() or 0
         (first, first_bytes), (last, last_bytes) = self._samples[0], self._samples[-1]
         slope = (last_bytes - first_bytes) / (last - first)
         if nbytes <= last_bytes:
@@ -166,9 +174,16 @@ class _Weight(NamedTuple):
     def of(cls, path: str, value: Any, space: Space) -> _Weight:
         tensors = [value] if isinstance(value, torch.Tensor) else list(_tensors_in(value, 2))
         nbytes = sum(t.nbytes for t in tensors if t.layout is torch.strided)
-        nodes = _nodes([t.grad_fn for t in tensors if t.grad_fn is not None])
+        seen: set[Any] = set()  # nodes of their graphs, up to a bound for each
+        waiting: list[Any] = [t.grad_fn for t in tensors if t.grad_fn is not None]
+        most = max(_MOST_NODES, 20 * len(waiting))
+        while waiting and len(seen) < most:
+            node = waiting.pop()
+            if node not in seen:
+                seen.add(node)
+                waiting += [inner for inner, _ in node.next_functions if inner is not None]
         items = 1 if isinstance(value, torch.Tensor) else len(value)
-        return cls(path, type(value).__name__, nbytes, items, nodes, _place_of(path, space))
+        return cls(path, type(value).__name__, nbytes, items, len(seen), _place_of(path, space))
 
     def beyond(self, before: _Weight | None) -> int:
         """Return how much more it holds than before: bytes, and about as many for the nodes of graphs."""
@@ -265,18 +280,6 @@ def _tensors_in(value: Any, deepest: int) -> Iterator[torch.Tensor]:
             yield item
         elif deepest and type(item) in (list, tuple, dict, deque):
             yield from _tensors_in(item, deepest - 1)
-
-
-def _nodes(roots: list[Any]) -> int:
-    """Return the number of nodes of some graphs, up to a bound for each."""
-    seen: set[Any] = set()
-    most, waiting = max(_MOST_NODES, 20 * len(roots)), list(roots)
-    while waiting and len(seen) < most:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            waiting += [inner for inner, _ in node.next_functions if inner is not None]
-    return len(seen)
 
 
 def _place_of(path: str, space: Space) -> str:

@@ -36,10 +36,10 @@ from memfit import hardware
 from memfit._torch import local_part, own_buffers, take_snapshot, version_of
 from memfit.errors import MemfitError, OutOfMemoryError, OutputError
 from memfit.foundations import format_bytes
-from memfit.hardware import OutOfMemory, free_bytes, out_of_memory
+from memfit.hardware import OutOfMemory, allocations_can_fail, free_bytes, out_of_memory
 from memfit.ir import Plan, uses_text, write_atomic
 from memfit.ranks import PeerError, UnansweredError
-from memfit.training.guards.limits import has_room
+from memfit.training.guards.limits import CpuLimit
 from memfit.training.optimizers import Optimizers, parameters_of, state_of
 from memfit.training.step import Step, StepResult
 from memfit.workload import rng_snapshot
@@ -48,6 +48,7 @@ RETRIES = 8
 """Most lower plans to try for one batch."""
 MOST_SNAPSHOTS = 8
 """Most snapshots in a folder: a step that runs out every day would fill the disk with them."""
+_BLOCK_BYTES = 2**26  # memory is requested in pieces, as an optimizer does
 _PICKLE_PROTOCOL = 4  # the newest that the viewer's own reader knows
 _SNAPSHOT = re.compile(r"out-of-memory-[0-9]+(\.[0-9]+)?\.pickle")
 
@@ -200,7 +201,15 @@ class Recovery(OutOfMemoryObserver):
             record = out_of_memory(e)
             if record is None:
                 if not self._ranks.is_updating:
-                    self._tell_otherwise(e)
+                    try:  # the other ranks
+                        self._ranks.failed(ran_out=False)
+                    except UnansweredError:
+                        e.add_note(
+                            "memfit: the other ranks can't be informed at this point: they wait until torchrun or their"
+                            " process group's timeout ends them"
+                        )
+                    else:
+                        self._ranks.reset()
                 raise
             self._take_snapshot()
             return record
@@ -221,18 +230,6 @@ class Recovery(OutOfMemoryObserver):
         self._ranks.reset()
         if not have_all_run_out:
             raise self._failed_otherwise()
-
-    def _tell_otherwise(self, error: Exception) -> None:
-        """Tell the other ranks that this one failed with an error of its own."""
-        try:
-            self._ranks.failed(ran_out=False)
-        except UnansweredError:
-            error.add_note(
-                "memfit: the other ranks can't be informed at this point: they wait until torchrun or their process"
-                " group's timeout ends them"
-            )
-        else:
-            self._ranks.reset()
 
     def _failed_otherwise(self) -> MemfitError:
         return MemfitError(
@@ -330,15 +327,47 @@ class Rollback:
         """
         if not self._is_marked:
             return True
-        if self._has_updated or not self._restore_update():
+        if self._has_updated:
             return False
         with torch.no_grad():
+            if self._has_begun:
+                is_same = self._versions and all(version_of(tensor) == version for tensor, version in self._versions)
+                if not self._copies and not is_same:
+                    return False
+                for tensor, copy in self._copies:
+                    tensor.copy_(copy)
+                self._optimizer.state.clear()
+                self._optimizer.state.update(self._state)
+                for group, before in zip(self._optimizer.param_groups, self._groups, strict=True):
+                    group.update(before)
             for module, name, tensor, copy in self._buffers or ():
                 own_buffers(module)[name] = tensor.copy_(copy)
         if self.step.scaler is not None:
             self.step.scaler.load_state_dict(self._scaler_state)
         self._set_back_rng()
         self._forget_update()
+        return True
+
+    @staticmethod
+    def has_room(wanted_bytes: int, device: torch.device) -> bool:
+        """Tell whether a device certainly has as many free bytes, if possible without allocating them."""
+        if device.type == "cpu":
+            limit = CpuLimit.active
+            if limit is not None and limit.held_bytes + wanted_bytes > limit.limit_bytes:
+                return False
+            if not allocations_can_fail():
+                return True
+        elif hardware.accelerators.cached_bytes(device) > 2 * wanted_bytes:  # cached memory may be fragmented
+            return True
+        blocks = []
+        try:
+            for start in range(0, wanted_bytes, _BLOCK_BYTES):
+                size = min(_BLOCK_BYTES, wanted_bytes - start)
+                blocks.append(torch.empty(size, dtype=torch.uint8, device=device))
+        except Exception as e:
+            if out_of_memory(e) is None:
+                raise
+            return False
         return True
 
     # The update
@@ -353,7 +382,7 @@ class Rollback:
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         ranks = self.step.options.ranks
         tensors = [*parameters_of(optimizer), *state_of(optimizer)]  # all that it changes
-        is_sure = has_room(needed_bytes(optimizer), tensors[0].device if tensors else torch.device("cpu"))
+        is_sure = self.has_room(needed_bytes(optimizer), tensors[0].device if tensors else torch.device("cpu"))
         if ranks.size > 1 and any(p.grad is not None and not optimizer.state.get(p) for p in parameters_of(optimizer)):
             # It creates state: all ranks can undo that, as far as the host's memory goes.
             is_sure = is_sure and sum(local_part(tensor).nbytes for tensor in tensors) * ranks.size >= free_bytes()
@@ -381,21 +410,6 @@ class Rollback:
             ranks.commit()
         self._has_updated = True
         self._copies = []
-
-    def _restore_update(self) -> bool:
-        if not self._has_begun:
-            return True
-        if self._copies:
-            with torch.no_grad():
-                for tensor, copy in self._copies:
-                    tensor.copy_(copy)
-        elif not self._versions or any(version_of(tensor) != version for tensor, version in self._versions):
-            return False
-        self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)
-        for group, before in zip(self._optimizer.param_groups, self._groups, strict=True):
-            group.update(before)
-        return True
 
 
 def needed_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -24,7 +24,6 @@ It does not hold buffers that are not persistent, nor the workload's own generat
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -32,7 +31,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,20 +41,18 @@ import msgspec
 import torch
 
 from memfit import ir
-from memfit._torch import is_shared
 from memfit.errors import CheckpointError, DamagedCheckpointError, OutputError, UsageError
 from memfit.foundations import __version__
+from memfit.hardware import pins_memory, synchronize
 from memfit.ir import Plan, Precision
-from memfit.ranks import SingleProcess, each, once
+from memfit.ranks import each, once
 from memfit.training.runs.state import (
     SHARD,
-    HostBuffers,
+    Files,
     Stored,
     TrainingState,
     collect,
-    own_shards,
     prepare_restore,
-    read_tensors,
     shard_name,
     write_tensors,
 )
@@ -124,6 +121,30 @@ class Loaded:
     restore: Callable[[], None]
 
 
+class HostBuffers:
+    """Copies of tensors in host memory, pinned for accelerators that copy faster to it.
+
+    Memory is taken at the first copy, and used again for tensors of the same name, shape and dtype.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, str], torch.Tensor] = {}
+
+    def copied(self, files: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
+        """Return contiguous copies of the tensors of some files, which last until the next call."""
+        before, self._buffers = self._buffers, {}
+        for file, tensors in files.items():
+            for key, tensor in tensors.items():
+                buffer = before.pop((file, key), None)
+                if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                    is_pinned = pins_memory(tensor.device.type)
+                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_pinned)
+                self._buffers[file, key] = buffer.copy_(tensor.detach(), non_blocking=True)
+        for device in {tensor.device for tensors in files.values() for tensor in tensors.values()}:
+            synchronize(device)
+        return {file: {key: self._buffers[file, key] for key in tensors} for file, tensors in files.items()}
+
+
 class Writing:
     """A checkpoint that is being written: its files, on each rank, and then its place.
 
@@ -153,16 +174,14 @@ class Writing:
     ) -> None:
         self.path, self.step_count = folder / f"checkpoint-{step.steps}", step.steps
         self._workload, self._ranks, self._keep = step.workload, step.options.ranks, keep_checkpoints
-        self._parts: list[_Parts] = []
+        self._files: Files | None = None
         self._written: Future[dict[str, FileEntry]] | None = None
         self._new = own = self.path.with_name(f".{self.path.name}.{os.getpid()}.new.tmp")
 
         def prepare() -> Path:
             with _as_output_error(self.path):
-                part = _parts_of(collect(step, position), self._ranks)
-                if buffers is not None:
-                    part = dataclasses.replace(part, tensors=buffers.copied(part.tensors))
-                self._parts.append(part)
+                texts, tensors, metadata = collect(step, position)
+                self._files = texts, tensors if buffers is None else buffers.copied(tensors), metadata
                 if self._ranks.rank == 0:
                     own.parent.mkdir(parents=True, exist_ok=True)
                     shutil.rmtree(own, ignore_errors=True)
@@ -211,15 +230,16 @@ class Writing:
             written.set_exception(e)
 
     def _write(self) -> dict[str, FileEntry]:
-        parts, folder = self._parts.pop(), self._new
+        assert self._files is not None
+        (texts, files, metadata), self._files, folder = self._files, None, self._new
         with _as_output_error(self.path):
-            for name, text in parts.texts.items():
+            for name, text in texts.items():
                 (folder / name).write_text(text)
-            for name, tensors in parts.tensors.items():
-                write_tensors(tensors, folder / name, parts.metadata.get(name))
+            for name, tensors in files.items():
+                write_tensors(tensors, folder / name, metadata.get(name))
             mode = (folder / PLAN).stat().st_mode
             entries = {}
-            for name in [*([PLAN] if self._ranks.rank == 0 else []), *parts.texts, *parts.tensors]:
+            for name in [*([PLAN] if self._ranks.rank == 0 else []), *texts, *files]:
                 (folder / name).chmod(mode)
                 entries[name] = FileEntry(_sha256(folder / name), (folder / name).stat().st_size)
                 _sync(folder / name)
@@ -282,13 +302,12 @@ def read(path: Path, step: Step, precision: Precision | None = None, *, is_check
         model, optimizer = (_stored(path, manifest, stem) for stem in _IN_SHARDS)
         state = TrainingState(
             model=model,
-            aliases=model.notes,
             optimizer=json.loads((path / "optimizer.json").read_bytes()),
             optimizer_tensors=optimizer,
             training=json.loads((path / "training.json").read_bytes()),
-            training_tensors=read_tensors(path / "training.safetensors")[0],
+            training_tensors=Stored([path / "training.safetensors"]),
         )
-        check_rng_state(state.rng)
+        check_rng_state(state.training["rng"])
         restore_state = prepare_restore(step, state, converts=precision not in (None, plan.levers.precision))
     except CheckpointError as e:
         raise type(e)(f"can't resume from {path}: {e}") from e
@@ -346,34 +365,6 @@ def read_newest(
 # Writing
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """What a rank writes of a checkpoint, by the names of files: JSON, tensors, and metadata of files of tensors."""
-
-    texts: dict[str, str]
-    tensors: dict[str, dict[str, torch.Tensor]]
-    metadata: dict[str, dict[str, str]]
-
-
-def _parts_of(state: TrainingState, ranks: SingleProcess) -> _Parts:
-    """Return a rank's files of a state. Their tensors are those of the state."""
-    texts, tensors, metadata = {}, {}, {}
-    if ranks.rank == 0:
-        texts["optimizer.json"] = json.dumps(state.optimizer, allow_nan=False)
-        texts["training.json"] = json.dumps(state.training, allow_nan=False)
-        tensors["training.safetensors"] = state.training_tensors
-    in_shards = any(is_shared(type(t)) for t in (*state.model.values(), *state.optimizer_tensors.values()))
-    for stem, whole, notes in (("model", state.model, state.aliases), ("optimizer", state.optimizer_tensors, {})):
-        if in_shards:
-            name = shard_name(stem, ranks.rank, ranks.size)
-            tensors[name], metadata[name] = own_shards(whole, ranks.rank, notes)
-        elif ranks.rank == 0:
-            tensors[f"{stem}.safetensors"] = dict(whole)
-            if stem == "model":
-                metadata[f"{stem}.safetensors"] = {"format": "pt", **notes}
-    return _Parts(texts, tensors, metadata)
-
-
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -423,7 +414,6 @@ def _check_files(path: Path, manifest: Checkpoint, *, only_names: bool = False) 
 
 
 def _stored(path: Path, manifest: Checkpoint, stem: str) -> Stored:
-    """Return the tensors of a checkpoint's model or optimizer."""
     own = (f"{stem}.safetensors", f"{stem}-shard-")
     return Stored([path / name for name in sorted(manifest.files) if name.startswith(own)])
 

@@ -182,15 +182,26 @@ class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
         processes = ""
         with contextlib.suppress(OSError):
             processes = os.readlink("/proc/self/ns/pid")
+        program, *words = sys.argv or [""]  # none where Python is embedded
+        group, dist = "", sys.modules.get("torch.distributed")  # not imported: no ranks
+        if dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            # The ranks' rendezvous, or the process that started them.
+            address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+            parent = multiprocessing.parent_process()
+            if address and port:
+                place = f"{_machine()} " if address in ("localhost", "127.0.0.1", "::1") else ""
+                group = f"{place}{address}:{port} {os.environ.get('TORCHELASTIC_RUN_ID', '')}".strip()
+            elif parent is not None:
+                group = f"children of {parent.pid} on {_machine()}"
         return cls(
             pid=os.getpid(),
             started=psutil.Process().create_time(),
             host=socket.gethostname(),
             machine=_machine(),
             processes=processes,
-            group=_group(),
+            group=group,
             since=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-            command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])[:300],
+            command=shlex.join([Path(program).name, *words])[:300],
         )
 
     def __str__(self) -> str:
@@ -227,7 +238,13 @@ def locked(folder: Path) -> Iterator[None]:
         yield
         return
     over = threading.Event()
-    beating = threading.Thread(target=_beat, args=(descriptor, over), name="memfit-lock", daemon=True)
+
+    def beat() -> None:
+        while not over.wait(BEAT_SECONDS):
+            with contextlib.suppress(OSError):
+                os.utime(descriptor)
+
+    beating = threading.Thread(target=beat, name="memfit-lock", daemon=True)
     with _guard:
         _held[folder] = threading.get_ident(), descriptor
     beating.start()
@@ -347,12 +364,6 @@ def _beats(path: Path, holder: LockHolder) -> bool:
     return False
 
 
-def _beat(descriptor: int, over: threading.Event) -> None:
-    while not over.wait(BEAT_SECONDS):
-        with contextlib.suppress(OSError):
-            os.utime(descriptor)
-
-
 def _is_at(path: Path, descriptor: int) -> bool:
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
@@ -391,16 +402,3 @@ def _machine() -> str:
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()}, up since {psutil.boot_time():.0f}"
-
-
-def _group() -> str:
-    """Return an identifier of this run's ranks: their rendezvous, or the process that started them."""
-    dist = sys.modules.get("torch.distributed")  # not imported: no ranks
-    if dist is None or not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return ""
-    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if address and port:
-        place = f"{_machine()} " if address in ("localhost", "127.0.0.1", "::1") else ""
-        return f"{place}{address}:{port} {os.environ.get('TORCHELASTIC_RUN_ID', '')}".strip()
-    parent = multiprocessing.parent_process()
-    return f"children of {parent.pid} on {_machine()}" if parent is not None else ""

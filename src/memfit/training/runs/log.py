@@ -101,8 +101,19 @@ class RunLog:
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
         if self._writer is not None:
-            for tag, value in _scalars(line).items():
-                self._writer.add_scalar(tag, value, line["step"])
+            scalars: dict[str, float | None] = {}
+            if "evaluation" in line:
+                scalars = {f"evaluation/{name}": value for name, value in line["evaluation"].items()}
+            elif "event" not in line:
+                others = ("step", "skipped", "peak_bytes", "predicted_peak_bytes", "allocation_retries")
+                scalars = {f"train/{name}": value for name, value in line.items() if name not in others}
+                for name in ("peak_bytes", "predicted_peak_bytes"):
+                    gib = None if line[name] is None else line[name] / 2**30
+                    scalars[f"memory/{name.removesuffix('_bytes')}(GiB)"] = gib
+                scalars["memory/num_alloc_retries"] = line["allocation_retries"]
+            for tag, value in scalars.items():
+                if value is not None:
+                    self._writer.add_scalar(tag, value, line["step"])
 
     def sync(self) -> None:
         """Flush the written lines to disk, so that they survive a crash of the machine."""
@@ -138,21 +149,6 @@ def require_tensorboard() -> Any:
     with brought_by("tensorboard", "tensorboard logging"):
         from torch.utils.tensorboard import SummaryWriter
     return SummaryWriter
-
-
-def _scalars(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the TensorBoard scalars of a line."""
-    if "evaluation" in line:
-        return {f"evaluation/{name}": value for name, value in line["evaluation"].items() if value is not None}
-    if "event" in line:
-        return {}
-    others = ("step", "skipped", "peak_bytes", "predicted_peak_bytes", "allocation_retries")
-    scalars = {f"train/{name}": value for name, value in line.items() if name not in others}
-    for name in ("peak_bytes", "predicted_peak_bytes"):
-        gib = None if line[name] is None else line[name] / 2**30
-        scalars[f"memory/{name.removesuffix('_bytes')}(GiB)"] = gib
-    scalars["memory/num_alloc_retries"] = line["allocation_retries"]
-    return {tag: value for tag, value in scalars.items() if value is not None}
 
 
 def finite(value: Any) -> Any:

@@ -18,17 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from memfit._torch import chunk_of, is_first_copy, is_shared, local_part
 from memfit.errors import CheckpointError, DamagedCheckpointError
-from memfit.hardware import pins_memory, synchronize
 from memfit.training.optimizers import parameters_of
 from memfit.training.step import Step
-from memfit.workload import RngState, rng_state
+from memfit.workload import rng_state
 
 Tensors = dict[str, torch.Tensor]
 _OF_PARAMETER = re.compile(r"optimizer\.state\.([0-9]+)\.")  # the place that `collect` names in `pack`
@@ -41,58 +40,69 @@ _OFFSETS, _VERSION = "DCP_SHARDING_INFO", "DCP_VERSION"
 _RESERVED = ("format", _OFFSETS, _VERSION)
 
 
-@dataclass(frozen=True)
-class TrainingState:
-    """The state in a checkpoint, as JSON values and tensors.
-
-    Of a model that ranks share, each has its parts: as DTensors when they are collected, as files when they are read.
-
-    Attributes:
-        model: The model's state dict, without tied duplicates.
-        aliases: For each tied duplicate, the name of the tensor that is saved.
-        optimizer: The optimizer's class, the FQNs of its parameters by group, and its packed state dict.
-        training: Scheduler, loss scaler, random states, data position, and extra state of the model that is no tensor.
-    """
-
-    model: Tensors | Stored
-    aliases: dict[str, str]
-    optimizer: dict[str, Any]
-    optimizer_tensors: Tensors | Stored
-    training: dict[str, Any]
-    training_tensors: Tensors
-
-    @property
-    def rng(self) -> RngState:
-        """The random states at the moment of the checkpoint."""
-        state: RngState = self.training["rng"]
-        return state
-
-    @property
-    def position(self) -> dict[str, Any]:
-        """The position in the data."""
-        position: dict[str, Any] = unpack(self.training["position"], self.training_tensors.__getitem__)
-        return position
+Files = tuple[dict[str, str], dict[str, Tensors], dict[str, dict[str, str]]]
+"""What a rank writes of a checkpoint, by the names of files: JSON, tensors, and metadata of files of tensors."""
 
 
-def collect(step: Step, position: dict[str, Any]) -> TrainingState:
-    """Return the state of a training between two steps. Its tensors are not copies."""
+def collect(step: Step, position: dict[str, Any]) -> Files:
+    """Return this rank's files of a training between two steps. Their tensors are not copies."""
     model, aliases, extras = _model_state(step.workload.model)
-    optimizer_tensors: Tensors = {}
-    training_tensors: Tensors = {}
-    scheduler, scaler = step.workload.scheduler, step.scaler
+    of_optimizer: Tensors = {}
+    of_training: Tensors = {}
+    scheduler, scaler, ranks = step.workload.scheduler, step.scaler, step.options.ranks
     packed = {
         "scheduler": scheduler and {"kind": type(scheduler).__qualname__, "state": scheduler.state_dict()},
         "scaler": scaler and scaler.state_dict(),
         "position": position,
         "model_extras": extras,
     }
-    training = {key: pack(value, training_tensors, key) for key, value in packed.items()}
-    state = pack(step.workload.optimizer.state_dict(), optimizer_tensors, "optimizer")
-    kind = type(step.workload.optimizer).__qualname__
-    optimizer = {"kind": kind, "parameters": _parameter_names(step), "state": state}
-    return TrainingState(
-        model, aliases, optimizer, optimizer_tensors, training | {"rng": rng_state()}, training_tensors
-    )
+    training = {key: pack(value, of_training, key) for key, value in packed.items()} | {"rng": rng_state()}
+    optimizer = {
+        "kind": type(step.workload.optimizer).__qualname__,
+        "parameters": _parameter_names(step),
+        "state": pack(step.workload.optimizer.state_dict(), of_optimizer, "optimizer"),
+    }
+    texts: dict[str, str] = {}
+    tensors: dict[str, Tensors] = {}
+    metadata: dict[str, dict[str, str]] = {}
+    if ranks.rank == 0:
+        texts["optimizer.json"] = json.dumps(optimizer, allow_nan=False)
+        texts["training.json"] = json.dumps(training, allow_nan=False)
+        tensors["training.safetensors"] = of_training
+    in_shards = any(is_shared(type(t)) for t in (*model.values(), *of_optimizer.values()))
+    for stem, whole, notes in (("model", model, aliases), ("optimizer", of_optimizer, {})):
+        if in_shards:
+            name = shard_name(stem, ranks.rank, ranks.size)
+            tensors[name], metadata[name] = own_shards(whole, ranks.rank, notes)
+        elif ranks.rank == 0:
+            tensors[f"{stem}.safetensors"] = whole
+            if stem == "model":
+                metadata[f"{stem}.safetensors"] = {"format": "pt", **notes}
+    return texts, tensors, metadata
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """The state of a training that was read from a checkpoint, as JSON values and files of tensors.
+
+    Attributes:
+        model: The model's state dict, without tied duplicates; in its notes, for each of these the name of the tensor
+            that is saved.
+        optimizer: The optimizer's class, the FQNs of its parameters by group, and its packed state dict.
+        training: Scheduler, loss scaler, random states, data position, and extra state of the model that is no tensor.
+    """
+
+    model: Stored
+    optimizer: dict[str, Any]
+    optimizer_tensors: Stored
+    training: dict[str, Any]
+    training_tensors: Stored
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """The position in the data."""
+        position: dict[str, Any] = unpack(self.training["position"], self.training_tensors.__getitem__)
+        return position
 
 
 def prepare_restore(step: Step, state: TrainingState, *, converts: bool = False) -> Callable[[], None]:
@@ -120,7 +130,14 @@ def prepare_restore(step: Step, state: TrainingState, *, converts: bool = False)
         raise CheckpointError(f"the checkpoint {had}, and {has}: resume with the checkpoint's precision=")
 
     def restore() -> None:
-        _restore_optimizer(workload.optimizer, optimizer_state)
+        optimizer = workload.optimizer
+        optimizer.load_state_dict(optimizer_state)  # which casts state to the parameter's dtype
+        indices = [i for group in optimizer_state["param_groups"] for i in group["params"]]
+        for index, parameter in zip(indices, parameters_of(optimizer), strict=True):
+            loaded = optimizer.state.get(parameter)
+            for key, value in optimizer_state["state"].get(index, {}).items():
+                if loaded is not None and key in loaded:
+                    loaded[key] = _on_device_of(loaded[key], value)
         workload.model.load_state_dict(model_state)
         if workload.scheduler is not None:
             workload.scheduler.load_state_dict(scheduler_state["state"])
@@ -158,17 +175,18 @@ def _checked_model_state(
     model: nn.Module, state: TrainingState, extras: dict[str, Any], converts: bool
 ) -> dict[str, Any]:
     tensors, aliases, own_extras = _model_state(model)
-    _check_names("the model", {*tensors, *aliases, *own_extras}, {*state.model, *state.aliases, *extras})
-    if aliases != state.aliases:
+    saved_aliases = state.model.notes
+    _check_names("the model", {*tensors, *aliases, *own_extras}, {*state.model, *saved_aliases, *extras})
+    if aliases != saved_aliases:
         raise CheckpointError(
-            f"the model ties {aliases or 'no weights'}, and the checkpoint ties {state.aliases or 'none'}"
+            f"the model ties {aliases or 'no weights'}, and the checkpoint ties {saved_aliases or 'none'}"
         )
     found = {}
     for name, tensor in tensors.items():
-        saved = found[name] = state.model.like(name, tensor) if isinstance(state.model, Stored) else state.model[name]
+        saved = found[name] = state.model.like(name, tensor)
         is_converted = converts and {tensor.dtype, saved.dtype} == {torch.float32, torch.bfloat16}
         _check_like(f"the model's {name}", tensor, saved.to(tensor.dtype) if is_converted else saved)
-    return {**found, **{name: found[target] for name, target in state.aliases.items()}, **extras}
+    return {**found, **{name: found[target] for name, target in saved_aliases.items()}, **extras}
 
 
 def _check_names(what: str, own: set[str], saved: set[str]) -> None:
@@ -217,7 +235,7 @@ def _checked_optimizer_state(step: Step, state: TrainingState) -> dict[str, Any]
     def tensor_of(key: str) -> torch.Tensor:
         """Return a saved tensor as this rank has it: as its parameter is shared, so is it."""
         index = _OF_PARAMETER.match(key)
-        if index is None or int(index[1]) >= len(parameters) or not isinstance(tensors, Stored):
+        if index is None or int(index[1]) >= len(parameters):
             return tensors[key]
         return tensors.like(key, parameters[int(index[1])])
 
@@ -228,17 +246,6 @@ def _checked_optimizer_state(step: Step, state: TrainingState) -> dict[str, Any]
             if isinstance(value, torch.Tensor) and isinstance(saved_value, torch.Tensor):
                 _check_like(f"the optimizer's {key} of parameter {index}", value, saved_value)
     return saved
-
-
-def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load a state dict exactly: `load_state_dict` alone casts state to the parameter's dtype."""
-    optimizer.load_state_dict(saved)
-    indices = [i for group in saved["param_groups"] for i in group["params"]]
-    for index, parameter in zip(indices, parameters_of(optimizer), strict=True):
-        loaded = optimizer.state.get(parameter)
-        for key, value in saved["state"].get(index, {}).items():
-            if loaded is not None and key in loaded:
-                loaded[key] = _on_device_of(loaded[key], value)
 
 
 def _on_device_of(loaded: Any, saved: Any) -> Any:
@@ -262,7 +269,24 @@ def pack(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"float": str(float(value))}
     if isinstance(value, torch.Tensor):
-        return _pack_tensor(value, tensors, where)
+        is_dense = is_shared(type(value)) or type(value) in (torch.Tensor, torch.nn.Parameter)
+        plain = is_dense and value.layout is torch.strided
+        if not plain or value.dtype is torch.complex128 or value.is_quantized:
+            raise CheckpointError(
+                f"{where} is a {type(value).__qualname__} with dtype={value.dtype} and layout={value.layout}: a"
+                " checkpoint can store plain dense tensors only"
+            )
+        key, n = where, 0
+        while key in tensors:
+            key, n = f"{where}#{n}", n + 1
+        tensor, order = value.detach(), list(range(value.dim()))
+        if not is_shared(type(tensor)):  # whose part is contiguous
+            strides = tensor.stride()
+            by_stride = sorted(order, key=lambda d: (-strides[d], d))
+            order = by_stride if tensor.permute(by_stride).is_contiguous() else order
+            tensor = tensor.contiguous()
+        tensors[key] = tensor
+        return {"tensor": key, "order": order}
     if isinstance(value, Mapping) and (type(value) in _DICTS or type(value).__name__ == "defaultdict"):
         for key in value:
             if not (isinstance(key, str) or type(key) is int):
@@ -305,29 +329,6 @@ def unpack(node: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
         raise CheckpointError(f"a checkpoint's state can't have the form {str(node)[:80]!r}") from e
 
 
-def _pack_tensor(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], where: str) -> Any:
-    is_dense = is_shared(type(tensor)) or type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    plain = is_dense and tensor.layout is torch.strided
-    if not plain or tensor.dtype is torch.complex128 or tensor.is_quantized:
-        raise CheckpointError(
-            f"{where} is a {type(tensor).__qualname__} with dtype={tensor.dtype} and layout={tensor.layout}: a"
-            " checkpoint can store plain dense tensors only"
-        )
-    key, n = where, 0
-    while key in tensors:
-        key, n = f"{where}#{n}", n + 1
-    tensor = tensor.detach()
-    if is_shared(type(tensor)):  # its part is contiguous
-        tensors[key] = tensor
-        return {"tensor": key, "order": list(range(tensor.dim()))}
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], d))
-    if not tensor.permute(order).is_contiguous():
-        order = list(range(tensor.dim()))
-    tensors[key] = tensor.contiguous()
-    return {"tensor": key, "order": order}
-
-
 # Files of tensors
 
 
@@ -356,7 +357,7 @@ def own_shards(
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a tensor in a file: where it begins in the tensor, and its shape."""
+    """A part of a tensor in a file, and where it begins in the tensor."""
 
     file: Any
     start: tuple[int, ...]
@@ -379,7 +380,16 @@ class Stored(Mapping[str, torch.Tensor]):
         self._pieces: dict[str, list[_Piece]] = {}
         for path in paths:
             try:
-                self._open(path)
+                file: Any = safe_open(path, framework="pt")
+                metadata = dict(file.metadata() or {})
+                offsets = json.loads(metadata.get(_OFFSETS, "{}"))
+                self.notes.update((key, value) for key, value in metadata.items() if key not in _RESERVED)
+                for key in file.keys():
+                    cut = file.get_slice(key)
+                    shape = tuple(cut.get_shape())
+                    start = tuple(offsets[key]["saved_offsets"]) if offsets else (0,) * len(shape)
+                    dtype = (cut[:0] if shape else file.get_tensor(key)).dtype
+                    self._pieces.setdefault(key, []).append(_Piece(file, start, shape, dtype))
             except (OSError, SafetensorError, ValueError, KeyError) as e:
                 raise DamagedCheckpointError(f"{path} is not a safetensors file of shards: {e}") from e
         for key, pieces in self._pieces.items():
@@ -388,18 +398,6 @@ class Stored(Mapping[str, torch.Tensor]):
                 raise DamagedCheckpointError(
                     f"{paths[0].parent} has {there} elements of {key}, and its shape is {self.shape(key)}"
                 )
-
-    def _open(self, path: Path) -> None:
-        file: Any = safe_open(path, framework="pt")
-        metadata = dict(file.metadata() or {})
-        offsets = json.loads(metadata.get(_OFFSETS, "{}"))
-        self.notes.update((key, value) for key, value in metadata.items() if key not in _RESERVED)
-        for key in file.keys():
-            cut = file.get_slice(key)
-            shape = tuple(cut.get_shape())
-            start = tuple(offsets[key]["saved_offsets"]) if offsets else (0,) * len(shape)
-            dtype = (cut[:0] if shape else file.get_tensor(key)).dtype
-            self._pieces.setdefault(key, []).append(_Piece(file, start, shape, dtype))
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -450,30 +448,6 @@ def _between(low: Sequence[int], high: Sequence[int], start: Sequence[int]) -> t
     return tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
 
 
-class HostBuffers:
-    """Copies of tensors in host memory, pinned for accelerators that copy faster to it.
-
-    Memory is taken at the first copy, and used again for tensors of the same name, shape and dtype.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, str], torch.Tensor] = {}
-
-    def copied(self, files: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-        """Return contiguous copies of the tensors of some files, which last until the next call."""
-        before, self._buffers = self._buffers, {}
-        for file, tensors in files.items():
-            for key, tensor in tensors.items():
-                buffer = before.pop((file, key), None)
-                if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                    is_pinned = pins_memory(tensor.device.type)
-                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_pinned)
-                self._buffers[file, key] = buffer.copy_(tensor.detach(), non_blocking=True)
-        for device in {tensor.device for tensors in files.values() for tensor in tensors.values()}:
-            synchronize(device)
-        return {file: {key: self._buffers[file, key] for key in tensors} for file, tensors in files.items()}
-
-
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
     """Write tensors to a safetensors file, each contiguous; tensors that share a storage are written separately.
 
@@ -487,15 +461,6 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dic
         separate[key] = (tensor.clone() if storage in seen else tensor).contiguous()
         seen.add(storage)
     try:
-        save_file(separate, path, metadata)
+        safetensors.torch.save_file(separate, path, metadata)
     except SafetensorError as e:
         raise OSError(str(e)) from e
-
-
-def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors of a safetensors file, on the CPU, and its metadata."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})
-    except (OSError, SafetensorError) as e:
-        raise CheckpointError(f"{path} is not a safetensors file: {e}") from e
