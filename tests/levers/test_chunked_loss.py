@@ -23,10 +23,9 @@ from memfit.capture import real_copy
 from memfit.errors import PlanError, PlanMismatchError, UsageError
 from memfit.hardware import allocated
 from memfit.ir import ChunkedLoss, Levers, Plan
-from memfit.levers import applied, checkpointing, chunked_loss
+from memfit.levers import Switch, applied, checkpointing, chunked_loss
 from memfit.levers.chunked_loss import Logits, chunked, is_chunked
 from memfit.levers.precision import casting
-from memfit.pipeline._apply import switchable
 from memfit.recipes import byte_lm
 from memfit.workload import Workload
 from tests.measuring import peaks
@@ -369,7 +368,8 @@ def test_a_running_step_is_switched() -> None:
     workload = large_vocabulary()
     plan = memfit.plan(workload, budget="1GiB", numerics="exact", precisions=["32-true"], points=1)
     chunked = replace(plan.levers, chunked_loss=ChunkedLoss(head="head", rows=32))
-    with switchable(plan, workload, limit_bytes=None) as switch:
+    step = memfit.apply(plan, workload)
+    with step, contextlib.closing(Switch(step, plan.levers)) as switch:
         loss, gradients = switch.step.gradients(workload.batch)
         switch.to(chunked)
         assert "forward" in workload.model.head.__dict__

@@ -17,7 +17,7 @@ from memfit.capture import measure_peak_bytes
 from memfit.errors import CheckpointError, OutputError, UsageError
 from memfit.foundations import format_seconds, parse_budget
 from memfit.hardware import find_device, free_bytes
-from memfit.ir import Comparison, Levers, Plan, RunRecord, Sharding, Views, module_table, simulate
+from memfit.ir import Comparison, Levers, Plan, RunRecord, Views, module_table, simulate
 from memfit.levers import check_plan, host_bytes_of
 from memfit.pipeline._apply import apply
 from memfit.pipeline._verify import compare
@@ -160,7 +160,12 @@ def trained(plan: Plan, workload: Workload, options: RunOptions) -> RunRecord:
     if sharding is not None and options.adaptive:
         raise UsageError("adaptive=True can't be used with levers.sharding: leave it out")
     if options.adaptive or options.recover is None:
-        options = replace(options, recover=options.adaptive or _can_undo(sharding))
+        can_undo = True
+        if sharding is not None:
+            from memfit.ranks import why_not_undone  # distributed packages take a second to import
+
+            can_undo = not why_not_undone(sharding)
+        options = replace(options, recover=options.adaptive or can_undo)
     is_drawn = False
     if options.resume and (folder / VIEWS).exists():
         with contextlib.suppress(UsageError):
@@ -173,8 +178,10 @@ def trained(plan: Plan, workload: Workload, options: RunOptions) -> RunRecord:
             drawn = views(plan, workload)
     with ranks_of(plan) as ranks:
         if sharding is not None:
-            resume, overwrite = once(ranks, lambda: _where_it_begins(options))
-            options = replace(options, resume=resume, overwrite=overwrite)
+            # A run that was ended before its first checkpoint begins again.
+            if once(ranks, lambda: options.resume and not is_begun(folder)):
+                overwrite = once(ranks, lambda: options.overwrite or holds_a_start(folder))
+                options = replace(options, resume=False, overwrite=overwrite)
         workload = placed(workload, plan)
         with held_folder(folder, overwrite=options.overwrite, resume=options.resume, ranks=ranks):
             host_bytes = None
@@ -216,22 +223,6 @@ def trained(plan: Plan, workload: Workload, options: RunOptions) -> RunRecord:
                 finally:
                     if (folder / RUN).exists():
                         draw()
-
-
-def _can_undo(sharding: Sharding | None) -> bool:
-    """Tell whether a step that runs out of memory can be undone."""
-    if sharding is None:
-        return True
-    from memfit.ranks import why_not_undone  # distributed packages take a second to import
-
-    return not why_not_undone(sharding)
-
-
-def _where_it_begins(options: RunOptions) -> tuple[bool, bool]:
-    """Return whether a run resumes, and whether it overwrites: it begins where it was ended before a checkpoint."""
-    if not options.resume or is_begun(options.out):
-        return options.resume, options.overwrite
-    return False, options.overwrite or holds_a_start(options.out)
 
 
 @checked

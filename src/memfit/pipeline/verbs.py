@@ -129,27 +129,19 @@ def _workload_instead(value: Any) -> str:
 def _plan_instead(value: Any) -> str:
     if isinstance(value, str | os.PathLike):
         return f"memfit.Plan.load({os.fspath(value)!r})"
-    if isinstance(value, Mapping):
-        return "memfit.Plan.load(path)"
-    return 'memfit.plan(workload, budget="90%")'
+    return "memfit.Plan.load(path)" if isinstance(value, Mapping) else 'memfit.plan(workload, budget="90%")'
 
 
 def _optimizer_instead(value: Any) -> str:
     if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
         return "scheduler.optimizer"
-    name = value.__name__ if isinstance(value, type) else "torch.optim.AdamW"
-    return f"{name}(model.parameters())"
-
-
-def _model_instead(value: Any) -> str:
-    return "workload.model" if isinstance(value, Workload) else "model"
+    return f"{value.__name__ if isinstance(value, type) else 'torch.optim.AdamW'}(model.parameters())"
 
 
 def _are(kind: type, value: Any) -> bool:
     """Tell whether a value is of a kind, or a sequence of such."""
-    if isinstance(value, kind):
-        return True
-    return isinstance(value, list | tuple) and bool(value) and all(isinstance(v, kind) for v in value)
+    values = value if isinstance(value, list | tuple) else [value]
+    return bool(values) and all(isinstance(each, kind) for each in values)
 
 
 class _Kind(NamedTuple):
@@ -162,7 +154,11 @@ _KINDS = {
     "workload": _Kind("a memfit.Workload", lambda value: isinstance(value, Workload), _workload_instead),
     "plan": _Kind("a memfit.Plan", lambda value: isinstance(value, Plan), _plan_instead),
     "run": _Kind("the folder of a run", lambda value: isinstance(value, str | os.PathLike), lambda value: '"run"'),
-    "model": _Kind("a torch.nn.Module", lambda value: _are(nn.Module, value), _model_instead),
-    "optimizer": _Kind("a torch.optim.Optimizer", lambda value: _are(torch.optim.Optimizer, value), _optimizer_instead),
+    "model": _Kind(
+        "a torch.nn.Module",
+        functools.partial(_are, nn.Module),
+        lambda value: "workload.model" if isinstance(value, Workload) else "model",
+    ),
+    "optimizer": _Kind("a torch.optim.Optimizer", functools.partial(_are, torch.optim.Optimizer), _optimizer_instead),
 }
 """The arguments that are checked, by name, wherever they are first ones."""
