@@ -25,7 +25,7 @@ from memfit.errors import InfeasibleError, MemfitError
 from memfit.hardware import allocated, find_device, host_name
 from memfit.ir import CostTable, Device, Levers, OpCost, Plan, Regions, Trace, Work, simulate
 from memfit.levers import applied
-from memfit.pipeline import _plan
+from memfit.pipeline import plan
 from memfit.planner import capture_levers, captured_steps, confirmation, predict
 from memfit.planner.captures import DataRuns
 from memfit.solver import Solver, build, options
@@ -213,7 +213,7 @@ class _Planning:
                 return self._planned(workload, e.lowest_peak_bytes)
 
     def _planned(self, workload: Workload, budget_bytes: int) -> Plan:
-        return _plan.plan(
+        return plan(
             workload,
             budget=budget_bytes,
             numerics="exact",

@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memfit._torch import replaced
-from memfit.capture import Seen, Verdict, Watcher, external_tensors, parameters_of
+from memfit.capture import Seen, Verdict, Watcher, parameters_of
 from memfit.errors import InfeasibleError, MemfitError, PlanMismatchError, UsageError
 from memfit.foundations import LOOP, Progress, format_bytes, on_unused, public, read_budget, silent, undone
 from memfit.ir import Numerics, Plan
@@ -38,21 +38,21 @@ from memfit.pipeline.loop_plans import (
     module_workload,
     roots_of,
     step_text,
+    told_beside,
     untrained_texts,
     workload_of,
 )
 from memfit.pipeline.verbs import checked, plan_given, uninterrupted
 from memfit.planner import first_line
 from memfit.recomputation import checking
-from memfit.training import Growth, LogFunction, LoopLog, beside_text, held_beside
-from memfit.workload import CallNumber, Extent, LoopWorkload, extent_of, tensors_of
+from memfit.training import Growth, LogFunction, LoopLog
+from memfit.workload import CallNumber, Extent, LoopWorkload, extent_of
 
 _MOST_UPDATES = 8  # of one optimizer in a step, while another one waits for its turn
 _MOST_KINDS = 4  # of steps that one plan is for
 _MOST_TRIES = 3
 _MOST_AWAITED = 1024  # steps that are recorded until one comes again that was not
 _MOST_CHECKED = 16  # steps, where not all kinds come again
-_NOTED_SHARE = 0.01  # of the budget: what the loop holds beside the step
 
 
 @dataclass(frozen=True)
@@ -359,15 +359,8 @@ class Fitted:
             is_kept = self._plans.is_taken
             self._tell_first(workload, self.plan)
             under = [(workload.model, self.plan)]
-            # Variables that hold memory beside the step, if more than a hundredth of the budget.
-            optimizer, model = workload.optimizer, workload.model
-            known = [*model.parameters(), *model.buffers(), *external_tensors(workload), *workload.batch]
-            known += tensors_of([list(optimizer.state.values()), optimizer.param_groups])
-            known += [p.grad for p in model.parameters() if p.grad is not None]
-            held = held_beside(known, [t for known in kinds for t in known.step.given], self.plan.device)
-            if sum(each.nbytes for each in held) > _NOTED_SHARE * self.plan.budget_bytes:
-                peak_bytes, budget_bytes = self.plan.predicted.peak_bytes, self.plan.budget_bytes
-                self._tell(f"memfit: {beside_text(held, peak_bytes, budget_bytes)}")
+            if line := told_beside(workload, self.plan, [t for known in kinds for t in known.step.given]):
+                self._tell(line)
             self._advice = advice(self.plan, self._plans.mixed(workload)) if is_slow(self.plan) else []
         except (InfeasibleError, PlanMismatchError):
             raise

@@ -58,7 +58,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 @verb
-def views(plan: Plan, workload: Workload, comparison: Comparison | None = None) -> Views:
+def views_of(plan: Plan, workload: Workload, comparison: Comparison | None = None) -> Views:
     """Return what a report draws: the predicted timelines of the plain and the planned step, and the modules."""
     check_plan(plan, workload)
     device = find_device(plan.device)
@@ -153,8 +153,8 @@ def train(
 
 
 @uninterrupted
-def trained(plan: Plan, workload: Workload, options: RunOptions) -> RunRecord:
-    """Train as `memfit.train` does, and return the record of the run."""
+def trained(plan: Plan, workload: Workload, options: RunOptions, *, draw: Callable[..., Views] = views_of) -> RunRecord:
+    """Train as `memfit.train` does, with what its report draws from a function; return the record of the run."""
     folder, sharding = options.out, plan.levers.sharding
     check_runs_here(plan, workload, makes_values=not options.compare_steps)
     if sharding is not None and options.adaptive:
@@ -175,7 +175,7 @@ def trained(plan: Plan, workload: Workload, options: RunOptions) -> RunRecord:
         from memfit.ranks import is_joined  # distributed packages take a second to import
 
         if not is_joined() and not launched_rank():  # by the first rank, before the ranks are joined
-            drawn = views(plan, workload)
+            drawn = draw(plan, workload)
     with ranks_of(plan) as ranks:
         if sharding is not None:
             # A run that was ended before its first checkpoint begins again.
@@ -193,7 +193,7 @@ def trained(plan: Plan, workload: Workload, options: RunOptions) -> RunRecord:
             if options.compare_steps:
                 comparison = compare(plan, workload, steps=options.compare_steps, progress=options.progress)
             if sharding is None:
-                drawn = views(plan, workload, comparison)
+                drawn = draw(plan, workload, comparison)
             elif drawn is not None:
                 drawn = msgspec.structs.replace(drawn, comparison=comparison)
             with apply(
@@ -207,14 +207,14 @@ def trained(plan: Plan, workload: Workload, options: RunOptions) -> RunRecord:
                 host = HostWatch(step, host_bytes)
                 pending = None if is_drawn else drawn
 
-                def draw() -> None:
+                def write() -> None:
                     nonlocal pending
                     if pending is not None:
                         ir.codec.write_atomic(folder / VIEWS, ir.codec.encode(pending))
                         pending = None
 
                 def watch() -> None:
-                    draw()  # at the first batch, so that a run that goes on has a report too
+                    write()  # at the first batch, so that a run that goes on has a report too
                     host.check()
 
                 trainer = Trainer(step, plan, options, measure=measure_peak_bytes, watch=watch)
@@ -222,7 +222,7 @@ def trained(plan: Plan, workload: Workload, options: RunOptions) -> RunRecord:
                     return trainer.fit()
                 finally:
                     if (folder / RUN).exists():
-                        draw()
+                        write()
 
 
 @checked

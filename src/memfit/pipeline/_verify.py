@@ -332,9 +332,11 @@ def _compared(
     (loss, gradients), (plain_loss, plain) = given, expected
     pairs = {name: (gradients[name], gradient) for name, gradient in plain.items() if name in gradients}
     found = [
-        GradientDifference(parameter=name, relative=relative([pairs[name]]), equal=equal(*pairs[name]))
-        if name in pairs
-        else GradientDifference(parameter=name, relative=math.inf, equal=False)
+        GradientDifference(
+            parameter=name,
+            relative=gradient_difference([pairs[name]]) if name in pairs else math.inf,
+            equal=name in pairs and same_gradient(*pairs[name]),
+        )
         for name in plain
     ]
     return Verification(
@@ -343,7 +345,7 @@ def _compared(
         plain_loss=plain_loss,
         planned_loss=loss,
         loss_difference=abs(loss - plain_loss) / max(abs(plain_loss), 1e-30),
-        gradient_difference=relative(list(pairs.values())),
+        gradient_difference=gradient_difference(list(pairs.values())),
         bitwise=loss == plain_loss and all(g.equal for g in found) and gradients.keys() == plain.keys(),
         gradients=sorted(found, key=lambda difference: -difference.relative),
         predicted_peak_bytes=plan.predicted.peak_bytes,
@@ -355,7 +357,7 @@ def _compared(
     )
 
 
-def relative(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+def gradient_difference(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
     """Return the Euclidean norm of the differences of what was found and expected, relative to what was expected."""
     alike = [_alike(found, expected) for found, expected in pairs]
     away = [float(gradient_values(found - expected).norm()) for found, expected in alike]
@@ -367,7 +369,7 @@ def _alike(found: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, t
     return (found, expected) if found.layout is expected.layout else (found.to_dense(), expected.to_dense())
 
 
-def equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def same_gradient(found: torch.Tensor, expected: torch.Tensor) -> bool:
     """Tell whether two gradients have the same bits; sparse ones with their repeated entries added up."""
     found, expected = _alike(found, expected)
     if not found.is_sparse:

@@ -29,7 +29,7 @@ from torch import nn
 
 from memfit import ir
 from memfit._torch import own_buffers, own_modules, own_parameters, tree_leaves
-from memfit.capture import Seen, Watcher, parameters_of
+from memfit.capture import Seen, Watcher, external_tensors, parameters_of
 from memfit.cost import hurried
 from memfit.errors import InfeasibleError, MemfitError, OutputError, PlanMismatchError, UsageError
 from memfit.foundations import Progress, format_bytes, format_seconds, read_budget
@@ -40,7 +40,7 @@ from memfit.pipeline._estimate import estimate
 from memfit.pipeline._plan import planned as make_plan
 from memfit.pipeline.placement import device_kind
 from memfit.planner import Findings, PlanOptions, costs_of, predicted_under
-from memfit.training import CombinedOptimizers
+from memfit.training import CombinedOptimizers, beside_text, held_beside
 from memfit.version import __version__
 from memfit.workload import (
     CallNumber,
@@ -60,6 +60,7 @@ from memfit.workload import (
     looked_ahead,
     outside_autocast,
     sizes_changed,
+    tensors_of,
 )
 
 Mixed = Prediction | Literal["in use"] | None
@@ -80,6 +81,7 @@ _OF_TERMINALS = ("_", "OLDPWD", "SHLVL", "COLUMNS", "LINES", "TERM", "SSH_", "XD
 
 is_on = True
 """Whether records are kept. Tests turn it off."""
+_NOTED_SHARE = 0.01  # of the budget: what the loop holds beside the step
 _POINTS = 4
 _FIRST_SECONDS = 0.5  # for solving for the first step
 
@@ -267,6 +269,18 @@ def untrained_texts(
             " train them; memfit plans such a step when it runs"
         )
     return lines
+
+
+def told_beside(workload: LoopWorkload, plan: Plan, given: Sequence[torch.Tensor | Geometry]) -> str | None:
+    """Return what is told of the variables that hold memory beside the step, if more than a hundredth of the budget."""
+    optimizer, model = workload.optimizer, workload.model
+    known = [*model.parameters(), *model.buffers(), *external_tensors(workload), *workload.batch]
+    known += tensors_of([list(optimizer.state.values()), optimizer.param_groups])
+    known += [p.grad for p in model.parameters() if p.grad is not None]
+    held = held_beside(known, given, plan.device)
+    if sum(each.nbytes for each in held) <= _NOTED_SHARE * plan.budget_bytes:
+        return None
+    return f"memfit: {beside_text(held, plan.predicted.peak_bytes, plan.budget_bytes)}"
 
 
 @contextlib.contextmanager
