@@ -77,7 +77,8 @@ memfit.verify(workload(), plan) | plan is a Workload, and workload is a Plan
     | memfit.verify(plan, workload) in this order
 memfit.train(workload(), plan, out="run") | plan is a Workload, and workload is a Plan
     | memfit.train(plan, workload, out="run") in this order
-memfit.train(plan, MODEL, out="run") | workload is the model Sequential | memfit.train(plan, memfit.Workload(...), out="run")
+memfit.train(plan, MODEL, out="run") | workload is the model Sequential
+    | memfit.train(plan, memfit.Workload(...), out="run")
 memfit.apply({"levers": {}}, workload()) | plan is a dict | memfit.apply(memfit.Plan.load(path), workload)
 memfit.apply("plan.json", workload()) | plan is 'plan.json' | memfit.apply(memfit.Plan.load('plan.json'), workload)
 memfit.verify(Path("plan.json"), workload()) | plan is a | memfit.verify(memfit.Plan.load('plan.json'), workload)

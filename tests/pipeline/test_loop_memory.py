@@ -19,7 +19,7 @@ from memfit.foundations import format_bytes
 from memfit.training import beside_text, held_beside
 from memfit.training.guards import loop_memory as growth
 from tests.measuring import peak_bytes_of
-from tests.pipeline.loops import deep
+from tests.pipeline.loops import classified, deep, quiet, updated
 
 SMALL, LARGE = 256, 1024
 
@@ -51,11 +51,6 @@ class Matcher(nn.Module):
         return {"match": torch.stack([s.softmax(1).square().mean() for s in scores]).mean()}
 
 
-def rows(model: nn.Module, size: int) -> torch.Tensor:
-    x, y = torch.randn(size, 64), torch.randint(0, 10, (size,))
-    return F.cross_entropy(model(x), y)
-
-
 def text(model: nn.Module, size: int) -> torch.Tensor:
     tokens = torch.randint(0, 50, (8, size // 8 + 1))
     logits = model(tokens)
@@ -76,14 +71,14 @@ def in_pairs(model: nn.Module, size: int) -> torch.Tensor:
 
 LossOf = Callable[[nn.Module, int], torch.Tensor]
 CASES: dict[str, tuple[Callable[[], nn.Module], LossOf]] = {
-    "rows": (deep, rows),
+    "rows": (deep, classified),
     "text": (Reader, text),
     "crowds": (Matcher, crowds),
     "pairs": (deep, in_pairs),
 }
 
 
-def loop(name: str, sizes: list[int], after: Callable[[], object] = lambda: None) -> Iterator[object]:
+def loop(name: str, sizes: list[int]) -> Iterator[object]:
     """Yield the model and the optimizer, and then what the loop returns: its losses, and its weights."""
     make, loss_of = CASES[name]
     torch.manual_seed(0)
@@ -95,13 +90,7 @@ def loop(name: str, sizes: list[int], after: Callable[[], object] = lambda: None
         torch.manual_seed(7)
         losses = []
         for size in sizes:
-            loss = loss_of(model, size)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-            del loss
-            after()
+            losses.append(updated(optimizer, loss_of(model, size)))
         return losses, [p.detach().clone() for p in model.parameters()]
 
     (losses, weights), peak_bytes = peak_bytes_of(run)
@@ -148,7 +137,7 @@ def test_a_batch_that_no_plan_holds_ends_the_loop_before_it_runs() -> None:
     model, optimizer = next(running)  # type: ignore[misc]
     with (
         pytest.raises(InfeasibleError, match=f"{16 * LARGE}x64 instead of the planned {SMALL}x64") as caught,
-        memfit.fit(model, optimizer, budget=int(1.2 * plain_bytes), tell=lambda _: None),
+        memfit.fit(model, optimizer, budget=int(1.2 * plain_bytes), tell=quiet),
     ):
         next(running)
     assert caught.value.lowest_peak_bytes > caught.value.budget_bytes
@@ -219,18 +208,13 @@ def patterned() -> type[nn.Module]:
     return Copying
 
 
-def trained(model: nn.Module, beside: Callable[[], object] = lambda: None, keep: Any = None) -> list[str]:
+def trained(model: nn.Module, keep: Any = None) -> list[str]:
     """Train a model for three steps, with what the caller keeps; return what memfit tells of it."""
     told: list[str] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with memfit.fit(model, optimizer, budget="64MiB", tell=told.append):
         for _ in range(3):
-            x, y = torch.randn(ROWS, DIM), torch.randint(DIM, (ROWS,))
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            beside()
+            updated(optimizer, classified(model, ROWS, DIM))
     return [line for line in told if "outside the step" in line]
 
 
@@ -266,20 +250,14 @@ def test_a_layer_that_a_closure_of_the_models_class_keeps_is_told() -> None:
 @pytest.mark.parametrize("share", [0.8, 1.5])
 def test_a_first_step_above_the_budget_is_told(share: float) -> None:
     """Before it is seen, nobody knows that the loop calls its model four times before it goes back."""
-
-    def run(told: list[str], budget: str) -> None:
-        model = made()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with memfit.fit(model, optimizer, budget=budget, tell=told.append) as fitted:
-            for _ in range(3):
-                outs = [model(torch.randn(ROWS, DIM)) for _ in range(4)]
-                torch.stack([out.square().mean() for out in outs]).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        assert fitted.plan is not None
-
     told: list[str] = []
-    run(told, f"{share}x")
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with memfit.fit(model, optimizer, budget=f"{share}x", tell=told.append) as fitted:
+        for _ in range(3):
+            outs = [model(torch.randn(ROWS, DIM)) for _ in range(4)]
+            updated(optimizer, torch.stack([out.square().mean() for out in outs]).sum())
+    assert fitted.plan is not None
     assert any("the first step needed about" in line for line in told) == (share < 1)
 
 

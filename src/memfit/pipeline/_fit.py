@@ -32,9 +32,7 @@ from memfit.pipeline.loop_plans import (
     LoopPlans,
     Stages,
     StepKind,
-    advice,
     generators_kept,
-    is_slow,
     module_workload,
     roots_of,
     step_text,
@@ -361,7 +359,7 @@ class Fitted:
             under = [(workload.model, self.plan)]
             if line := told_beside(workload, self.plan, [t for known in kinds for t in known.step.given]):
                 self._tell(line)
-            self._advice = advice(self.plan, self._plans.mixed(workload)) if is_slow(self.plan) else []
+            self._advice = self._plans.advice(workload, self.plan)
         except (InfeasibleError, PlanMismatchError):
             raise
         except MemfitError as e:

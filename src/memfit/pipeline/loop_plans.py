@@ -413,6 +413,10 @@ class LoopPlans:
         except MemfitError:  # autocast refuses some losses
             return None
 
+    def advice(self, workload: LoopWorkload, plan: Plan) -> list[str]:
+        """Return what the loop itself could do, where its plan is slow."""
+        return advice(plan, self.mixed(workload)) if is_slow(plan) else []
+
     def _kept(self, kind: type[T], name: str, workload: LoopWorkload, options: object, make: Callable[[], T]) -> T:
         """Return a record as an earlier start of the program has kept it, or make it and keep it.
 
