@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +15,14 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 import memfit
+from memfit._torch import FakeTensor
 from memfit.errors import InfeasibleError
 from memfit.foundations import format_bytes
 from memfit.training import beside_text, held_beside
 from memfit.training.guards import loop_memory as growth
 from tests.measuring import peak_bytes_of
 from tests.pipeline.loops import classified, deep, quiet, updated
+from tests.pipeline.plans import exact
 
 SMALL, LARGE = 256, 1024
 
@@ -169,6 +172,22 @@ def test_memory_that_grows_in_a_loop_is_told_once(monkeypatch: pytest.MonkeyPatc
     lines = [line for line in told if "memory grows" in line]
     assert len(lines) == 1
     assert "`kept` (a list" in lines[0] and "test_loop_memory.py:" in lines[0] and "graphs" in lines[0]
+
+
+def test_memory_that_grows_in_a_run_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "_FREE_SECONDS", 1e9)
+    model, kept = deep(), list[torch.Tensor]()
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(batch).square().mean()
+        if not isinstance(loss, FakeTensor):
+            kept.append(batch.repeat(8, 1))
+        return loss
+
+    workload = memfit.Workload(model, torch.randn(SMALL, 64), loss_fn, AdamW(model.parameters(), fused=True))
+    record = memfit.train(exact(workload, "64MiB"), workload, out=tmp_path / "run", steps=14)
+    assert [event.kind for event in record.events] == ["growing memory"]
+    assert "`kept` (a list" in record.events[0].text and "test_loop_memory.py:" in record.events[0].text
 
 
 DIM, ROWS = 128, 64

@@ -22,7 +22,7 @@ from memfit.training import Recovery, Step
 from memfit.training.guards import recovery as rollback
 from memfit.workload import Workload
 from tests.bombs import Bomb
-from tests.pipeline.frontiers import with_frontier
+from tests.pipeline.plans import with_frontier
 from tests.processes import on_ranks
 from tests.ranks import test_engines as engines
 from tests.ranks.test_engines import UNITS, whole, workload
