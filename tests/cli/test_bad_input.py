@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_cli import Shell, memfit, plan_file  # noqa: F401  # fixtures
+from tests.cli.conftest import Shell
 
 MINE = """
 import torch
@@ -145,7 +145,7 @@ TABLE: list[tuple[str, int, str]] = [
 
 
 @pytest.fixture
-def folder(tmp_path: Path, plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: F811
+def folder(tmp_path: Path, plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, content in FILES.items():
         (tmp_path / name).write_text(content)
     shutil.copy(plan_file, tmp_path / "plan.json")
@@ -158,7 +158,7 @@ def folder(tmp_path: Path, plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(("line", "status", "words"), TABLE, ids=[line for line, _, _ in TABLE])
 def test_bad_input_is_named_and_costs_nothing(
-    memfit: Shell,  # noqa: F811
+    memfit: Shell,
     folder: Path,
     line: str,
     status: int,

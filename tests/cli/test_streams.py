@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import memfit
-from memfit.cli import output
-from memfit.cli.output import print_json
+from tests.cli.conftest import Shell
 from tests.workloads import lean
 
 NOISY = """
@@ -113,19 +112,13 @@ def test_what_pytorch_says_of_memory_it_measured_in_part_is_kept_out(noisy: str,
     assert [text for text in SAID if text not in done.stderr] == []
 
 
-def test_standard_output_is_put_back(capfd: pytest.CaptureFixture[str]) -> None:
-    before = sys.stdout
+def test_standard_output_is_put_back(tmp_path: Path, memfit: Shell, capfd: pytest.CaptureFixture[str]) -> None:
+    code = "import os\ndef workload():\n    print('noise')\n    os.write(1, b'more\\n')\n    print('noise')\n"
+    (tmp_path / "noise.py").write_text(code)
     for _ in range(2):
-        assert output.when_asked(False) is False and not output.takes_json()
-        assert output.when_asked(True) is output.when_asked(True) is True
-        print("noise")
-        os.write(1, b"more\n")
-        print_json({"a": 1})
-        print("noise")
-        output.give_back()
-        assert sys.stdout is before
-        shown, errors = capfd.readouterr()
-        assert (json.loads(shown), errors) == ({"a": 1}, "noise\nmore\nnoise\n")
+        status, shown, errors = memfit("estimate", f"{tmp_path}/noise.py:workload", "--json")
+        assert status == 2 and json.loads(shown)["error"]["type"] == "WorkloadError"
+        assert "noise\nmore\nnoise\n" in errors
     print("as always")
     assert capfd.readouterr().out == "as always\n"
 

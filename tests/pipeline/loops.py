@@ -28,7 +28,8 @@ def updated(optimizer: Optimizer, loss: torch.Tensor) -> float:
 
 def classified(model: nn.Module, samples: int = 256, width: int = 64) -> torch.Tensor:
     """Return the loss of a model on random samples of ten classes."""
-    return F.cross_entropy(model(torch.randn(samples, width)), torch.randint(0, 10, (samples,)))
+    x, y = torch.randn(samples, width), torch.randint(0, 10, (samples,))  # before: the next batch is not of the step
+    return F.cross_entropy(model(x), y)
 
 
 class Plans:
