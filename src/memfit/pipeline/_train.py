@@ -18,7 +18,7 @@ from memfit.errors import CheckpointError, OutputError, UsageError
 from memfit.foundations import format_seconds, parse_budget
 from memfit.hardware import find_device, free_bytes
 from memfit.ir import Comparison, Levers, Plan, RunRecord, Views, module_table, simulate
-from memfit.levers import check_plan, host_bytes_of
+from memfit.levers import host_bytes_of
 from memfit.pipeline._apply import apply
 from memfit.pipeline._verify import compare
 from memfit.pipeline.placement import check_runs_here, placed, ranks_of
@@ -60,7 +60,6 @@ _INDEX = "model.safetensors.index.json"
 @verb
 def views_of(plan: Plan, workload: Workload, comparison: Comparison | None = None) -> Views:
     """Return what a report draws: the predicted timelines of the plain and the planned step, and the modules."""
-    check_plan(plan, workload)
     device = find_device(plan.device)
     plain, planned = capture_each(workload, [Levers(microbatch_size=plan.batch_size), plan.levers], device)
     costs = costs_of([plain, planned], device)

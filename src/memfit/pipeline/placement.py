@@ -35,10 +35,6 @@ def place_of(workload: Workload) -> torch.device:
     return held[0].device if held else torch.device("cpu")
 
 
-def device_here(plan: Plan) -> Device | None:
-    return on_this_machine(find_device(plan.device))
-
-
 def on_this_machine(named: Device) -> Device | None:
     """Return this machine's device that is meant: by its name, or by its product; None without one."""
     if named.is_here:
@@ -57,7 +53,7 @@ def check_runs_here(plan: Plan, workload: Workload, *, makes_values: bool = Fals
 
     With `makes_values` a model on the meta device may stand for the values that its modules make.
     """
-    device = device_here(plan)
+    device = on_this_machine(find_device(plan.device))
     if device is None:
         names = ", ".join(device.name for device in devices())
         raise PlanError(
@@ -82,7 +78,7 @@ def placed(workload: Workload, plan: Plan) -> Workload:
     device makes its values on the CPU first (`ranks.meta_models`); where it is to be fully sharded, it does so when it
     is. A workload for a device that is not here is returned as it is.
     """
-    device = device_here(plan)
+    device = on_this_machine(find_device(plan.device))
     if device is None:
         return workload
     if is_on_meta(workload.model):

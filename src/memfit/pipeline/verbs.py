@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -27,19 +28,32 @@ _TOOLS = ("ladder", "probe_range")
 _WORKLOAD = "memfit.Workload(model, batch, loss_fn, optimizer)"
 
 
-def verb(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Make a function a verb.
+def _run_in(
+    *contexts: Callable[[], contextlib.AbstractContextManager[object]],
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Return a decorator: its functions run in these contexts."""
 
-    A verb in another thread waits until it is done. A signal whose handler raises ends it at a safe point
-    (`memfit.foundations.interrupts`). In a process with several threads it draws from generators of its own.
-    """
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with contextlib.ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context())
+                return function(*args, **kwargs)
 
-    @functools.wraps(function)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with held_back(ends_steps=True), turn(), generators_of_turn():
-            return function(*args, **kwargs)
+        return run
 
-    return run
+    return decorate
+
+
+verb = _run_in(functools.partial(held_back, ends_steps=True), turn, generators_of_turn)
+"""Make a function a verb.
+
+A verb in another thread waits until it is done. A signal whose handler raises ends it at a safe point
+(`memfit.foundations.interrupts`). In a process with several threads it draws from generators of its own.
+"""
+uninterrupted = _run_in(held_back)
+"""Make signals end a function at a safe point alone; other threads may run verbs meanwhile."""
 
 
 def applying(function: Callable[_P, _S]) -> Callable[_P, _S]:
@@ -59,17 +73,6 @@ def applying(function: Callable[_P, _S]) -> Callable[_P, _S]:
                 step.close()
             raise
         return step
-
-    return run
-
-
-def uninterrupted(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Make signals end a function at a safe point alone; other threads may run verbs meanwhile."""
-
-    @functools.wraps(function)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with held_back():
-            return function(*args, **kwargs)
 
     return run
 
