@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -106,15 +109,23 @@ def test_a_stage_that_reports_nothing_is_told_of_and_a_time_left_that_is_over_is
     assert lines()[:3] == ["solve: 0/2", "solve: 1/2, 0:12 so far, 0:12 left", "solve: 1/2, 0:42 so far"]
 
 
-def test_on_a_terminal_each_stage_has_a_bar_with_the_time_left(monkeypatch: pytest.MonkeyPatch, lines: Lines) -> None:
-    for name, value in {"TTY_COMPATIBLE": "1", "TERM": "xterm", "COLUMNS": "120"}.items():
-        monkeypatch.setenv(name, value)
-    with stages() as report:
-        report("train", 40, 100)
-        time.sleep(0.05)
-        report("train", 41, 100, "loss 3.0")
-        while "left" not in "".join(lines()):  # about three seconds, drawn ten times a second
-            time.sleep(0.01)
-        report("train", 100, 100, "loss 2.0")
-    last = "".join(lines()).rpartition("train")[2]
+TERMINAL = {"TTY_COMPATIBLE": "1", "TERM": "xterm", "COLUMNS": "120"}
+PROGRAM = """
+import time
+from memfit.cli import stages
+with stages() as report:
+    report("train", 40, 100)
+    time.sleep(0.05)
+    report("train", 41, 100, "loss 3.0")
+    time.sleep(0.5)  # of about three seconds, drawn ten times a second
+    report("train", 100, 100, "loss 2.0")
+"""
+
+
+def test_on_a_terminal_each_stage_has_a_bar_with_the_time_left() -> None:
+    environment = os.environ | TERMINAL | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    line = [sys.executable, "-c", PROGRAM]
+    shown = subprocess.run(line, env=environment, capture_output=True, text=True, check=True).stderr
+    assert "left" in shown
+    last = shown.rpartition("train")[2]
     assert "100/100" in last and "loss 2.0" in last and "left" not in last

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Shell, run_script, started
+from tests.cli.conftest import run_script, started
 
 
 @pytest.mark.parametrize(
@@ -152,25 +152,6 @@ def test_options_after_the_script_are_the_scripts_and_told_where_it_lacks_them(
     assert done.returncode == status, done.stderr
     assert words in done.stderr and (words or STANDS not in done.stderr)
     assert ("began" in done.stdout) == (status == 0)
-
-
-@pytest.mark.parametrize(
-    ("code", "strays", "is_told"),
-    [
-        ("", [], False),
-        ("", [["--budget", "6GiB"]], True),
-        ("parser.add_argument('--budget')", [["--budget", "6GiB"]], False),
-        ("budget: str = ''  # of a dataclass that is parsed", [["--budget=6GiB"]], False),
-    ],
-)
-def test_on_a_gpu_the_budget_is_nine_tenths(
-    memfit: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, strays: list[list[str]], is_told: bool
-) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(f"raise SystemExit(7)\n{code}")
-    monkeypatch.setattr("memfit.hardware.accelerators.current_kind", lambda: "cuda")
-    status, _, told = memfit("run", str(script), *(word for stray in strays for word in stray))
-    assert status == 7 and "the budget is 90% of the device" in told and (STANDS in told) == is_told
 
 
 def test_memfits_frames_are_left_out_also_between_the_scripts_own(tmp_path: Path) -> None:

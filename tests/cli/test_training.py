@@ -109,3 +109,26 @@ def test_planning_measures_steps_as_training_runs_them(
 def test_the_bar_says_how_long_code_takes_to_make(code_seconds: float, said: str, trained: Callable[..., str]) -> None:
     lines = trained(code_seconds=code_seconds).splitlines()
     assert any(line == said or line.startswith(f"{said}: ") for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("code", "strays", "is_told"),
+    [
+        ("", [], False),
+        ("", [["--budget", "6GiB"]], True),
+        ("parser.add_argument('--budget')", [["--budget", "6GiB"]], False),
+        ("budget: str = ''  # of a dataclass that is parsed", [["--budget=6GiB"]], False),
+    ],
+)
+def test_on_a_gpu_the_budget_is_nine_tenths(
+    memfit: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, strays: list[list[str]], is_told: bool
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"raise SystemExit(7)\n{code}")
+    monkeypatch.setattr("memfit.hardware.accelerators.current_kind", lambda: "cuda")
+    status, _, told = memfit("run", str(script), *(word for stray in strays for word in stray))
+    assert (
+        status == 7
+        and "the budget is 90% of the device" in told
+        and ("stands before the script: memfit run" in told) == is_told
+    )

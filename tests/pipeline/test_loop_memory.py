@@ -27,19 +27,10 @@ from tests.pipeline.plans import exact
 SMALL, LARGE = 256, 1024
 
 
-class Reader(nn.Module):
-    """Reads tokens, as many as there are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(50, 64), nn.Linear(64, 50)
-        self.inner = nn.Sequential(
-            *[nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2)]
-        )
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.inner(self.table(tokens)))
-        return out
+def reader() -> nn.Module:
+    """Return a model that reads tokens, as many as there are."""
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2)]
+    return nn.Sequential(nn.Embedding(50, 64), *blocks, nn.Linear(64, 50))
 
 
 class Matcher(nn.Module):
@@ -75,7 +66,7 @@ def in_pairs(model: nn.Module, size: int) -> torch.Tensor:
 LossOf = Callable[[nn.Module, int], torch.Tensor]
 CASES: dict[str, tuple[Callable[[], nn.Module], LossOf]] = {
     "rows": (deep, classified),
-    "text": (Reader, text),
+    "text": (reader, text),
     "crowds": (Matcher, crowds),
     "pairs": (deep, in_pairs),
 }
