@@ -75,3 +75,10 @@ def started(folder: Path, *line: str) -> subprocess.CompletedProcess[str]:
 
 def run_script(folder: Path, *line: str) -> subprocess.CompletedProcess[str]:
     return started(folder, "-m", "memfit", "run", *line)
+
+
+def process(*line: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program as a process of its own, in the root of the repository."""
+    own = {k: v for k, v in os.environ.items() if k != "TORCH_CPP_LOG_LEVEL"}
+    own["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.run(line, env={**own, **environment}, capture_output=True, text=True, check=False)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import time
 
 import pytest
 
 from memfit.cli import stages
+from tests.cli.conftest import process
 
 
 class Clock:
@@ -123,9 +122,7 @@ with stages() as report:
 
 
 def test_on_a_terminal_each_stage_has_a_bar_with_the_time_left() -> None:
-    environment = os.environ | TERMINAL | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    line = [sys.executable, "-c", PROGRAM]
-    shown = subprocess.run(line, env=environment, capture_output=True, text=True, check=True).stderr
+    shown = process(sys.executable, "-c", PROGRAM, **TERMINAL).stderr
     assert "left" in shown
     last = shown.rpartition("train")[2]
     assert "100/100" in last and "loss 2.0" in last and "left" not in last

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import memfit
-from tests.cli.conftest import Shell
+from tests.cli.conftest import Shell, process
 from tests.workloads import lean
 
 NOISY = """
@@ -65,13 +64,6 @@ def noisy(tmp_path: Path) -> str:
     """The name of a file of workloads that print in every way."""
     (tmp_path / "noisy.py").write_text(NOISY)
     return str(tmp_path / "noisy.py")
-
-
-def process(*line: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a program as a process of its own, in the root of the repository."""
-    own = {k: v for k, v in os.environ.items() if k != "TORCH_CPP_LOG_LEVEL"}
-    own["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    return subprocess.run(line, env={**own, **environment}, capture_output=True, text=True, check=False)
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
