@@ -195,17 +195,16 @@ class Fitted:
             self._awaited -= bool(self._awaited)
             (watcher.begin if self._awaited else watcher.rest)()
             return
-        is_unsteady = is_faulty = False  # then the step does not stand for those after it, which are recorded
-        if watcher.is_writing:
-            is_unsteady = not watcher.is_steady() and not self._unsteady
-            is_faulty = bool(watcher.fault and self._kinds) and self._failures < _MOST_TRIES  # noticed within a step
-        if is_unsteady:
+        stands = watcher.is_writing  # for the steps after it, or these are recorded
+        if stands and not watcher.is_steady() and not self._unsteady:
+            stands = False
             self._unsteady += 1
             self._levers.close()
             self._under = []  # gradients are held too, which nobody counted: the plans that take least, in its place
-        elif is_faulty:
+        elif stands and watcher.fault and self._kinds and self._failures < _MOST_TRIES:  # noticed within a step
+            stands = False
             self._failures += 1
-        if not watcher.is_writing or is_unsteady or is_faulty:
+        if not stands:
             if self._kinds:
                 self._tell_unplanned("the last step did something new")
             self._awaited = _MOST_AWAITED
