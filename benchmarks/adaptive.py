@@ -27,7 +27,6 @@ import memfit
 from benchmarks.common import Case, main
 from memfit.capture import real_copy
 from memfit.levers import applied, candidates_of
-from memfit.pipeline.adaptive import Adaptive
 from memfit.recipes import ByteLM, source_files
 
 PAD, BATCH, ROUND = 0, 8, 32
@@ -103,8 +102,7 @@ def limited(plan: memfit.Plan, work: memfit.Workload, batches: list[Any]) -> tup
         for batch in batches:
             step(batch)
             peak_bytes = max(peak_bytes, step.memory_summary().peak_bytes or 0)
-        recovery = step.recovery
-        assert isinstance(recovery, Adaptive)
+        recovery: Any = step.recovery
         return len(recovery.events), len({arm for _, arm in recovery.taken}), peak_bytes
 
 

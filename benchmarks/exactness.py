@@ -20,7 +20,7 @@ from benchmarks.common import Case, main
 from benchmarks.frontier.models import QUICK, SUBJECTS, Subject
 from memfit import InfeasibleError, Plan, Workload
 from memfit.foundations import format_bytes
-from memfit.pipeline.placement import placed
+from memfit.pipeline import placed
 from memfit.training import Step
 
 STEPS = 20

@@ -39,7 +39,7 @@ from benchmarks.fuzzing.programs import Program, drawn
 from benchmarks.steps.zoo import STEPS
 from benchmarks.zoo import ZOO
 from memfit import Workload, ir
-from memfit.cli import app
+from memfit.cli import main as memfit_main
 from memfit.errors import InfeasibleError
 from memfit.hardware import find_device
 from memfit.ir import Levers
@@ -166,7 +166,7 @@ def printed(*line: str) -> str:
     sys.argv = ["memfit", *line]
     try:
         with contextlib.redirect_stdout(out):
-            app.main()
+            memfit_main()
     except SystemExit as e:
         if e.code:
             raise RuntimeError(f"memfit {' '.join(line)} ended with status {e.code}: {out.getvalue()}") from e

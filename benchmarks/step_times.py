@@ -30,7 +30,6 @@ from benchmarks.frontier.models import QUICK, SUBJECTS
 from benchmarks.processes import output_of
 from benchmarks.steps.rows import Rows
 from memfit import hardware
-from memfit.cli import commands
 from memfit.cost import Pace, Paced, at_rest, undisturbed_ratios
 from memfit.hardware import find_device, free_bytes
 from memfit.ir import Levers, MeasuredStep, Plan
@@ -302,7 +301,7 @@ def _isolated(model: str, condition: Condition, quick: bool, name: str) -> list[
     command = [sys.executable, "-m", "benchmarks.step_times", "--cell", model, *(["--quick"] * quick)]
     environment = {"OMP_NUM_THREADS": str(condition.threads)}
     if condition.others:  # as the command line has threads wait on a busy machine
-        environment[commands.WAIT_POLICY] = "PASSIVE"
+        environment["OMP_WAIT_POLICY"] = "PASSIVE"
     with _computing(condition.others):
         output = output_of(command, _LIMIT_SECONDS, environment)
     if not output.rows:

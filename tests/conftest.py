@@ -20,7 +20,6 @@ from memfit import hardware
 from memfit.foundations import interrupts
 from memfit.ir import Levers, Trace
 from memfit.pipeline import loop_plans
-from memfit.pipeline._plan import MEASURE_VARIABLE
 from memfit.planner import StepVariant, captured_through
 from tests import warm
 from tests.fixed_costs import fixed_costs
@@ -120,7 +119,7 @@ def _own_cache() -> Iterator[None]:
     gc.freeze()  # captures collect garbage, which is slow among all the objects of PyTorch
     with pytest.MonkeyPatch.context() as patch, quick_plans():
         patch.setattr(gc, "get_freeze_count", lambda: 1)  # which counts one by one, and each capture asks
-        patch.setenv(MEASURE_VARIABLE, "no")  # plans are chosen by predicted times, but where a test asks for more
+        patch.setenv("MEMFIT_MEASURE", "no")  # plans are chosen by predicted times, but where a test asks for more
         patch.setenv(_CACHE, _cache())  # the shim of fake CUDA is built in it, once
         patch.setattr(loop_plans, "is_on", False)  # a test's loop is planned, also where another one's is like it
         patch.setattr(hardware.shim, "command", warm.fake_cuda_command)

@@ -13,7 +13,7 @@ from memfit.capture import measure_peak_bytes, real_copy
 from memfit.hardware import allocated, find_device
 from memfit.ir import Levers
 from memfit.levers import applied
-from memfit.pipeline import _fit, loop_plans
+from memfit.pipeline import Fitted, loop_plans
 from memfit.planner import capture_levers, costs_of, predict
 from memfit.workload import Workload
 
@@ -64,5 +64,5 @@ def _planning_marked() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop_plans, "make_plan", marked(loop_plans.make_plan))
         patch.setattr(loop_plans, "estimate", marked(loop_plans.estimate))
-        patch.setattr(_fit.Fitted, "_held", marked(_fit.Fitted._held))
+        patch.setattr(Fitted, "_held", marked(Fitted._held))
         yield

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterator
 from unittest import mock
 
-from memfit.pipeline import _fit, _plan
+from memfit.pipeline import fit, plan
 from memfit.solver import milp
 
 TIME_LIMIT_SECONDS = 0.5
@@ -19,7 +19,7 @@ ROUND_SECONDS = 0.02
 def quick_plans() -> Iterator[None]:
     """Take these limits where a test names none."""
     with contextlib.ExitStack() as stack:
-        for verb in (_plan.plan, _fit.fit):
+        for verb in (plan, fit):
             defaults = inspect.unwrap(verb).__kwdefaults__
             assert defaults is not None
             stack.enter_context(mock.patch.dict(defaults, time_limit_seconds=TIME_LIMIT_SECONDS))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.pipeline.workload_files import _EXTRAS
+from memfit.pipeline import EXTRAS_OF_PACKAGES
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks, run_python
 
 SOURCE = ROOT / "src" / "memfit"
@@ -111,7 +111,9 @@ def test_all_is_every_extra_for_users() -> None:
 
 
 def test_files_of_workloads_name_extras_that_bring_what_they_import() -> None:
-    assert {package for package, extra in _EXTRAS.items() if _distribution(package) not in brought(extra)} == set()
+    assert {
+        package for package, extra in EXTRAS_OF_PACKAGES.items() if _distribution(package) not in brought(extra)
+    } == set()
 
 
 def test_pages_name_extras_that_exist() -> None:

@@ -48,8 +48,8 @@ def test_one_fork_leaves_nothing_to_the_next() -> None:
 def test_forks_take_what_tests_take_in_the_place_of_clocks(kind: str) -> None:
     if kind == "cuda" and (hardware.shim.why_not() is not None or hardware.shim.has_gpu()):
         pytest.skip("fake CUDA tensors can't be had here")
-    program = "import inspect\nfrom memfit.cost import cpu_costs\nfrom memfit.pipeline import _plan\n"
-    program += "limit_seconds = inspect.unwrap(_plan.plan).__kwdefaults__['time_limit_seconds']\n"
+    program = "import inspect\nfrom memfit.cost import cpu_costs\nfrom memfit import plan\n"
+    program += "limit_seconds = inspect.unwrap(plan).__kwdefaults__['time_limit_seconds']\n"
     program += "print(cpu_costs.calibrate([]).dispatch_seconds, limit_seconds)"
     found = subprocess.run(warm.command("-c", program, kind=kind), capture_output=True, text=True, check=True).stdout
     assert found == f"{DISPATCH_SECONDS} {TIME_LIMIT_SECONDS}\n"

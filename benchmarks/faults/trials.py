@@ -28,8 +28,8 @@ from benchmarks.faults.processes import finish, start
 from benchmarks.faults.subjects import Subject
 from memfit import ir
 from memfit.ir import Plan, RunRecord, Views
-from memfit.pipeline import _train
-from memfit.training import METRICS, RUN, VIEWS, read_lines
+from memfit.pipeline import trained, views_of
+from memfit.training import METRICS, RUN, VIEWS, RunOptions, read_lines
 from memfit.training.runs import checkpoint
 
 MAX_RESTARTS = 4
@@ -90,7 +90,7 @@ def _in_child(work: Callable[[], None], log: Path) -> None:
 def _plan(subject: Subject, folder: Path) -> None:
     plan = subject.plan()
     (folder / PLAN_FILE).write_bytes(ir.codec.encode(plan))
-    (folder / VIEWS).write_bytes(ir.codec.encode(_train.views(plan, subject.make())))
+    (folder / VIEWS).write_bytes(ir.codec.encode(views_of(plan, subject.make())))
 
 
 def _measure(subject: Subject, plan: Plan, views: Views, folder: Path) -> None:
@@ -124,7 +124,6 @@ def train(
 
     Every update that is done is noted in a file beside the run, which nothing takes back.
     """
-    _train.views = lambda *_: views
     seed = 1 if resume else 0  # a resumed run has no random state but that of its checkpoint
     torch.manual_seed(seed)
     random.seed(seed)
@@ -139,9 +138,7 @@ def train(
 
     workload = subject.make()
     with contextlib.nullcontext() if fault is None else fault.around():
-        memfit.train(
-            plan,
-            workload if fault is None else fault.changed(workload),
+        options = RunOptions(
             out=out,
             steps=subject.n_steps,
             checkpoint_every=subject.checkpoint_every,
@@ -150,6 +147,7 @@ def train(
             overwrite=not resume,
             on_step=after_step,
         )
+        trained(plan, workload if fault is None else fault.changed(workload), options, draw=lambda *_: views)
 
 
 def outcome_of(out: Path, n_steps: int) -> Outcome:

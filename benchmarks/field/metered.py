@@ -19,9 +19,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memfit._torch import replaced
-from memfit.cli import app
+from memfit.cli import main as memfit
 from memfit.hardware import allocated_between
-from memfit.pipeline import _fit, loop_plans
+from memfit.pipeline import loop_plans
 from memfit.training import held_beside
 
 _UPDATED, _PLANNING = "benchmarks: updated", "benchmarks: planning"
@@ -78,7 +78,7 @@ def metered(report: Path) -> Iterator[None]:
         with ExitStack() as stack:
             for name in ("make_plan", "estimate", "predicted_under"):
                 stack.enter_context(replaced(loop_plans, name, meter.marked(getattr(loop_plans, name))))
-            stack.enter_context(replaced(_fit, "held_beside", meter.weighed(held_beside)))
+            stack.enter_context(replaced(loop_plans, "held_beside", meter.weighed(held_beside)))
             peaks = stack.enter_context(allocated_between(_UPDATED, but_in=_PLANNING))
             yield
     finally:
@@ -93,7 +93,7 @@ def main() -> None:
         try:
             if way == "run":
                 sys.argv = ["memfit", "run", *line]
-                app.main()
+                memfit()
             else:
                 sys.argv = line
                 sys.path.insert(0, str(Path(line[0]).parent))

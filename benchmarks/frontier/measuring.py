@@ -18,7 +18,7 @@ import torch
 from benchmarks.frontier.methods import Apply
 from memfit.capture import measure_peak_bytes, measure_peaks
 from memfit.hardware import synchronize
-from memfit.pipeline.placement import place_of
+from memfit.pipeline import device_kind, device_named
 from memfit.planner import CACHING
 from memfit.training import Step
 from memfit.workload import Workload
@@ -64,7 +64,7 @@ def peak_of(apply: Apply, workload: Workload, warm: bool = False) -> Peak:
         found = measure_peaks(step, workload.batch)
         if found is None:
             return Peak(measure_peak_bytes(step, workload.batch))
-    reserves = place_of(workload).type in CACHING
+    reserves = device_kind(workload.model) in CACHING
     return Peak(found.allocated_bytes, found.reserved_bytes if reserves else None)
 
 
@@ -171,7 +171,7 @@ def step_seconds(apply: Apply, workload: Workload) -> float:
 
 
 def _timed(step: Step, workload: Workload) -> float:
-    place = place_of(workload)
+    place = torch.device(device_named(None, workload))
     alone = place.type == "cpu" and torch.get_num_threads() == 1
     clock = time.process_time if alone else time.perf_counter
     gc.collect()

@@ -24,7 +24,7 @@ from memfit.errors import InfeasibleError, MemfitError
 from memfit.hardware import allocated, find_device, host_name
 from memfit.ir import CostTable, Levers, OpCost, Plan, Regions, Trace, Work, simulate
 from memfit.levers import applied
-from memfit.pipeline import _plan
+from memfit.pipeline import plan
 from memfit.planner import StepVariant, capture_levers, captured_steps, captured_through, predict
 from memfit.solver import Solver, build, options
 from memfit.workload import Workload, batch_size_of
@@ -211,7 +211,7 @@ class _Planning:
                 return self._planned(workload, e.lowest_peak_bytes)
 
     def _planned(self, workload: Workload, budget_bytes: int) -> Plan:
-        return _plan.plan(
+        return plan(
             workload,
             budget=budget_bytes,
             numerics="exact",

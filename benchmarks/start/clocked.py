@@ -34,10 +34,10 @@ def main() -> None:
     register_optimizer_step_post_hook(updated)
     try:
         if way == "run":
-            from memfit.cli import app
+            from memfit.cli import main as memfit
 
             sys.argv = ["memfit", "run", *line]
-            app.main()
+            memfit()
         else:
             sys.argv = line
             runpy.run_path(line[0], run_name="__main__")

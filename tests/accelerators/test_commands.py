@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from memfit import ir
-from memfit.cli import app
-from memfit.cli.training import run_demo
+from memfit.cli import main
 from memfit.hardware import measurement, read
 from memfit.ir import Plan, RunRecord, Views
 from memfit.structure import separable_convolutions
@@ -23,7 +22,11 @@ def test_the_demo_trains_there_and_reports(
 ) -> None:
     """On a small model: what `memfit demo --device` runs."""
     monkeypatch.setattr("memfit.recipes.byte_lm", lambda: language_model(n_layer=1))
-    run_demo(tmp_path / "demo", steps=6, budget="0.75x", device=kind, overwrite=False)
+    line = ["demo", "--out", str(tmp_path / "demo"), "--steps", "6", "--budget", "0.75x", "--device", kind]
+    monkeypatch.setattr(sys, "argv", ["memfit", *line])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert not end.value.code
     shown = capsys.readouterr().out
     assert "Peak, measured" in shown and (tmp_path / "demo" / "report.html").exists()
     plan = ir.codec.read(tmp_path / "demo" / "plan.json", Plan)
@@ -40,7 +43,7 @@ def test_a_probe_keeps_the_accelerator_that_is_here(kind: str, tmp_path: Path, m
     monkeypatch.setattr(measurement, "_SECONDS", 0.01)
     monkeypatch.setattr(sys, "argv", ["memfit", "tools", "probe-devices", "--output", str(file)])
     with pytest.raises(SystemExit) as end:
-        app.main()
+        main()
     assert not end.value.code
     (found,) = (device for device in read(file).values() if device.kind == kind)
     assert found.bandwidth_bytes_per_second > 1e8 and found.vector_flops["float32"] > 1e6

@@ -18,7 +18,7 @@ from memfit.errors import PlanError, UsageError, WorkloadError
 from memfit.hardware import find_device
 from memfit.ir import Levers, Plan
 from memfit.levers import applied
-from memfit.pipeline.placement import device_here
+from memfit.pipeline import on_this_machine
 from memfit.planner import capture_levers, costs_of, predict
 from memfit.tools import ladder
 from memfit.workload import samples_of
@@ -171,7 +171,7 @@ def test_a_model_on_the_accelerator_is_not_trained_by_a_plan_for_the_cpu(kind: s
 
 def test_a_plan_for_a_card_that_is_not_here_is_not_run(kind: str, tmp_path: Path) -> None:
     plan = replace(plan_of("language_model", kind), device="mi300x")
-    assert device_here(plan) is None
+    assert on_this_machine(find_device(plan.device)) is None
     with pytest.raises(PlanError, match=f"'mi300x'.*not on this machine.*{kind}:0"):
         memfit.train(plan, language_model(), out=tmp_path, steps=1)
 

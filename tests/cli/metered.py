@@ -9,7 +9,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from memfit.cli import app
+from memfit.cli import main as memfit_main
 from tests.measuring import peak_bytes_of
 
 
@@ -27,7 +27,7 @@ def main() -> None:
 
 def _memfit() -> None:
     try:
-        app.main()
+        memfit_main()
     except SystemExit as e:
         if e.code:
             raise

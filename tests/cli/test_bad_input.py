@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_cli import Shell, memfit, plan_file  # noqa: F401  # fixtures
+from tests.cli.conftest import Shell
 
 MINE = """
 import torch
@@ -21,46 +21,16 @@ def tiny(**more):
     arguments = {"model": model, "batch": torch.randn(4, 8), "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
     return memfit.Workload(**({"loss_fn": lambda model, batch: model(batch).square().mean()} | arguments | more))
 
-
-def wrong_keyword():
-    return tiny(loss=1)
-
-
-def missing_key():
-    return {}["missing"]
-
-
-def wrong_key_in_loss():
-    return tiny(batch={"x": torch.randn(4, 8)}, loss_fn=lambda model, batch: model(batch["z"]).mean())
-
-
-def loss_of_the_wrong_shape():
-    return tiny(loss_fn=lambda model, batch: model(batch))
-
-
-def no_loss():
-    return tiny(loss_fn=lambda model, batch: None)
-
-
-def no_samples():
-    return tiny(batch={})
-
-
-def original_model():
-    model = nn.Linear(8, 8)
-    return tiny(loss_fn=lambda _, batch: model(batch).mean())
-
-
-def foreign_optimizer():
-    return tiny(optimizer=torch.optim.LBFGS(nn.Linear(2, 2).parameters()))
-
-
-def bad_scaling():
-    return tiny(loss_scaling=memfit.LossScaling(growth_factor=0.5))
-
-
-def unknown_loop():
-    return tiny(loop=memfit.Loop(zero_grad="never"))
+def wrong_keyword(): return tiny(loss=1)
+def missing_key(): return {}["missing"]
+def wrong_key_in_loss(): return tiny(batch={"x": torch.randn(4, 8)}, loss_fn=lambda model, batch: model(batch["z"]))
+def loss_of_the_wrong_shape(): return tiny(loss_fn=lambda model, batch: model(batch))
+def no_loss(): return tiny(loss_fn=lambda model, batch: None)
+def no_samples(): return tiny(batch={})
+def original_model(other=nn.Linear(8, 8)): return tiny(loss_fn=lambda _, batch: other(batch).mean())
+def foreign_optimizer(): return tiny(optimizer=torch.optim.LBFGS(nn.Linear(2, 2).parameters()))
+def bad_scaling(): return tiny(loss_scaling=memfit.LossScaling(growth_factor=0.5))
+def unknown_loop(): return tiny(loop=memfit.Loop(zero_grad="never"))
 """
 SYNTAX = "def workload(:\n"
 FILES = {
@@ -84,8 +54,8 @@ TABLE: list[tuple[str, int, str]] = [
     ("estimate tests.workloads:a_number", 2, "returned 3, not a memfit.Workload"),
     ("estimate tests.workloads:needs_an_extra", 2, "pip install 'memfit[brain]'"),
     # what a workload is
-    ("estimate mine:wrong_keyword", 2, "unexpected keyword argument 'loss' mine.py:15 in wrong_keyword"),
-    ("estimate mine:missing_key", 2, "raised KeyError: 'missing' mine.py:19 in missing_key"),
+    ("estimate mine:wrong_keyword", 2, "unexpected keyword argument 'loss' mine.py:13 in wrong_keyword"),
+    ("estimate mine:missing_key", 2, "raised KeyError: 'missing' mine.py:14 in missing_key"),
     ("estimate mine:wrong_key_in_loss", 2, "KeyError: 'z'"),
     ("estimate mine:loss_of_the_wrong_shape", 2, "loss"),
     ("estimate mine:no_loss", 2, "loss"),
@@ -145,7 +115,7 @@ TABLE: list[tuple[str, int, str]] = [
 
 
 @pytest.fixture
-def folder(tmp_path: Path, plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: F811
+def folder(tmp_path: Path, plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, content in FILES.items():
         (tmp_path / name).write_text(content)
     shutil.copy(plan_file, tmp_path / "plan.json")
@@ -158,7 +128,7 @@ def folder(tmp_path: Path, plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(("line", "status", "words"), TABLE, ids=[line for line, _, _ in TABLE])
 def test_bad_input_is_named_and_costs_nothing(
-    memfit: Shell,  # noqa: F811
+    memfit: Shell,
     folder: Path,
     line: str,
     status: int,

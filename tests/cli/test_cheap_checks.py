@@ -41,6 +41,7 @@ LINES = [
     ("verify script.py:make --plan nowhere.json", "can't read nowhere.json"),
     ("tools ladder script.py:make --budget 8", "--budget 8 is 8 bytes"),
     ("fleet script.py:make --steps 8 --budget 8", "--budget 8 is 8 bytes"),
+    *((f"fleet script.py:make --steps 8 --ranks {text}", "--ranks") for text in "0-4 4-1 a 1- 1,,2 1-9999999".split()),
     ("demo --budget 8", "--budget 8 is 8 bytes"),
     ("demo --out script.py", "script.py is a file"),
 ]

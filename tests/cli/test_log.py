@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_cli import LEAN, Shell, memfit, plan_file  # noqa: F401  # fixtures
-from tests.cli.test_run import memfit as run_script
+from tests.cli.conftest import LEAN, Shell, run_script
 
 TRACKER = """
 import json
@@ -59,8 +58,8 @@ def records(folder: Path, name: str = "records.jsonl") -> list[object]:
     ("workload", "log"), [(LEAN, "tracker.py:log"), (LEAN, "tracker:log"), ("tracker.py:workload", "tracker.py:log")]
 )
 def test_training_gives_the_lines_of_its_metrics(
-    memfit: Shell,  # noqa: F811
-    plan_file: Path,  # noqa: F811
+    memfit: Shell,
+    plan_file: Path,
     folder: Path,
     workload: str,
     log: str,
@@ -72,8 +71,8 @@ def test_training_gives_the_lines_of_its_metrics(
 
 
 def test_an_error_of_the_function_is_the_users_own_and_the_run_goes_on_later(
-    memfit: Shell,  # noqa: F811
-    plan_file: Path,  # noqa: F811
+    memfit: Shell,
+    plan_file: Path,
     folder: Path,
 ) -> None:
     line = ("train", LEAN, "--plan", str(plan_file), "--out", "run", "--steps", "2", "--log")

@@ -2,120 +2,127 @@
 
 from __future__ import annotations
 
-import io
+import sys
 import time
 
 import pytest
-from rich.console import Console
 
-from memfit.cli import output
-from memfit.cli.output import seconds_left, stages
+from memfit.cli import stages
+from tests.cli.conftest import process
 
 
 class Clock:
     """A clock that is set by hand."""
 
-    def __init__(self) -> None:
-        self.now = 1000.0
+    now = 1000.0
 
-    def monotonic(self) -> float:
+    def __call__(self) -> float:
         return self.now
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr(output, "time", found)
+    monkeypatch.setattr(time, "monotonic", found)
     return found
 
 
+class Lines:
+    """What is written to a standard error that is no terminal."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys, self.text = capsys, ""
+
+    def __call__(self) -> list[str]:
+        self.text += self.capsys.readouterr().err
+        return self.text.splitlines()
+
+
+@pytest.fixture
+def lines(capsys: pytest.CaptureFixture[str]) -> Lines:
+    return Lines(capsys)
+
+
+def test_a_stage_has_a_line_when_it_begins_every_ten_seconds_and_when_it_ends(clock: Clock, lines: Lines) -> None:
+    with stages() as report:
+        for done in range(0, 481):
+            report("train", done, 480, f"loss {done}")
+            clock.now += 0.0625 * (done < 480)  # no rounding
+    assert lines() == [
+        "train: 0/480, loss 0",
+        "train: 160/480, 0:10 so far, 0:20 left, loss 160",
+        "train: 320/480, 0:20 so far, 0:10 left, loss 320",
+        "train: 480/480, done in 0:30, loss 480",
+    ]
+
+
 @pytest.mark.parametrize(
-    ("seconds", "first", "done", "total", "left"),
+    ("first", "done", "total", "said"),
     [
-        (10.0, 0, 2, 6, 20.0),
-        (10.0, 40, 60, 100, 20.0),
-        (10.0, 0, 6, 6, 0.0),
-        (10.0, 3, 3, 6, None),
-        (9, 0, 3, None, None),
+        (0, 2, 6, "2/6, 0:12 so far, 0:24 left"),
+        (40, 60, 100, "60/100, 0:12 so far, 0:24 left"),
+        (3, 3, 6, "3/6, 0:12 so far"),
+        (0, 3, None, "3/?, 0:12 so far"),
     ],
 )
 def test_the_time_left_is_that_of_what_was_done_here(
-    seconds: float, first: int, done: int, total: int | None, left: float | None
+    first: int, done: int, total: int | None, said: str, clock: Clock, lines: Lines
 ) -> None:
-    assert seconds_left(seconds, first, done, total) == left
-
-
-class TestElsewhere:
-    """On a stream that is no terminal."""
-
-    @pytest.fixture(autouse=True)
-    def no_terminal(self, monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-        self.written = io.StringIO()
-        monkeypatch.setattr(output, "err", Console(file=self.written, width=80))
-        return self.written
-
-    @property
-    def lines(self) -> list[str]:
-        return self.written.getvalue().splitlines()
-
-    def test_a_stage_has_a_line_when_it_begins_every_ten_seconds_and_when_it_ends(self, clock: Clock) -> None:
-        with stages() as report:
-            for done in range(0, 481):
-                report("train", done, 480, f"loss {done}")
-                clock.now += 0.0625 * (done < 480)  # no rounding
-        assert self.lines == [
-            "train: 0/480, loss 0",
-            "train: 160/480, 0:10 so far, 0:20 left, loss 160",
-            "train: 320/480, 0:20 so far, 0:10 left, loss 320",
-            "train: 480/480, done in 0:30, loss 480",
-        ]
-
-    def test_stages_that_take_no_time_end_without_a_word(self, clock: Clock) -> None:
-        with stages() as report:
-            report("load", 0, 1)
-            report("load", 1, 1)
-            report("capture", 0, 3)
-            clock.now += 75
-            report("capture", 3, 3)
-            report("solve", 0, None)
-        assert self.lines == ["load", "capture: 0/3", "capture: 3/3, done in 1:15", "solve: 0/?"]
-
-    def test_a_stage_that_is_not_done_does_not_say_so(self, clock: Clock) -> None:
-        with pytest.raises(ValueError), stages() as report:
-            report("capture", 0, 3)
-            clock.now += 75
-            raise ValueError
-        assert self.lines == ["capture: 0/3"]
-
-    def test_a_stage_that_reports_nothing_is_told_of(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(output, "LINE_SECONDS", 0.02)
-        with stages() as report:
-            report("load", 0, 1)
-            while len(self.lines) < 3:
-                time.sleep(0.01)
-        assert self.lines[1] == "load: 0:00 so far"
-
-    def test_a_time_left_that_is_over_is_not_said(self, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(output, "LINE_SECONDS", 10.0)
-        with stages() as report:
-            report("solve", 0, 2)
-            clock.now += 12
-            report("solve", 1, 2)
-            clock.now += 30
-            while len(self.lines) < 3:  # the thread that tells of it looks once a second
-                time.sleep(0.01)
-        assert self.lines[1:] == ["solve: 1/2, 0:12 so far, 0:12 left", "solve: 1/2, 0:42 so far"]
-
-
-def test_on_a_terminal_each_stage_has_a_bar_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = io.StringIO()
-    monkeypatch.setattr(output, "err", Console(file=written, force_terminal=True, width=120))
     with stages() as report:
-        report("train", 40, 100)
-        time.sleep(0.05)
-        report("train", 41, 100, "loss 3.0")
-        while "left" not in written.getvalue():  # about three seconds, drawn ten times a second
-            time.sleep(0.01)
-        report("train", 100, 100, "loss 2.0")
-    last = written.getvalue().rpartition("train")[2]
+        report("train", first, total)
+        clock.now += 12
+        report("train", done, total)
+    assert lines()[1] == f"train: {said}"
+
+
+def test_stages_that_take_no_time_end_without_a_word(clock: Clock, lines: Lines) -> None:
+    with stages() as report:
+        report("load", 0, 1)
+        report("load", 1, 1)
+        report("capture", 0, 3)
+        clock.now += 75
+        report("capture", 3, 3)
+        report("solve", 0, None)
+    assert lines() == ["load", "capture: 0/3", "capture: 3/3, done in 1:15", "solve: 0/?"]
+
+
+def test_a_stage_that_is_not_done_does_not_say_so(clock: Clock, lines: Lines) -> None:
+    with pytest.raises(ValueError), stages() as report:
+        report("capture", 0, 3)
+        clock.now += 75
+        raise ValueError
+    assert lines() == ["capture: 0/3"]
+
+
+def test_a_stage_that_reports_nothing_is_told_of_and_a_time_left_that_is_over_is_not(
+    clock: Clock, lines: Lines
+) -> None:
+    with stages() as report:
+        report("solve", 0, 2)
+        clock.now += 12
+        report("solve", 1, 2)
+        for said in ("0:12 so far, 0:12 left", "0:42 so far"):
+            while not lines()[-1].endswith(said):  # the thread that tells of it looks once a second
+                time.sleep(0.01)
+            clock.now += 30
+    assert lines()[:3] == ["solve: 0/2", "solve: 1/2, 0:12 so far, 0:12 left", "solve: 1/2, 0:42 so far"]
+
+
+TERMINAL = {"TTY_COMPATIBLE": "1", "TERM": "xterm", "COLUMNS": "120"}
+PROGRAM = """
+import time
+from memfit.cli import stages
+with stages() as report:
+    report("train", 40, 100)
+    time.sleep(0.05)
+    report("train", 41, 100, "loss 3.0")
+    time.sleep(0.5)  # of about three seconds, drawn ten times a second
+    report("train", 100, 100, "loss 2.0")
+"""
+
+
+def test_on_a_terminal_each_stage_has_a_bar_with_the_time_left() -> None:
+    shown = process(sys.executable, "-c", PROGRAM, **TERMINAL).stderr
+    assert "left" in shown
+    last = shown.rpartition("train")[2]
     assert "100/100" in last and "loss 2.0" in last and "left" not in last

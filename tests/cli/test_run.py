@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from memfit.cli import training
-from tests import warm
-
-
-def started(folder: Path, *line: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    return warm.run(line, cwd=folder, env=environment)
-
-
-def memfit(folder: Path, *line: str) -> subprocess.CompletedProcess[str]:
-    return started(folder, "-m", "memfit", "run", *line)
+from tests.cli.conftest import run_script, started
 
 
 @pytest.mark.parametrize(
@@ -33,7 +20,7 @@ def memfit(folder: Path, *line: str) -> subprocess.CompletedProcess[str]:
 )
 def test_a_script_ends_as_it_ends_itself(tmp_path: Path, code: str, status: int, words: list[str]) -> None:
     (tmp_path / "script.py").write_text(code)
-    done = memfit(tmp_path, "--budget", "1GiB", "script.py")
+    done = run_script(tmp_path, "--budget", "1GiB", "script.py")
     assert done.returncode == status
     assert all(word in done.stderr for word in words)
     assert "memfit/" not in done.stderr
@@ -64,7 +51,7 @@ def test_no_plan_fits_decides_the_status_whatever_the_script_catches(
     tmp_path: Path, caught: str, last: str, ends: bool
 ) -> None:
     (tmp_path / "script.py").write_text(SWALLOWING.format(caught=caught, last=last))
-    done = memfit(tmp_path, "--budget", "300KiB", "script.py")
+    done = run_script(tmp_path, "--budget", "300KiB", "script.py")
     assert done.returncode == 3, done.stderr
     assert done.stderr.count("Does not fit") == 1 and "script.py" in done.stderr or ends
     assert done.stdout.count("done") == 1 and ("the end" in done.stdout) == ends
@@ -94,23 +81,23 @@ for step in range(steps):
 def test_a_plan_is_kept_and_the_next_run_begins_with_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOOP.format(at_the_end=""))
     plain = started(tmp_path, "train.py").stdout
-    first = memfit(tmp_path, "--budget", "0.8x", "-o", "plans/plan.json", "train.py")
+    first = run_script(tmp_path, "--budget", "0.8x", "-o", "plans/plan.json", "train.py")
     assert first.returncode == 0 and first.stdout == plain and "memfit: solve" in first.stderr
     kept = (tmp_path / "plans/plan.json").read_bytes()
-    second = memfit(tmp_path, "--plan", "plans/plan.json", "train.py", "--steps", "4")
+    second = run_script(tmp_path, "--plan", "plans/plan.json", "train.py", "--steps", "4")
     assert second.returncode == 0 and second.stdout.startswith(plain)
     assert "memfit: solve" not in second.stderr and "memfit plan for Sequential" in second.stderr
-    refused = memfit(tmp_path, "--budget", "0.8x", "-o", "plans/plan.json", "train.py")
+    refused = run_script(tmp_path, "--budget", "0.8x", "-o", "plans/plan.json", "train.py")
     assert refused.returncode == 2 and "--overwrite" in refused.stderr and refused.stdout == ""
     (tmp_path / "other.py").write_text(LOOP.format(at_the_end="").replace("SGD", "Adagrad"))
-    other = memfit(tmp_path, "--plan", "plans/plan.json", "other.py")
+    other = run_script(tmp_path, "--plan", "plans/plan.json", "other.py")
     assert other.returncode == 2 and "another model, optimizer or device. Leave out --plan" in other.stderr
     assert (tmp_path / "plans/plan.json").read_bytes() == kept
 
 
 def test_quiet_leaves_the_verdict(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOOP.format(at_the_end=""))
-    done = memfit(tmp_path, "-q", "--budget", "1GiB", "train.py", "--steps", "2")
+    done = run_script(tmp_path, "-q", "--budget", "1GiB", "train.py", "--steps", "2")
     assert done.returncode == 0 and len(done.stdout.splitlines()) == 2
     assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("memfit: ")
 
@@ -122,7 +109,7 @@ def test_an_interrupt_says_what_is_left_in_one_line(tmp_path: Path, keeps: bool)
     code = handled + (tmp_path / "train.py").read_text()
     (tmp_path / "train.py").write_text(code)
     options = ("-o", "plan.json") if keeps else ()
-    done = memfit(tmp_path, "--quiet", "--budget", "1GiB", *options, "train.py")
+    done = run_script(tmp_path, "--quiet", "--budget", "1GiB", *options, "train.py")
     assert done.returncode == 130 and "Traceback" not in done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith("interrupted; ")
@@ -161,38 +148,10 @@ def test_options_after_the_script_are_the_scripts_and_told_where_it_lacks_them(
     tmp_path: Path, option: str, line: str, status: int, words: str
 ) -> None:
     (tmp_path / "script.py").write_text(OWN.format(option=option))
-    done = memfit(tmp_path, *line.split())
+    done = run_script(tmp_path, *line.split())
     assert done.returncode == status, done.stderr
     assert words in done.stderr and (words or STANDS not in done.stderr)
     assert ("began" in done.stdout) == (status == 0)
-
-
-@pytest.mark.parametrize(
-    ("code", "strays", "is_told"),
-    [
-        ("", [], False),
-        ("", [["--budget", "6GiB"]], True),
-        ("parser.add_argument('--budget')", [["--budget", "6GiB"]], False),
-        ("budget: str = ''  # of a dataclass that is parsed", [["--budget=6GiB"]], False),
-    ],
-)
-def test_on_a_gpu_the_budget_is_nine_tenths(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    code: str,
-    strays: list[list[str]],
-    is_told: bool,
-) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(code)
-    arguments = [word for stray in strays for word in stray]
-    monkeypatch.setattr("memfit.hardware.accelerators.current_kind", lambda: "cuda")
-    monkeypatch.setattr("sys.argv", ["memfit", "run", str(script), *arguments])
-    call = training.ScriptCall(str(script), arguments, False, strays)
-    assert training._default_budget(call) == "90%"
-    told = capfd.readouterr().err
-    assert "the budget is 90% of the device" in told and (STANDS in told) == is_told
 
 
 def test_memfits_frames_are_left_out_also_between_the_scripts_own(tmp_path: Path) -> None:
@@ -222,8 +181,8 @@ for size in (4, 3):
     optimizer.step()
 """
     )
-    done = memfit(tmp_path, "--budget", "1GiB", "script.py")
+    done = run_script(tmp_path, "--budget", "1GiB", "script.py")
     assert done.returncode == 1 and "memfit/" not in done.stderr
     assert "in forward" in done.stderr and ", in <module>" in done.stderr
     assert "KeyError" in done.stderr and "ValueError: mine" in done.stderr
-    assert "memfit/" in memfit(tmp_path, "--traceback", "--budget", "1GiB", "script.py").stderr
+    assert "memfit/" in run_script(tmp_path, "--traceback", "--budget", "1GiB", "script.py").stderr

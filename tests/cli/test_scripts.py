@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cli.test_run import memfit, started
+from tests.cli.conftest import run_script, started
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -65,7 +65,7 @@ def test_a_script_trains_the_same_within_the_budget_and_resumes_its_own_checkpoi
     assert f"{case.budget}x of the plain step's peak" in fitted.stderr and "fits" in fitted.stderr
     assert fitted_bytes <= (case.budget + BESIDE) * plain_bytes
     assert weights(tmp_path / f"{case.budget}x") == weights(tmp_path / "plain")
-    resumed = memfit(
+    resumed = run_script(
         tmp_path, "--budget", f"{case.budget}x", str(SCRIPTS / f"{name}.py"), f"--out={case.budget}x", case.resume
     )
     assert resumed.returncode == 0, resumed.stderr

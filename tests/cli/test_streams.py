@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import memfit
-from memfit.cli import output
-from memfit.cli.output import print_json
+from tests.cli.conftest import Shell, process
 from tests.workloads import lean
 
 NOISY = """
@@ -68,13 +66,6 @@ def noisy(tmp_path: Path) -> str:
     return str(tmp_path / "noisy.py")
 
 
-def process(*line: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a program as a process of its own, in the root of the repository."""
-    own = {k: v for k, v in os.environ.items() if k != "TORCH_CPP_LOG_LEVEL"}
-    own["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    return subprocess.run(line, env={**own, **environment}, capture_output=True, text=True, check=False)
-
-
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return process(sys.executable, "-m", "memfit", *arguments)
 
@@ -113,19 +104,13 @@ def test_what_pytorch_says_of_memory_it_measured_in_part_is_kept_out(noisy: str,
     assert [text for text in SAID if text not in done.stderr] == []
 
 
-def test_standard_output_is_put_back(capfd: pytest.CaptureFixture[str]) -> None:
-    before = sys.stdout
+def test_standard_output_is_put_back(tmp_path: Path, memfit: Shell, capfd: pytest.CaptureFixture[str]) -> None:
+    code = "import os\ndef workload():\n    print('noise')\n    os.write(1, b'more\\n')\n    print('noise')\n"
+    (tmp_path / "noise.py").write_text(code)
     for _ in range(2):
-        assert output.when_asked(False) is False and not output.takes_json()
-        assert output.when_asked(True) is output.when_asked(True) is True
-        print("noise")
-        os.write(1, b"more\n")
-        print_json({"a": 1})
-        print("noise")
-        output.give_back()
-        assert sys.stdout is before
-        shown, errors = capfd.readouterr()
-        assert (json.loads(shown), errors) == ({"a": 1}, "noise\nmore\nnoise\n")
+        status, shown, errors = memfit("estimate", f"{tmp_path}/noise.py:workload", "--json")
+        assert status == 2 and json.loads(shown)["error"]["type"] == "WorkloadError"
+        assert "noise\nmore\nnoise\n" in errors
     print("as always")
     assert capfd.readouterr().out == "as always\n"
 

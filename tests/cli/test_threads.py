@@ -2,73 +2,61 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import psutil
 import pytest
-from typer.testing import CliRunner
 
-from memfit.cli import commands
-from memfit.cli.app import app
-from memfit.hardware import is_busy as is_machine_busy
+from tests.cli.conftest import Shell
 
-
-@pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A process on a busy machine, before PyTorch is imported."""
-    for name in (commands.WAIT_POLICY, "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.delitem(sys.modules, "torch")
-    monkeypatch.setattr(commands, "is_busy", lambda: True)
-    return monkeypatch
-
-
-def waits_passively() -> bool:
-    return commands.os.environ.get(commands.WAIT_POLICY) == "PASSIVE"
-
-
-def test_threads_sleep_on_a_busy_machine_and_at_rest_nothing_is_set(environment: pytest.MonkeyPatch) -> None:
-    environment.setattr(commands, "is_busy", lambda: False)
-    commands.settle_threads()
-    assert not waits_passively()
-    environment.setattr(commands, "is_busy", lambda: True)
-    commands.settle_threads()
-    assert waits_passively()
-
-
-@pytest.mark.parametrize("name", [commands.WAIT_POLICY, "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
-def test_what_the_user_has_set_stays(name: str, environment: pytest.MonkeyPatch) -> None:
-    environment.setenv(name, "active")
-    commands.settle_threads()
-    assert not waits_passively()
-
-
-def test_once_pytorch_is_there_it_is_too_late(environment: pytest.MonkeyPatch) -> None:
-    environment.setitem(sys.modules, "torch", sys)
-    environment.setattr(commands, "is_busy", lambda: pytest.fail("not even asked"))
-    commands.settle_threads()
-    assert not waits_passively()
-
-
-COMMANDS = {
+WAIT_POLICY = "OMP_WAIT_POLICY"
+OTHERS = ("GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+COMMANDS = {  # each refused before it imports PyTorch
     "plan": ["missing.py:none", "--budget", "1GiB"],
     "train": ["missing.py:none", "--plan", "missing.json", "--out", "missing", "--steps", "1"],
     "verify": ["missing.py:none", "--plan", "missing.json"],
     "run": ["--budget", "1GiB", "missing.py"],
-    "devices": [],
-    "report": ["missing"],
+    "devices": ["no-such-card"],
+    "report": ["missing", "--output", "/proc/no/place"],
 }
 
 
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A process before PyTorch is imported, on a machine of which others use more than half."""
+    for name in (WAIT_POLICY, *OTHERS):
+        monkeypatch.setenv(name, "")  # is put back, whatever is set here
+        monkeypatch.delenv(name)
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(psutil, "cpu_percent", lambda interval: 51.0)
+    return monkeypatch
+
+
+def waits_passively(memfit: Shell, command: str = "plan") -> bool:
+    memfit.refused(command, *COMMANDS[command])
+    return os.environ.get(WAIT_POLICY) == "PASSIVE"
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_that_run_steps_settle_how_threads_wait(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    monkeypatch.setattr(commands, "settle_threads", lambda: asked.append(True))
-    CliRunner().invoke(app, [command, *COMMANDS[command]])
-    assert asked == [True] * (command not in ("devices", "report"))
+def test_commands_that_run_steps_settle_how_threads_wait(
+    command: str, memfit: Shell, process: pytest.MonkeyPatch
+) -> None:
+    assert waits_passively(memfit, command) == (command not in ("devices", "report"))
 
 
-def test_a_machine_is_busy_where_others_use_more_than_half_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for percent, is_busy in ((50.0, False), (51.0, True)):
-        monkeypatch.setattr(psutil, "cpu_percent", lambda interval, percent=percent: percent)
-        assert is_machine_busy() is is_busy
+def test_on_a_machine_at_rest_nothing_is_set(memfit: Shell, process: pytest.MonkeyPatch) -> None:
+    process.setattr(psutil, "cpu_percent", lambda interval: 50.0)
+    assert not waits_passively(memfit)
+
+
+@pytest.mark.parametrize("name", [WAIT_POLICY, *OTHERS])
+def test_what_the_user_has_set_stays(name: str, memfit: Shell, process: pytest.MonkeyPatch) -> None:
+    process.setenv(name, "active")
+    assert not waits_passively(memfit)
+
+
+def test_once_pytorch_is_there_it_is_too_late(memfit: Shell, process: pytest.MonkeyPatch) -> None:
+    process.setitem(sys.modules, "torch", sys)
+    process.setattr(psutil, "cpu_percent", lambda interval: pytest.fail("not even asked"))
+    assert not waits_passively(memfit)

@@ -23,11 +23,9 @@ from memfit.errors import BudgetError, InfeasibleError, RecomputationError, Usag
 from memfit.foundations import format_bytes
 from memfit.hardware import find_device
 from memfit.ir import Levers, Plan, Prediction
-from memfit.pipeline import Listener, _fit, fit_whatever_trains, loop_plans
-from memfit.pipeline._fit import Fitted
-from memfit.planner import Captures, PlanOptions, capture_levers
+from memfit.pipeline import Listener, fit_whatever_trains, loop_plans
+from memfit.planner import Captures, capture_levers
 from memfit.planner.confirmation import Confirmation
-from memfit.workload import LoopWorkload
 from tests.measuring import peak_bytes_of
 from tests.pipeline import loops
 
@@ -85,7 +83,7 @@ def test_a_loop_keeps_its_losses_and_the_budget(name: str) -> None:
     loop, make, words = CASES[name]
     models, optimizers = make()
     budget = int(SHARES.get(name, 0.75) * plain_bytes)
-    with memfit.fit(models, optimizers, budget=budget, tell=lambda _: None) as fitted:
+    with memfit.fit(models, optimizers, budget=budget, tell=loops.quiet) as fitted:
         found, peak_bytes = measured(loop, models, optimizers)
     assert found == losses
     assert fitted.plan is not None and words in fitted.saw
@@ -99,7 +97,7 @@ def test_a_loop_keeps_its_losses_and_the_budget(name: str) -> None:
 def test_what_makes_the_next_batch_is_no_part_of_the_step() -> None:
     """Or what it reads of data would be guessed, and the interval wide."""
     models, optimizers = loops.one()
-    with memfit.fit(models, optimizers, budget="0.9x", tell=lambda _: None) as fitted:
+    with memfit.fit(models, optimizers, budget="0.9x", tell=loops.quiet) as fitted:
         loops.with_transforms(models, optimizers)
     assert fitted.plan is not None
     predicted = fitted.plan.predicted
@@ -141,20 +139,13 @@ def test_torch_is_as_it_was_afterwards_also_where_the_loop_fails() -> None:
 
 def test_after_planning_no_function_is_watched_any_more() -> None:
     """Calls of modules and updates are still counted, so that a step of another kind is seen."""
-    models, optimizers = loops.one()
+    (model,), (optimizer,) = loops.one()
     seen = []
-
-    def loop() -> None:
-        for step, (x, y) in enumerate(loops.batches()):
-            loss = nn.functional.cross_entropy(models[0](x), y)
-            loss.backward()
-            optimizers[0].step()
-            optimizers[0].zero_grad()
-            seen.append((step, torch.overrides._get_current_function_mode() is None))
-
-    with memfit.fit(models[0], optimizers[0], budget="1GiB", tell=lambda _: None):
-        loop()
-    assert seen == [(0, False), (1, True), (2, True)]
+    with memfit.fit(model, optimizer, budget="1GiB", tell=loops.quiet):
+        for _ in range(3):
+            loops.updated(optimizer, loops.classified(model))
+            seen.append(torch.overrides._get_current_function_mode() is None)
+    assert seen == [False, True, True]
 
 
 def test_where_something_is_compiled_pytorchs_own_functions_are_in_place_while_its_step_is_watched() -> None:
@@ -164,26 +155,18 @@ def test_where_something_is_compiled_pytorchs_own_functions_are_in_place_while_i
     own = nn.Module.__call__
     seen: list[bool] = []
 
-    class Looking(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(64, 10)
-
+    class Looking(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             seen.append(nn.Module.__call__ is own and torch.overrides._get_current_function_mode() is None)
-            out: torch.Tensor = self.inner(x)
-            return out
+            return super().forward(x)
 
-    model = Looking()
+    model = Looking(64, 10)
     optimizer = SGD(model.parameters(), lr=0.1)
-    x, y = next(loops.batches(samples=64))
-    with memfit.fit(model, optimizer, budget="1GiB", tell=lambda _: None) as fitted:
+    with memfit.fit(model, optimizer, budget="1GiB", tell=loops.quiet) as fitted:
         for _ in range(3):
             with torch.no_grad():
-                model(x)
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+                model(torch.randn(64, 64))
+            loops.updated(optimizer, loops.classified(model, 64))
     assert len(seen) >= 6 and fitted.saw.startswith("1 call of Looking")
     assert seen.count(False) == 0, seen
 
@@ -199,66 +182,35 @@ def test_a_budget_that_nothing_meets_says_what_would_once_a_step_is_made() -> No
     assert not any("forward" in vars(module) for module in models[0].modules())
 
 
-def _skips(step: Callable[[], None]) -> None:
-    with contextlib.suppress(Exception):  # as loops do for a bad batch
-        step()
+HANDLERS = {
+    "Exception": "pass",  # as loops do for a bad batch
+    "": "pass",
+    "BaseException as e": "raise RuntimeError('a batch failed') from e",
+    "BaseException": "sys.exit(0)",
+}
+TRIED = "for _ in range({tries}):\n    try:\n        step()\n        break\n    except {caught}:\n        {then}"
 
 
-def _bare(step: Callable[[], None]) -> None:
-    try:
-        step()
-    except:  # noqa: E722
-        return
-
-
-def _retried(step: Callable[[], None]) -> None:
-    for _ in range(3):
-        with contextlib.suppress(BaseException):
-            step()
-            break
-
-
-def _exits(step: Callable[[], None]) -> None:
-    try:
-        step()
-    except BaseException:
-        sys.exit(0)
-
-
-def _translated(step: Callable[[], None]) -> None:
-    try:
-        step()
-    except BaseException as e:
-        raise RuntimeError("a batch failed") from e
-
-
-@pytest.mark.parametrize("handles", [_skips, _bare, _retried, _exits, _translated])
-def test_no_handler_of_the_loop_swallows_a_verdict(
-    handles: Callable[[Callable[[], None]], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planned: list[object] = []
-
-    def refusing(workload: memfit.Workload, options: PlanOptions, **_: object) -> Plan:
-        planned.append(options.budget)
-        raise InfeasibleError("no plan fits", budget_bytes=1, lowest_peak_bytes=2, where="backward")
-
-    monkeypatch.setattr(loop_plans, "make_plan", refusing)
+@pytest.mark.parametrize("tries", [1, pytest.param(3, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("caught", HANDLERS)
+def test_no_handler_of_the_loop_swallows_a_verdict(caught: str, tries: int) -> None:
     (model,), (optimizer,) = loops.one(blocks=1)
     tidied: list[int] = []
+    plans = loops.Plans()
 
     def step() -> None:
         try:
-            nn.functional.cross_entropy(model(torch.randn(256, 64)), torch.randint(0, 10, (256,))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            loops.updated(optimizer, loops.classified(model))
         finally:
             tidied.append(1)
 
     before = nn.Module.__call__
-    with pytest.raises(InfeasibleError, match="no plan"), memfit.fit(model, optimizer, budget="100KiB"):
+    with pytest.raises(InfeasibleError, match="Does not fit"), memfit.fit(
+        model, optimizer, budget="100KiB", tell=loops.quiet, progress=plans
+    ):  # fmt: skip
         for _ in range(4):
-            handles(step)
-    assert planned == ["100KiB", "2B", "100KiB"]  # for the first step, and for the second: never again
+            exec(TRIED.format(tries=tries, caught=caught, then=HANDLERS[caught]), {"step": step, "sys": sys})
+    assert plans.made == 3  # for the first step, twice, and for the second: never again
     assert len(tidied) >= 2  # what the loop does in any case is done
     assert all(optimizer.state[p]["step"] == 1 for p in model.parameters())
     assert nn.Module.__call__ is before and torch.overrides._get_current_function_mode() is None
@@ -273,12 +225,10 @@ def test_a_recomputation_that_differs_can_not_be_skipped_as_a_bad_batch() -> Non
 
     next(model.parameters()).register_hook(failing)
     seen = 0
-    with pytest.raises(RecomputationError), memfit.fit(model, optimizer, budget="1GiB", tell=lambda _: None):
+    with pytest.raises(RecomputationError), memfit.fit(model, optimizer, budget="1GiB", tell=loops.quiet):
         for _ in range(3):
             with contextlib.suppress(Exception):
-                nn.functional.cross_entropy(model(torch.randn(256, 64)), torch.randint(0, 10, (256,))).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                loops.updated(optimizer, loops.classified(model))
             seen += 1
     assert seen == 0 and not optimizer.state  # the loop ended in its first backward pass
 
@@ -291,7 +241,7 @@ def test_a_context_that_is_not_entered_says_so() -> None:
     assert caught[0].filename == __file__
     with pytest.raises(BudgetError):
         memfit.fit(model, optimizer, budget="plenty")  # also what is wrong with it, at once
-    kept = memfit.fit(model, optimizer, budget="1GiB", tell=lambda _: None)
+    kept = memfit.fit(model, optimizer, budget="1GiB", tell=loops.quiet)
     with kept:
         pass
     del kept
@@ -313,7 +263,7 @@ def test_a_region_that_does_something_else_again_is_caught_by_the_step_that_runs
     model = nn.Sequential(Counting(), nn.Linear(64, 10))
     optimizer = AdamW(model.parameters())
     try:
-        with memfit.fit(model, optimizer, budget="0.6x", tell=lambda _: None) as fitted:
+        with memfit.fit(model, optimizer, budget="0.6x", tell=loops.quiet) as fitted:
             loops.loss_outside([model], [optimizer])
     except (InfeasibleError, memfit.errors.RecomputationError):  # refused, or caught
         return
@@ -321,18 +271,20 @@ def test_a_region_that_does_something_else_again_is_caught_by_the_step_that_runs
     assert not any("0" in region.modules for region in fitted.plan.levers.regions)
 
 
-def test_a_loop_that_can_not_be_run_again_stays_under_plans_of_its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    losses, _ = plain_of("loss outside")
+def test_a_loop_that_can_not_be_run_again_stays_under_plans_of_its_modules() -> None:
+    def with_a_decay(models: list[nn.Module], optimizers: list[Optimizer]) -> list[float]:
+        losses = []
+        for x, y in loops.batches():
+            decay = sum((p.square().sum() for p in models[0].parameters()), torch.zeros(()))  # before the model runs
+            losses.append(loops.updated(optimizers[0], nn.functional.cross_entropy(models[0](x), y) + 1e-4 * decay))
+        return losses
+
+    losses, _ = measured(with_a_decay, *loops.one())
     models, optimizers = loops.one()
-
-    def failing(*_: object) -> LoopWorkload:
-        raise UsageError("it can't be run again")
-
-    monkeypatch.setattr(_fit, "workload_of", failing)
     told: list[str] = []
     with memfit.fit(models[0], optimizers[0], budget="0.75x", tell=told.append) as fitted:
-        assert measured(loops.loss_outside, models, optimizers)[0] == losses
-    assert any("it can't be run again" in text for text in told)
+        assert measured(with_a_decay, models, optimizers)[0] == losses
+    assert any("a tensor was computed from parameters before" in text for text in told)
     assert fitted.plan is not None and (fitted.plan.levers.regions or fitted.plan.levers.lean)
 
 
@@ -345,7 +297,7 @@ def test_checkpoints_and_a_resumed_loop_are_as_without(tmp_path: object) -> None
     kept = states(models, optimizers)
     second = measured(loops.loss_outside, models, optimizers)[0]
     models, optimizers = loops.one()
-    with memfit.fit(models[0], optimizers[0], budget="0.75x", tell=lambda _: None):
+    with memfit.fit(models[0], optimizers[0], budget="0.75x", tell=loops.quiet):
         assert measured(loops.loss_outside, models, optimizers)[0] == first
         model_state, optimizer_state = states(models, optimizers)
     assert list(model_state) == list(kept[0])  # type: ignore[call-overload]
@@ -353,7 +305,7 @@ def test_checkpoints_and_a_resumed_loop_are_as_without(tmp_path: object) -> None
     models, optimizers = loops.one()
     models[0].load_state_dict(model_state)  # type: ignore[arg-type]
     optimizers[0].load_state_dict(optimizer_state)  # type: ignore[arg-type]
-    with memfit.fit(models[0], optimizers[0], budget="0.75x", tell=lambda _: None):
+    with memfit.fit(models[0], optimizers[0], budget="0.75x", tell=loops.quiet):
         assert measured(loops.loss_outside, models, optimizers)[0] == second
 
 
@@ -382,12 +334,14 @@ def test_what_the_loop_itself_could_do_is_told_with_its_figures_where_the_plan_i
     said: list[str] = []
     with memfit.fit(models, optimizers, budget="0.75x", tell=said.append) as fitted:
         loop(models, optimizers)
-    assert fitted.plan is not None
+    plan = fitted.plan
+    assert plan is not None
 
     def taking(times: float) -> Plan:  # of the plain step
-        plan = fitted.plan
-        assert plan is not None
         return replace(plan, predicted=replace(plan.predicted, step_seconds=times * plan.plain.step_seconds))
+
+    def advice(mixed: loop_plans.Mixed) -> str:
+        return "\n".join(loop_plans.advice(slow, mixed))
 
     slow, (model,), (optimizer,) = taking(2.0), *loops.one()
     workload = memfit.Workload(
@@ -395,38 +349,29 @@ def test_what_the_loop_itself_could_do_is_told_with_its_figures_where_the_plan_i
     )
     predicted = memfit.estimate(workload, precision="bf16-mixed")
     mixed = replace(predicted, peak_bytes=slow.plain.peak_bytes * 9 // 10)
-    assert _fit.is_slow(slow) and not _fit.is_slow(taking(1.0))
     faster = replace(mixed, step_seconds=0.5 * slow.predicted.step_seconds)
-    lines = "\n".join(_fit.advice(slow, faster if told else "in use"))
-    assert ("torch.autocast" in lines) == told and "batch.split" in lines
-    assert (format_bytes(mixed.peak_bytes) in lines) == told
     slower = replace(mixed, step_seconds=1.01 * slow.predicted.step_seconds)
     larger = replace(faster, peak_bytes=slow.plain.peak_bytes)
-    for useless in (slower, larger, None):
-        assert "torch.autocast" not in "\n".join(_fit.advice(slow, useless))
-    if _fit.is_slow(fitted.plan) and not told:
+    assert loop_plans.is_slow(slow) and not loop_plans.is_slow(taking(1.0))
+    lines = advice(faster if told else "in use")
+    assert ("torch.autocast" in lines) == told and "batch.split" in lines
+    assert (format_bytes(mixed.peak_bytes) in lines) == told
+    assert not any("torch.autocast" in advice(useless) for useless in (slower, larger, None))
+    if loop_plans.is_slow(plan) and not told:
         assert not any("predicted, with that alone" in text for text in said)
 
 
 @pytest.mark.ci
-def test_mixed_precision_of_a_loop_is_predicted_as_the_loop_would_take_it() -> None:
+def test_mixed_precision_of_a_loop_is_predicted_as_the_loop_would_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The figure of the advice is that of the loop's own step, once it has autocast."""
-    (model,), (optimizer,) = loops.one(blocks=4)
-    predicted: list[object] = []
-
-    def noting(plan: Plan, mixed: loop_plans.Mixed) -> list[str]:
-        predicted.append(mixed)
-        return []
-
-    fitted = Fitted(
-        lambda: [optimizer],
-        {"budget": "0.6x", "numerics": "exact", "host_budget": None, "time_limit_seconds": 0.5},
-        Listener(lambda _: None),
+    models, optimizers = loops.one(blocks=4)
+    predicted, mixed = list[loop_plans.Mixed](), loop_plans.LoopPlans.mixed
+    monkeypatch.setattr(loop_plans, "is_slow", lambda plan: True)
+    monkeypatch.setattr(
+        loop_plans.LoopPlans, "mixed", lambda *given: (predicted.append(mixed(*given)), predicted[-1])[1]
     )
-    with pytest.MonkeyPatch.context() as patch, fitted.watching():
-        patch.setattr(_fit, "is_slow", lambda plan: True)
-        patch.setattr(_fit, "advice", noting)
-        loops.loss_outside([model], [optimizer])
+    with memfit.fit(models, optimizers, budget="0.6x", tell=loops.quiet):
+        loops.loss_outside(models, optimizers)
     (found,) = predicted
     models, optimizers = loops.one(blocks=4)
     _, peak_bytes = measured(loops.with_autocast_and_scaler, models, optimizers)
@@ -490,11 +435,9 @@ def test_what_the_first_plan_finds_out_of_a_model_is_not_sought_again(monkeypatc
         return alike(*given)
 
     monkeypatch.setattr(Confirmation, "_growing_alike", counted)
-    with memfit.fit(model, optimizer, budget="0.6x", tell=lambda text: None) as fitted:
+    with memfit.fit(model, optimizer, budget="0.6x", tell=loops.quiet) as fitted:
         for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(4096, 64)).square().mean().backward()
-            optimizer.step()
+            loops.updated(optimizer, model(torch.randn(4096, 64)).square().mean())
     assert fitted.plan is not None
     assert not {name for region in fitted.plan.levers.regions for name in region.modules if "layers" in name}
     assert any("is not recomputed" in note for note in fitted.plan.notes)
@@ -505,7 +448,7 @@ def test_a_loops_step_is_captured_with_the_gradients_that_it_holds(monkeypatch: 
     workloads = planned_for(monkeypatch)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)))
     optimizer = Adam(model.parameters())
-    with memfit.fit(model, optimizer, budget="0.7x", tell=lambda text: None):
+    with memfit.fit(model, optimizer, budget="0.7x", tell=loops.quiet):
         for _ in range(2):
             loss = model(torch.randn(2048, 64)).square().mean()
             optimizer.zero_grad()
@@ -538,7 +481,7 @@ def test_each_step_is_logged_once_and_the_loop_is_as_before(loop: loops.Loop, ma
         records.append(record)
 
     models, optimizers = make()
-    with memfit.fit(models, optimizers, budget="2GiB", log=log, tell=lambda text: None) as fitted:
+    with memfit.fit(models, optimizers, budget="2GiB", log=log, tell=loops.quiet) as fitted:
         assert loop(models, optimizers) == expected
     predicted = fitted.plan.predicted.peak_bytes if fitted.plan else 0
     assert [record["step"] for record in records] == [1, 2, 3]
@@ -556,7 +499,7 @@ def test_an_error_of_the_log_is_raised_in_the_loop_and_the_modules_are_as_before
         if record["step"] == 2:
             raise Full
 
-    with pytest.raises(Full), memfit.fit(model, optimizers, budget="2GiB", log=log, tell=lambda text: None):
+    with pytest.raises(Full), memfit.fit(model, optimizers, budget="2GiB", log=log, tell=loops.quiet):
         loops.loss_outside([model], optimizers)
     assert steps == [1, 2]
     assert [module.forward for module in model.modules()] == forwards and not model._forward_hooks

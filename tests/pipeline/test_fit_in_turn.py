@@ -17,9 +17,9 @@ from torch.optim import SGD, Adam, Optimizer
 
 import memfit
 from memfit.errors import InfeasibleError, UsageError
-from memfit.pipeline import Listener, fit_whatever_trains
-from memfit.pipeline._fit import Fitted
+from memfit.pipeline import Fitted, Listener, fit_whatever_trains
 from tests.measuring import peak_bytes_of
+from tests.pipeline.loops import classified, quiet
 
 
 @dataclass
@@ -44,6 +44,12 @@ def mlp(inner: int, width: int, outer: int) -> nn.Module:
     )
 
 
+def descend(optimizer: Optimizer, loss: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
 def adversaries() -> tuple[nn.Module, nn.Module, Optimizer, Optimizer]:
     torch.manual_seed(0)
     generator, critic = mlp(16, 384, 64), mlp(64, 48, 1)
@@ -60,13 +66,9 @@ def delayed_actor() -> Training:
             seen = torch.randn(512, 16)
             with torch.no_grad():
                 target = behind(torch.randn(512, 64))
-            of_critic.zero_grad()
-            F.mse_loss(critic(torch.randn(512, 64)), target).backward()
-            of_critic.step()
+            descend(of_critic, F.mse_loss(critic(torch.randn(512, 64)), target))
             if i % 2:
-                of_actor.zero_grad()
-                (-critic(actor(seen)).mean()).backward()
-                of_actor.step()
+                descend(of_actor, -critic(actor(seen)).mean())
                 with torch.no_grad():
                     for p, q in zip(critic.parameters(), behind.parameters(), strict=True):
                         q.mul_(0.9).add_(0.1 * p)
@@ -82,12 +84,8 @@ def critic_first() -> Training:
         for _ in range(4):
             with torch.no_grad():
                 fake = generator(torch.randn(512, 16))
-            of_critic.zero_grad()
-            (critic(fake).mean() - critic(torch.randn(512, 64)).mean()).backward()
-            of_critic.step()
-            of_generator.zero_grad()
-            (-critic(generator(torch.randn(512, 16))).mean()).backward()
-            of_generator.step()
+            descend(of_critic, critic(fake).mean() - critic(torch.randn(512, 64)).mean())
+            descend(of_generator, -critic(generator(torch.randn(512, 16))).mean())
 
     return Training([generator, critic], [of_generator, of_critic], run)
 
@@ -103,13 +101,9 @@ def epochs_in_turn() -> Training:
             generator.requires_grad_(bool(turn))
             for _ in range(3):
                 if turn:
-                    of_generator.zero_grad()
-                    (-critic(generator(torch.randn(512, 16))).mean()).backward()
-                    of_generator.step()
+                    descend(of_generator, -critic(generator(torch.randn(512, 16))).mean())
                 else:
-                    of_critic.zero_grad()
-                    critic(torch.randn(512, 64)).square().mean().backward()
-                    of_critic.step()
+                    descend(of_critic, critic(torch.randn(512, 64)).square().mean())
 
     return Training([generator, critic], [of_generator, of_critic], run)
 
@@ -120,15 +114,11 @@ def lazy_penalty() -> Training:
 
     def run() -> None:
         for i in range(9):
-            of_critic.zero_grad()
-            (critic(torch.randn(512, 64)).mean()).backward()
-            of_critic.step()
+            descend(of_critic, critic(torch.randn(512, 64)).mean())
             if i % 4 == 3:
                 real = torch.randn(512, 64, requires_grad=True)
                 (gradient,) = torch.autograd.grad(critic(real).sum(), real, create_graph=True)
-                of_critic.zero_grad()
-                gradient.square().sum(1).mean().backward()
-                of_critic.step()
+                descend(of_critic, gradient.square().sum(1).mean())
 
     return Training([critic], [of_critic], run)
 
@@ -144,9 +134,7 @@ def warm_up() -> Training:
         for i in range(7):
             if i == 3:
                 model[0].requires_grad_(True)
-            optimizer.zero_grad()
-            F.cross_entropy(model(torch.randn(512, 64)), torch.randint(0, 10, (512,))).backward()
-            optimizer.step()
+            descend(optimizer, classified(model, 512))
 
     return Training([model], [optimizer], run)
 
@@ -161,13 +149,9 @@ def late_critic() -> Training:
             loss = out.square().mean()
             if i >= 3:
                 loss = loss - critic(out).mean()
-            of_model.zero_grad()
-            loss.backward()
-            of_model.step()
+            descend(of_model, loss)
             if i >= 3:
-                of_critic.zero_grad()
-                critic(out.detach()).mean().backward()
-                of_critic.step()
+                descend(of_critic, critic(out.detach()).mean())
 
     return Training([model, critic], [of_model, of_critic], run)
 
@@ -178,13 +162,11 @@ def five_to_one() -> Training:
 
     def run() -> None:
         for i in range(15):
-            of_critic.zero_grad()
-            (critic(generator(torch.randn(256, 16)).detach()).mean() - critic(torch.randn(256, 64)).mean()).backward()
-            of_critic.step()
+            descend(
+                of_critic, critic(generator(torch.randn(256, 16)).detach()).mean() - critic(torch.randn(256, 64)).mean()
+            )
             if i % 5 == 4:
-                of_generator.zero_grad()
-                (-critic(generator(torch.randn(256, 16))).mean()).backward()
-                of_generator.step()
+                descend(of_generator, -critic(generator(torch.randn(256, 16))).mean())
 
     return Training([generator, critic], [of_generator, of_critic], run)
 
@@ -200,9 +182,7 @@ def players_in_turn() -> Training:
             turn = i // 2 % 2
             x, y = torch.randn(512, 256), torch.randint(10, (512,))
             loss = F.cross_entropy(players[turn](x), y)
-            optimizers[turn].zero_grad()
-            loss.backward()
-            optimizers[turn].step()
+            descend(optimizers[turn], loss)
 
     return Training(players, optimizers, run)
 
@@ -257,11 +237,10 @@ def test_a_budget_that_only_the_later_steps_pass_ends_the_loop_when_they_come() 
     training = delayed_actor()
     steps: list[int] = []
     training.optimizers[0].register_step_post_hook(lambda *_: steps.append(1))
-    budget = 2 * sum(
-        p.nbytes for p in training.models[0].parameters()
-    )  # of the actor: gradients and states come on top
+    actor = training.models[0]
+    budget = 2 * sum(p.nbytes for p in actor.parameters())  # gradients and states come on top
     with pytest.raises(InfeasibleError), memfit.fit(
-        training.models, training.optimizers, budget=budget, tell=lambda _: None
+        training.models, training.optimizers, budget=budget, tell=quiet
     ):  # fmt: skip
         training.run()
     assert steps == [1]  # the step in which it was noticed
@@ -278,9 +257,7 @@ def test_another_model_that_the_script_trains_later_is_planned_for_by_itself() -
             optimizer = SGD(model.parameters(), 0.1)
             models.append(weakref.ref(model))
             for _ in range(3):
-                optimizer.zero_grad()
-                F.cross_entropy(model(torch.randn(64, 64)), torch.randint(0, 10, (64,))).backward()
-                optimizer.step()
+                descend(optimizer, classified(model, 64))
     assert sum("saw a step" in text for text in told) == 2 and not any("another kind" in text for text in told)
     assert fitted.saw.startswith("1 call of Sequential, 1 backward pass, 1 update by SGD")
     gc.collect()
@@ -290,39 +267,28 @@ def test_another_model_that_the_script_trains_later_is_planned_for_by_itself() -
 # Gradients that are zeroed between the forward and the backward pass
 
 
-def _by_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    optimizer.zero_grad()
-
-
-def _by_model_keeping(model: nn.Module, optimizer: Optimizer) -> None:
-    model.zero_grad(set_to_none=False)
-
-
-def _by_hand(model: nn.Module, optimizer: Optimizer) -> None:
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
 def _by_hand_where_there_are(model: nn.Module, optimizer: Optimizer) -> None:
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad = None
 
 
-ZEROING = (_by_optimizer, _by_model_keeping, _by_hand, _by_hand_where_there_are)
+ZEROING: dict[str, Callable[[nn.Module, Optimizer], object]] = {
+    "by optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "by model, keeping": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "by hand": lambda model, optimizer: [setattr(parameter, "grad", None) for parameter in model.parameters()],
+    "by hand where there are": _by_hand_where_there_are,
+}
 
 
 @pytest.mark.parametrize("first", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["between", "first"])
 @pytest.mark.parametrize(
-    "zero",
-    [
-        zero if zero in (_by_optimizer, _by_hand_where_there_are) else pytest.param(zero, marks=pytest.mark.ci)
-        for zero in ZEROING
-    ],
+    "way",
+    [w if w in ("by optimizer", "by hand where there are") else pytest.param(w, marks=pytest.mark.ci) for w in ZEROING],
 )
-def test_gradients_are_zeroed_in_the_plan_where_the_loop_zeroes_them(
-    zero: Callable[[nn.Module, Optimizer], None], first: bool
-) -> None:
+def test_gradients_are_zeroed_in_the_plan_where_the_loop_zeroes_them(way: str, first: bool) -> None:
+    zero = ZEROING[way]
+
     def make() -> Training:
         torch.manual_seed(0)
         model = mlp(64, 512, 10)
@@ -332,7 +298,7 @@ def test_gradients_are_zeroed_in_the_plan_where_the_loop_zeroes_them(
             for _ in range(4):
                 if first:
                     zero(model, optimizer)
-                loss = F.cross_entropy(model(torch.randn(64, 64)), torch.randint(0, 10, (64,)))
+                loss = classified(model, 64)
                 if not first:
                     zero(model, optimizer)
                 loss.backward()
@@ -352,7 +318,7 @@ def test_gradients_are_zeroed_in_the_plan_where_the_loop_zeroes_them(
 
 
 def _manual(model: nn.Module) -> None:
-    F.cross_entropy(model(torch.randn(64, 16)), torch.randint(0, 10, (64,))).backward()
+    classified(model, 64, 16).backward()
     with torch.no_grad():
         for parameter in model.parameters():
             assert parameter.grad is not None
@@ -361,8 +327,7 @@ def _manual(model: nn.Module) -> None:
 
 
 def _functional(model: nn.Module) -> None:
-    loss = F.cross_entropy(model(torch.randn(64, 16)), torch.randint(0, 10, (64,)))
-    loss.backward()
+    classified(model, 64, 16).backward()
     new = {name: p.detach() - 0.1 * p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.load_state_dict(new)
     model.zero_grad()
@@ -382,7 +347,7 @@ class _OwnOptimizer:
 
 
 def _of_another_class(model: nn.Module) -> None:
-    F.cross_entropy(model(torch.randn(64, 16)), torch.randint(0, 10, (64,))).backward()
+    classified(model, 64, 16).backward()
     _OwnOptimizer(model.parameters()).step()
 
 
@@ -408,7 +373,7 @@ def test_a_loop_in_another_thread_is_told_so() -> None:
     def train() -> None:
         optimizer = SGD(model.parameters(), 0.1)
         for _ in range(3):
-            F.cross_entropy(model(torch.randn(64, 16)), torch.randint(0, 10, (64,))).backward()
+            classified(model, 64, 16).backward()
             optimizer.step()
 
     with (
@@ -424,12 +389,10 @@ def test_a_loop_in_another_thread_is_told_so() -> None:
 def test_what_was_told_too_early_does_not_count_where_a_plan_is_made_later() -> None:
     """As where gradients are looked at before the optimizer is made."""
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 10))
-    with fit_whatever_trains(budget="1GiB", listener=Listener(lambda _: None)) as fitted:
+    with fit_whatever_trains(budget="1GiB", listener=Listener(quiet)) as fitted:
         for _ in range(3):
-            F.cross_entropy(model(torch.randn(64, 16)), torch.randint(0, 10, (64,))).backward()
+            classified(model, 64, 16).backward()
         optimizer = SGD(model.parameters(), 0.1)
         for _ in range(3):
-            optimizer.zero_grad()
-            F.cross_entropy(model(torch.randn(64, 16)), torch.randint(0, 10, (64,))).backward()
-            optimizer.step()
+            descend(optimizer, classified(model, 64, 16))
     assert fitted.plan is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,28 +15,21 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 import memfit
+from memfit._torch import FakeTensor
 from memfit.errors import InfeasibleError
 from memfit.foundations import format_bytes
 from memfit.training import Growth, beside_text, held_beside
 from tests.measuring import peak_bytes_of
-from tests.pipeline.loops import deep
+from tests.pipeline.loops import classified, deep, quiet, updated
+from tests.pipeline.plans import exact
 
 SMALL, LARGE = 256, 1024
 
 
-class Reader(nn.Module):
-    """Reads tokens, as many as there are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(50, 64), nn.Linear(64, 50)
-        self.inner = nn.Sequential(
-            *[nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2)]
-        )
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.inner(self.table(tokens)))
-        return out
+def reader() -> nn.Module:
+    """Return a model that reads tokens, as many as there are."""
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2)]
+    return nn.Sequential(nn.Embedding(50, 64), *blocks, nn.Linear(64, 50))
 
 
 class Matcher(nn.Module):
@@ -48,11 +42,6 @@ class Matcher(nn.Module):
     def forward(self, images: list[torch.Tensor], targets: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         scores = [self.inner(i) @ t["boxes"].mT for i, t in zip(images, targets, strict=True)]
         return {"match": torch.stack([s.softmax(1).square().mean() for s in scores]).mean()}
-
-
-def rows(model: nn.Module, size: int) -> torch.Tensor:
-    x, y = torch.randn(size, 64), torch.randint(0, 10, (size,))
-    return F.cross_entropy(model(x), y)
 
 
 def text(model: nn.Module, size: int) -> torch.Tensor:
@@ -75,14 +64,14 @@ def in_pairs(model: nn.Module, size: int) -> torch.Tensor:
 
 LossOf = Callable[[nn.Module, int], torch.Tensor]
 CASES: dict[str, tuple[Callable[[], nn.Module], LossOf]] = {
-    "rows": (deep, rows),
-    "text": (Reader, text),
+    "rows": (deep, classified),
+    "text": (reader, text),
     "crowds": (Matcher, crowds),
     "pairs": (deep, in_pairs),
 }
 
 
-def loop(name: str, sizes: list[int], after: Callable[[], object] = lambda: None) -> Iterator[object]:
+def loop(name: str, sizes: list[int]) -> Iterator[object]:
     """Yield the model and the optimizer, and then what the loop returns: its losses, and its weights."""
     make, loss_of = CASES[name]
     torch.manual_seed(0)
@@ -94,13 +83,7 @@ def loop(name: str, sizes: list[int], after: Callable[[], object] = lambda: None
         torch.manual_seed(7)
         losses = []
         for size in sizes:
-            loss = loss_of(model, size)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-            del loss
-            after()
+            losses.append(updated(optimizer, loss_of(model, size)))
         return losses, [p.detach().clone() for p in model.parameters()]
 
     (losses, weights), peak_bytes = peak_bytes_of(run)
@@ -147,7 +130,7 @@ def test_a_batch_that_no_plan_holds_ends_the_loop_before_it_runs() -> None:
     model, optimizer = next(running)  # type: ignore[misc]
     with (
         pytest.raises(InfeasibleError, match=f"{16 * LARGE}x64 instead of the planned {SMALL}x64") as caught,
-        memfit.fit(model, optimizer, budget=int(1.2 * plain_bytes), tell=lambda _: None),
+        memfit.fit(model, optimizer, budget=int(1.2 * plain_bytes), tell=quiet),
     ):
         next(running)
     assert caught.value.lowest_peak_bytes > caught.value.budget_bytes
@@ -179,6 +162,22 @@ def test_memory_that_grows_in_a_loop_is_told_once(monkeypatch: pytest.MonkeyPatc
     lines = [line for line in told if "memory grows" in line]
     assert len(lines) == 1
     assert "`kept` (a list" in lines[0] and "test_loop_memory.py:" in lines[0] and "graphs" in lines[0]
+
+
+def test_memory_that_grows_in_a_run_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Growth, "free_seconds", 1e9)
+    model, kept = deep(), list[torch.Tensor]()
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(batch).square().mean()
+        if not isinstance(loss, FakeTensor):
+            kept.append(batch.repeat(8, 1))
+        return loss
+
+    workload = memfit.Workload(model, torch.randn(SMALL, 64), loss_fn, AdamW(model.parameters(), fused=True))
+    record = memfit.train(exact(workload, "64MiB"), workload, out=tmp_path / "run", steps=14)
+    assert [event.kind for event in record.events] == ["growing memory"]
+    assert "`kept` (a list" in record.events[0].text and "test_loop_memory.py:" in record.events[0].text
 
 
 DIM, ROWS = 128, 64
@@ -218,18 +217,13 @@ def patterned() -> type[nn.Module]:
     return Copying
 
 
-def trained(model: nn.Module, beside: Callable[[], object] = lambda: None, keep: Any = None) -> list[str]:
+def trained(model: nn.Module, keep: Any = None) -> list[str]:
     """Train a model for three steps, with what the caller keeps; return what memfit tells of it."""
     told: list[str] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with memfit.fit(model, optimizer, budget="64MiB", tell=told.append):
         for _ in range(3):
-            x, y = torch.randn(ROWS, DIM), torch.randint(DIM, (ROWS,))
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            beside()
+            updated(optimizer, classified(model, ROWS, DIM))
     return [line for line in told if "outside the step" in line]
 
 
@@ -265,20 +259,14 @@ def test_a_layer_that_a_closure_of_the_models_class_keeps_is_told() -> None:
 @pytest.mark.parametrize("share", [0.8, 1.5])
 def test_a_first_step_above_the_budget_is_told(share: float) -> None:
     """Before it is seen, nobody knows that the loop calls its model four times before it goes back."""
-
-    def run(told: list[str], budget: str) -> None:
-        model = made()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with memfit.fit(model, optimizer, budget=budget, tell=told.append) as fitted:
-            for _ in range(3):
-                outs = [model(torch.randn(ROWS, DIM)) for _ in range(4)]
-                torch.stack([out.square().mean() for out in outs]).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        assert fitted.plan is not None
-
     told: list[str] = []
-    run(told, f"{share}x")
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with memfit.fit(model, optimizer, budget=f"{share}x", tell=told.append) as fitted:
+        for _ in range(3):
+            outs = [model(torch.randn(ROWS, DIM)) for _ in range(4)]
+            updated(optimizer, torch.stack([out.square().mean() for out in outs]).sum())
+    assert fitted.plan is not None
     assert any("the first step needed about" in line for line in told) == (share < 1)
 
 

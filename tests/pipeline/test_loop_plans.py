@@ -17,8 +17,7 @@ import memfit
 from memfit import ir
 from memfit.errors import PlanMismatchError, UsageError
 from memfit.ir import Plan
-from memfit.pipeline import loop_plans
-from memfit.pipeline._fit import Fitted
+from memfit.pipeline import Fitted, loop_plans
 from tests.pipeline import loops
 from tests.pipeline.test_fit import CASES, measured, plain_of
 
@@ -26,65 +25,46 @@ from tests.pipeline.test_fit import CASES, measured, plain_of
 def planned(name: str, budget: str) -> Plan:
     loop, make, _ = CASES[name]
     models, optimizers = make()
-    with memfit.fit(models, optimizers, budget=budget, tell=lambda _: None) as fitted:
+    with memfit.fit(models, optimizers, budget=budget, tell=loops.quiet) as fitted:
         measured(loop, models, optimizers)
     assert fitted.plan is not None
     return fitted.plan
 
 
-@pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the steps that were planned for."""
-    found: list[str] = []
-    make = loop_plans.make_plan
-
-    def counted(workload: Any, *options: Any, **others: Any) -> Plan:
-        found.append(workload.name)
-        return make(workload, *options, **others)
-
-    monkeypatch.setattr(loop_plans, "make_plan", counted)
-    return found
-
-
 @pytest.mark.parametrize("name", ["loss outside", pytest.param("mixed precision", marks=pytest.mark.ci)])
-def test_nothing_is_planned_while_the_plan_holds(name: str, plans: list[str], tmp_path: Path) -> None:
+def test_nothing_is_planned_while_the_plan_holds(name: str, tmp_path: Path) -> None:
     losses, plain_bytes = plain_of(name)
     first = planned(name, f"{int(0.75 * plain_bytes)}B")
     path = ir.codec.write_atomic(tmp_path / "plan.json", ir.codec.encode(first))
-    plans.clear()
     loop, make, _ = CASES[name]
-    models, optimizers = make()
-    with memfit.fit(models, optimizers, plan=path, tell=lambda _: None) as fitted:
+    (models, optimizers), plans = make(), loops.Plans()
+    with memfit.fit(models, optimizers, plan=path, tell=loops.quiet, progress=plans) as fitted:
         found, peak_bytes = measured(loop, models, optimizers)
-    assert plans == [] and found == losses and peak_bytes <= 1.02 * first.budget_bytes
+    assert plans.made == 0 and found == losses and peak_bytes <= 1.02 * first.budget_bytes
     assert fitted.plan is not None and fitted.plan.levers == first.levers
     assert fitted.plan.predicted.peak_bytes == first.predicted.peak_bytes
 
 
 @pytest.mark.ci
-def test_several_modules_are_under_it_from_the_second_step_on(plans: list[str]) -> None:
+def test_several_modules_are_under_it_from_the_second_step_on() -> None:
     losses, plain_bytes = plain_of("two optimizers")
     first = planned("two optimizers", f"{int(0.8 * plain_bytes)}B")
-    plans.clear()
-    models, optimizers = loops.pair()
-    with memfit.fit(models, optimizers, plan=first, tell=lambda _: None) as fitted:
+    (models, optimizers), plans = loops.pair(), loops.Plans()
+    with memfit.fit(models, optimizers, plan=first, tell=loops.quiet, progress=plans) as fitted:
         assert measured(loops.adversarial, models, optimizers)[0] == losses
     assert fitted.plan is not None and fitted.plan.levers == first.levers
-    assert first.workload not in plans or " and " not in first.workload
+    assert plans.made == 4  # for each of them by itself, for its first step
 
 
-def test_a_batch_that_it_does_not_hold_is_planned_anew(plans: list[str]) -> None:
+def test_a_batch_that_it_does_not_hold_is_planned_anew() -> None:
     first = planned("loss outside", "1.1x")
     tight = replace(first, budget_bytes=int(first.predicted.peak_bytes * 1.1))
-    plans.clear()
-    models, optimizers = loops.one()
-    told: list[str] = []
-    with memfit.fit(models, optimizers, plan=tight, tell=told.append) as fitted:
-        for x, y in loops.batches(samples=2560):
-            nn.functional.cross_entropy(models[0](x), y).backward()
-            optimizers[0].step()
-            optimizers[0].zero_grad()
-    assert len(plans) == 1 and any("plans it again" in text for text in told)
+    (model,), (optimizer,) = loops.one()
+    told, plans = list[str](), loops.Plans()
+    with memfit.fit(model, optimizer, plan=tight, tell=told.append, progress=plans) as fitted:
+        for _ in range(3):
+            loops.updated(optimizer, loops.classified(model, 2560))
+    assert plans.made == 1 and any("plans it again" in text for text in told)
     assert fitted.plan is not None and fitted.plan.predicted.peak_upper_bytes <= tight.budget_bytes
 
 
@@ -101,12 +81,10 @@ def test_one_for_another_loop_is_refused_by_its_second_step(model: Any, kind: ty
     steps = 0
     with (
         pytest.raises(PlanMismatchError, match=r"optimizer or device\. Leave out plan= and give budget="),
-        memfit.fit(other, optimizer, plan=first, tell=lambda _: None),
+        memfit.fit(other, optimizer, plan=first, tell=loops.quiet),
     ):
-        for x, y in loops.batches(samples=64, width=width):
-            nn.functional.cross_entropy(other(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        for _ in range(3):
+            loops.updated(optimizer, loops.classified(other, 64, width))
             steps += 1
     assert steps == 1
 
@@ -130,54 +108,47 @@ class Block(nn.Module):
 
 
 @pytest.fixture
-def plans_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[object]:
-    """Keep plans in a folder of the test's own, for a program of its own; return the list of those that are made."""
+def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> loops.Plans:
+    """Keep plans in a folder of the test's own, for a program of its own; return the count of those that are made."""
     script = tmp_path / "train.py"
     script.write_text("print('training')")
     monkeypatch.setattr(loop_plans, "is_on", True)
     monkeypatch.setattr(sys, "argv", [str(script), "--seed", "1"])
     monkeypatch.setenv("MEMFIT_CACHE_DIR", str(tmp_path))
-    made: list[object] = []
-    make = loop_plans.make_plan
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        made.append(make(*args, **kwargs))
-        return made[-1]
-
-    monkeypatch.setattr(loop_plans, "make_plan", noted)
-    return made
+    return loops.Plans()
 
 
 def trained(
+    plans: loops.Plans,
     width: int = 16,
     rows: int = 256,
     slope: float = 0.1,
     budget: str = "0.8x",
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
     squared: bool = True,
+    fails: bool = False,
 ) -> tuple[Fitted, list[float], list[str]]:
-    """Return a fitted loop of four steps, its losses, and what was told."""
+    """Return a fitted loop of four steps, its losses, and what was told; it may fail in its first step."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(width, slope) for _ in range(4)))
     updates = optimizer(model.parameters(), lr=0.01)
     losses, told = [], list[str]()
-    with memfit.fit(model, updates, budget=budget, tell=told.append, time_limit_seconds=0.5) as fitted:
+    given: dict[str, Any] = {"budget": budget, "tell": told.append, "time_limit_seconds": 0.5, "progress": plans}
+    with memfit.fit(model, updates, **given) as fitted:
         for _ in range(4):
             out = model(torch.randn(rows, width))
-            loss = out.square().mean() if squared else out.abs().mean()
-            updates.zero_grad()
-            loss.backward()
-            updates.step()
-            losses.append(loss.item())
+            if fails:
+                raise ValueError("bad")
+            losses.append(loops.updated(updates, out.square().mean() if squared else out.abs().mean()))
     return fitted, losses, told
 
 
-def test_the_second_start_of_a_program_plans_nothing(plans_made: list[object]) -> None:
-    first, losses, told = trained()
-    count = len(plans_made)
+def test_the_second_start_of_a_program_plans_nothing(plans: loops.Plans) -> None:
+    first, losses, told = trained(plans)
+    count = plans.made
     assert count == 2 and not any("an earlier start" in line for line in told)
-    second, again, told_again = trained()
-    assert len(plans_made) == count and again == losses
+    second, again, told_again = trained(plans)
+    assert plans.made == count and again == losses
     assert second.plan == first.plan and second.plan is not None and second.plan.levers.regions
     assert any("an earlier start" in line for line in told_again)
 
@@ -188,59 +159,52 @@ def test_the_second_start_of_a_program_plans_nothing(plans_made: list[object]) -
     + [{"optimizer": torch.optim.AdamW}, {"squared": False}],
     ids=lambda changed: next(iter(changed)),
 )
-def test_another_program_is_planned_anew(changed: dict[str, Any], plans_made: list[object]) -> None:
-    trained()
-    count = len(plans_made)
-    trained(**changed)
-    assert len(plans_made) > count
+def test_another_program_is_planned_anew(changed: dict[str, Any], plans: loops.Plans) -> None:
+    trained(plans)
+    count = plans.made
+    trained(plans, **changed)
+    assert plans.made > count
 
 
 def test_changed_sources_arguments_and_settings_make_another_program(
-    plans_made: list[object], monkeypatch: pytest.MonkeyPatch
+    plans: loops.Plans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained()
-    count, script = len(plans_made), Path(sys.argv[0])
+    trained(plans)
+    count, script = plans.made, Path(sys.argv[0])
     script.write_text("print('training otherwise')")
-    trained()
-    assert len(plans_made) == count + 2
+    trained(plans)
+    assert plans.made == count + 2
     monkeypatch.setattr(sys, "argv", [str(script), "--seed", "2"])
-    trained()
-    assert len(plans_made) == count + 4
+    trained(plans)
+    assert plans.made == count + 4
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        trained()
-    assert len(plans_made) == count + 6
+        trained(plans)
+    assert plans.made == count + 6
 
 
-def test_damaged_records_are_made_again(plans_made: list[object], tmp_path: Path) -> None:
-    trained()
-    count, paths = len(plans_made), list((tmp_path / "plans").iterdir())
+def test_damaged_records_are_made_again(plans: loops.Plans, tmp_path: Path) -> None:
+    trained(plans)
+    count, paths = plans.made, list((tmp_path / "plans").iterdir())
     assert len(paths) >= 2
     for path in paths:
         path.write_text(path.read_text()[:100])
-    trained()
-    assert len(plans_made) == 2 * count
+    trained(plans)
+    assert plans.made == 2 * count
 
 
-def test_a_loop_that_fails_keeps_nothing_of_what_it_took(plans_made: list[object], tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    trained()
-    count = len(plans_made)
-    model = nn.Sequential(*(Block(16) for _ in range(4)))
-    updates = torch.optim.SGD(model.parameters(), lr=0.01)
-    with (
-        pytest.raises(ValueError, match="bad"),
-        memfit.fit(model, updates, budget="0.8x", tell=lambda _: None, time_limit_seconds=0.5),
-    ):
-        model(torch.randn(256, 16))
-        raise ValueError("bad")
-    trained()
-    assert len(plans_made) > count
+def test_a_loop_that_fails_keeps_nothing_of_what_it_took(plans: loops.Plans) -> None:
+    trained(plans)
+    count = plans.made
+    with pytest.raises(ValueError, match="bad"):
+        trained(plans, fails=True)
+    trained(plans)
+    assert plans.made > count
 
 
 def test_a_program_without_a_file_keeps_nothing(
-    plans_made: list[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    plans: loops.Plans, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sys, "argv", [""])
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
-    trained()
+    trained(plans)
     assert not (tmp_path / "plans").exists()

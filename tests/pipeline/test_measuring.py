@@ -11,11 +11,12 @@ import torch
 
 import memfit
 from memfit import hardware
+from memfit.cost import Pace
 from memfit.ir import Levers, Plan, allows
-from memfit.pipeline._plan import MEASURE_VARIABLE
 from memfit.planner import measured_steps
 from memfit.planner.measured_steps import Timed, Turn
 from memfit.solver import dominates
+from tests.pipeline.plans import exact
 from tests.workloads import quick
 
 pytestmark = pytest.mark.harmless
@@ -91,7 +92,7 @@ def test_auto_measures_where_the_environment_does_not_forbid_it(
 ) -> None:
     ran = times_are(monkeypatch, lambda levers: 1.0)
     assert not memfit.plan(quick(), **OPTIONS).measured and not ran
-    monkeypatch.delenv(MEASURE_VARIABLE)
+    monkeypatch.delenv("MEMFIT_MEASURE")
     assert not memfit.plan(quick(), measure=False, **OPTIONS).measured and not ran
     assert len(memfit.plan(quick(), **OPTIONS).measured) == len(ran) >= 2
 
@@ -102,7 +103,7 @@ def test_auto_measures_where_the_environment_does_not_forbid_it(
 def test_auto_runs_the_compiled_plans_whose_code_is_made_in_time(
     seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(MEASURE_VARIABLE)
+    monkeypatch.delenv("MEMFIT_MEASURE")
     monkeypatch.setattr("memfit.planner.assembly.code_seconds", lambda trace, processes: seconds)
     ran = times_are(monkeypatch, lambda levers: 1.0, runs=False)
     plan = memfit.plan(quick(), compile="auto", **OPTIONS)
@@ -136,6 +137,12 @@ def test_for_a_device_that_is_not_here_nothing_is_run_and_the_plan_says_so() -> 
     plan = memfit.plan(quick(), device="rtx-3090", measure=True, **OPTIONS | {"budget": "1GiB"})
     assert not plan.measured
     assert any("no plan was run" in note and "rtx-3090 is not on this machine" in note for note in plan.notes)
+
+
+def test_a_comparison_says_that_the_machine_was_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pace, "slowdown", 1.5)
+    comparison = memfit.verify(exact(quick()), quick(), steps=2).comparison
+    assert comparison and any("measured times are about 50% too long" in note for note in comparison.notes)
 
 
 @pytest.mark.ci

@@ -20,7 +20,6 @@ import memfit
 from memfit.errors import BudgetError, InfeasibleError, PlanError, PlanMismatchError, UsageError, WorkloadError
 from memfit.ir import NUMERICS, Candidate, CostTable, Levers, Plan, Prediction, Region, Trace
 from memfit.levers import LeversOn, lever_uses
-from memfit.pipeline import verify
 from memfit.planner import assembly, captured_steps
 from memfit.planner.captured_steps import CapturedSteps
 from memfit.planner.confirmation import Confirmation
@@ -28,6 +27,7 @@ from memfit.recipes import byte_lm
 from memfit.solver import SIMPLER_WITHIN
 from memfit.workload import Workload, rng_state
 from tests.measuring import step_peak_bytes
+from tests.pipeline.plans import exact
 from tests.workloads import lean, other
 
 
@@ -91,9 +91,8 @@ def test_lowest_budget_fits_where_other_plans_of_that_peak_are_less_sure(slack: 
 
     with mock.patch.object(Confirmation, "confirmed", less_sure_of_others):
         with pytest.raises(InfeasibleError) as caught:
-            memfit.plan(lean(), budget="1MiB", numerics="exact", precisions=["32-true"], points=1)
-        budget = caught.value.lowest_peak_bytes
-        plan = memfit.plan(lean(), budget=budget, numerics="exact", precisions=["32-true"], points=1)
+            exact(lean(), "1MiB")
+        plan = exact(lean(), caught.value.lowest_peak_bytes)
     assert plan.levers == captured[0]
 
 
@@ -307,7 +306,7 @@ class TestApply:
     @pytest.fixture(scope="class")
     @classmethod
     def plan(cls) -> Plan:
-        return memfit.plan(lean(), budget="20MiB", numerics="exact", precisions=["32-true"], points=1)
+        return exact(lean(), "20MiB")
 
     def test_step_trains_and_close_restores(self, plan: Plan) -> None:
         workload = lean()
@@ -362,7 +361,7 @@ def test_modules_that_do_something_else_when_they_run_again_are_left_out() -> No
     plan = memfit.plan(workload, budget=budget, numerics="exact", points=1)
     assert {note[:20] for note in plan.notes} & {"1 is not recomputed:", "3 is not recomputed:"}
     assert plan.levers.regions and not {f for r in plan.levers.regions for f in r.modules} & {"1", "3"}
-    assert verify(plan, workload, steps=0).failures == []
+    assert memfit.verify(plan, workload, steps=0).failures == []
     assert step_peak_bytes(workload, plan.levers) <= plan.budget_bytes
 
 
@@ -377,3 +376,54 @@ def test_progress_ends_where_it_said_that_it_would() -> None:
     for stage, steps in told.items():
         assert steps[-1][0] == steps[-1][1], stage
         assert all(0 <= done <= total for done, total in steps)
+
+
+# Other budgets, looked up on the frontier of a plan
+
+
+@pytest.fixture(scope="module")
+def whole() -> Plan:
+    return memfit.plan(lean(), budget="1GiB", precisions=["32-true"], points=4)
+
+
+def test_any_budget_is_the_fastest_point_that_fits_and_is_kept(whole: Plan) -> None:
+    workload = lean()
+    lowest = min(c.held_bytes for c in whole.frontier)
+    seconds = []
+    for share in (1, 1.3, 1.8):
+        found = whole.at(int(share * lowest))
+        point = next(c for c in whole.frontier if c.levers == found.levers)
+        faster = [c for c in whole.frontier if c.step_seconds < point.step_seconds]
+        assert all(c.held_bytes > found.budget_bytes for c in faster)
+        assert found.budget_bytes == int(share * lowest)
+        peak = step_peak_bytes(workload, found.levers)
+        assert found.predicted.peak_bytes == pytest.approx(peak, rel=0.02)
+        assert peak <= found.predicted.peak_upper_bytes <= found.budget_bytes
+        assert found.solution.bound_seconds <= found.predicted.step_seconds
+        seconds.append(point.step_seconds)
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_only_what_the_numerics_allow_is_taken(whole: Plan) -> None:
+    strict = replace(whole, allowed="exact")
+    budget = min(c.held_bytes for c in whole.frontier if c.numerics == "exact")
+    found = strict.at(budget)
+    assert found.numerics == "exact" and found.levers.microbatch_size == found.batch_size
+
+
+def test_shares_are_of_what_the_plan_was_made_for(whole: Plan) -> None:
+    assert whole.plain.device_bytes is not None
+    assert whole.at("50%").budget_bytes == whole.plain.device_bytes // 2
+    found = whole.at("1.2x")
+    assert found.budget_bytes == int(1.2 * whole.plain.peak_upper_bytes) and "plain step" in found.budget_share
+    # Its own point keeps what was captured of it.
+    assert whole.at(whole.budget_bytes).predicted == whole.predicted
+
+
+def test_what_no_point_fits_is_said(whole: Plan) -> None:
+    with pytest.raises(InfeasibleError, match="memfit.plan") as caught:
+        whole.at("1MiB")
+    assert not caught.value.proven and caught.value.lowest_peak_bytes > caught.value.budget_bytes
+    assert caught.value.lowest_peak_bytes == min(c.held_bytes for c in whole.frontier)
+    with pytest.raises(BudgetError):
+        whole.at("much")

@@ -27,14 +27,13 @@ import memfit
 from memfit import ir
 from memfit.errors import MemoryLimitError, OutOfMemoryError
 from memfit.ir import Levers, Plan, Region, RunRecord
-from memfit.levers import applied, lower_candidates
-from memfit.pipeline import _apply
+from memfit.levers import Switch, applied, lower_candidates
 from memfit.recipes import SeededBatches
 from memfit.training import Recovery, Rollback, RunOptions, StepRecord, Trainer, latest
 from memfit.workload import Workload
 from tests import models
 from tests.bombs import Bomb
-from tests.pipeline.frontiers import with_frontier
+from tests.pipeline.plans import exact, with_frontier
 
 STEPS = 3
 
@@ -69,7 +68,7 @@ BUILDERS: dict[str, Callable[[], Workload]] = {
 def plan_of(name: str) -> Plan:
     """A plan of no regions, with two lower ones: some modules recomputed, and all that can be."""
     workload = BUILDERS[name]()
-    plan = memfit.plan(workload, budget="90%", numerics="exact", precisions=["32-true"], points=2)
+    plan = exact(workload, "90%", points=2)
     modules = [fqn for fqn, module in workload.model.named_modules() if isinstance(module, nn.Sequential) and fqn]
     return with_frontier(plan, [(), tuple(Region((m,)) for m in modules[:1]), (Region(("",)),)])
 
@@ -134,13 +133,19 @@ def operators_before_the_update(name: str) -> int:
     return counts[0]
 
 
+def check_run(name: str, bombs: dict[int, tuple[int, ...]], which: int = 1) -> Recovery:
+    """Check that a run with bombs ends as under one of the frontier's plans."""
+    state, recovery, losses, _ = run(name, bombs)
+    assert_same(state, expected(name, which)[0])
+    assert losses == expected(name, which)[1]
+    return recovery
+
+
 @pytest.mark.parametrize("name", ["transformer", "convnet"])
 def test_wherever_memory_runs_out_the_run_ends_as_under_the_lower_plan(name: str) -> None:
     last = operators_before_the_update(name)
     for at in [*range(1, last, max(1, last // 8)), last]:
-        state, recovery, losses, _ = run(name, {1: (at,)})
-        assert_same(state, expected(name, 1)[0])
-        assert losses == expected(name, 1)[1]
+        recovery = check_run(name, {1: (at,)})
         assert recovery.plan.levers == plan_of(name).frontier[1].levers
         assert [(e.step, e.error.kind, e.error.requested_bytes, e.held_bytes) for e in recovery.events] == [
             (2, "allocator", 2 * 2**20, 0)
@@ -150,10 +155,7 @@ def test_wherever_memory_runs_out_the_run_ends_as_under_the_lower_plan(name: str
 @pytest.mark.parametrize("name", ["transformer", "convnet"])
 def test_in_the_first_step_and_twice_in_one_and_again_in_the_next(name: str) -> None:
     for bombs, which in (({0: (30,)}, 1), ({1: (30, 60)}, 2), ({0: (30,), 2: (50,)}, 2)):
-        state, recovery, losses, _ = run(name, bombs)
-        assert_same(state, expected(name, which)[0])
-        assert losses == expected(name, which)[1]
-        assert len(recovery.events) == which
+        assert len(check_run(name, bombs, which).events) == which
 
 
 def test_the_comparison_of_states_sees_a_lost_and_a_doubled_update() -> None:
@@ -188,8 +190,7 @@ def test_in_the_optimizer_with_copies_on_the_host(name: str, first: bool, monkey
 @pytest.mark.parametrize("name", ["transformer", "several optimizers"])
 def test_in_the_optimizer_without_copies_the_training_is_torn_where_something_changed(name: str) -> None:
     before = operators_before_the_update(name)
-    state, _, _, _ = run(name, {1: (before + 1,)})  # the first operator of the update: nothing is changed yet
-    assert_same(state, expected(name, 1)[0])
+    check_run(name, {1: (before + 1,)})  # the first operator of the update: nothing is changed yet
     with pytest.raises(OutOfMemoryError, match=r"step 2 .* while the optimizer changed the weights") as caught:
         run(name, {1: (before + 40,)})
     assert caught.value.is_torn and caught.value.step == 2 and caught.value.exit_status == 6
@@ -239,20 +240,20 @@ def test_no_frame_holds_tensors_when_the_next_plan_is_taken() -> None:
     def remember(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
         alive.append(weakref.ref(output))
 
-    with memfit.apply(plan_of("transformer"), workload, recover=True) as step:
-        assert isinstance(step.recovery, Recovery)
-        lower, seen = step.recovery._lower, []
+    plan, seen = plan_of("transformer"), list[list[bool]]()
+    with applied(plan.levers, workload) as step, contextlib.closing(Switch(step, plan.levers)) as switch:
 
         def lower_and_look(plan: Plan) -> Plan | None:
             seen.append([reference() is not None for reference in alive])
             assert all(p.grad is None for p in workload.model.parameters())
-            return lower(plan)
+            return switch.lower(plan)
 
-        step.recovery._lower = lower_and_look
-        for module in workload.model.modules():
-            module.register_forward_hook(remember)
-        with Bomb(operators_before_the_update("transformer") - 30):
-            step(workload.batch)
+        with contextlib.closing(Recovery(step, plan, lower_and_look)) as recovery:
+            step.change(recovery=recovery)
+            for module in workload.model.modules():
+                module.register_forward_hook(remember)
+            with Bomb(operators_before_the_update("transformer") - 30):
+                step(workload.batch)
     assert len(seen) == 1 and len(seen[0]) > 10 and not any(seen[0])
 
 
@@ -331,7 +332,7 @@ def test_a_training_run_logs_what_ran_out_and_goes_on_with_the_lower_plan(tmp_pa
 def test_the_snapshot_is_of_the_plan_that_ran_out(how: str, tmp_path: Path) -> None:
     """Its live bytes peak at the predicted peak, by the ledger's categories; a run without recovery has one too."""
     workload = models.transformer()
-    plan = memfit.plan(workload, budget="90%", numerics="exact", precisions=["32-true"], points=3)
+    plan = exact(workload, "90%", points=3)
     run: dict[str, Any] = {"recover": how == "recover", "adaptive": how == "adaptive"}
     limit_bytes = plan.predicted.peak_bytes - 1
     with pytest.raises(MemoryLimitError) if how == "no recovery" else contextlib.nullcontext() as caught:
@@ -349,19 +350,16 @@ def test_the_snapshot_is_of_the_plan_that_ran_out(how: str, tmp_path: Path) -> N
     assert plan.predicted.peak_bytes <= peak_bytes <= plan.predicted.peak_bytes + rounded
 
 
-def test_the_snapshot_is_never_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*_: Any) -> Any:
-        raise RuntimeError("not now")
-
-    monkeypatch.setattr(_apply, "capture_levers", failing)
-    workload = BUILDERS["transformer"]()
+def test_the_snapshot_is_never_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")  # where the folder of snapshots would be
+    plan, workload = plan_of("transformer"), BUILDERS["transformer"]()
     seed()
-    with memfit.apply(plan_of("transformer"), workload, recover=True, snapshots=tmp_path) as step:
+    with memfit.apply(plan, workload, recover=True, snapshots=tmp_path / "file") as step:
         for index in range(STEPS):
             with Bomb(*(40,) * (index == 1)):
                 step(workload.batch)
         assert isinstance(step.recovery, Recovery)
-        assert "no memory snapshot (RuntimeError('not now'))" in str(step.recovery.events[0])
+        assert "no memory snapshot (" in str(step.recovery.events[0])
         assert_same(state_of(step), expected("transformer", 1)[0])
 
 
@@ -441,7 +439,7 @@ def test_a_run_that_no_plan_saves_stops_with_a_checkpoint_that_is_gone_on_from(
             Trainer(step, plan, RunOptions(out=tmp_path / out, steps=6, on_step=arm, **options)).fit()
             return state_of(step)
 
-    plan = memfit.plan(trained_on(kind), budget="90%", numerics="exact", precisions=["32-true"], points=1)
+    plan = exact(trained_on(kind), "90%")
     whole = run_of("whole", False)
     with pytest.raises(OutOfMemoryError) as caught:
         run_of("stopped", True)

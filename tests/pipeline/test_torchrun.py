@@ -29,12 +29,7 @@ STEPS = 8
 
 
 def torchrun(
-    sharding: Sharding,
-    folder: Path,
-    *flags: str,
-    deaths: list[Any] | None = None,
-    plan: str | None = None,
-    **options: Any,
+    sharding: Sharding, folder: Path, *flags: str, deaths: list[Any] | None = None, **options: Any
 ) -> subprocess.Popen[str]:
     """Start ranks as forks of the warm server, under torchrun."""
     folder.mkdir(exist_ok=True)
@@ -42,15 +37,27 @@ def torchrun(
     plan_for(workload(), sharding).save(folder / "plan.json")
     given = {"steps": STEPS, "checkpoint-every": 2, "evaluate-every": 3, **options}
     line = [
-        *warm.command("-m", "torch.distributed.run"),
-        *("--nproc-per-node", str(sharding.world_size), "--max-restarts", str(len(deaths or [])), "--no-python"),
-        *warm.command("-m", "memfit", "train", "tests.ranks.killed:workload"),
-        *("--plan", plan or str(folder / "plan.json"), "--out", str(folder / "out"), "--resume", *flags),
+        *("train", "tests.ranks.killed:workload", "--plan", str(folder / "plan.json")),
+        *("--out", str(folder / "out"), "--resume", *flags),
         *(word for name, value in given.items() for word in (f"--{name}", str(value))),
     ]
-    environment = {**os.environ, DEATHS: str(folder / "deaths"), "OMP_NUM_THREADS": "1"}
+    restarts = ["--max-restarts", str(len(deaths or []))]
+    return ranks(line, sharding.world_size, *restarts, **{DEATHS: str(folder / "deaths")})
+
+
+def ranks(line: list[str], number: int, *options: str, **environment: str) -> subprocess.Popen[str]:
+    """Start a memfit command on ranks, under torchrun."""
     return subprocess.Popen(
-        line, cwd=warm.ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [
+            *warm.command("-m", "torch.distributed.run"),
+            *("--nproc-per-node", str(number), *options, "--no-python"),
+            *warm.command("-m", "memfit", *line),
+        ],
+        cwd=warm.ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -138,20 +145,18 @@ def test_sigterm_stops_all_ranks_with_a_checkpoint_from_which_they_go_on(tmp_pat
 def with_plans(rank: int, out: Path) -> Iterator[Any]:
     """Each rank has a plan of its own; and ranks ask for what does not go with sharding."""
     given = workload()
+    other = plan_for(given, replace(ZERO3, kept=("blocks.1",)) if rank else ZERO3)
     texts = []
-    other = replace(ZERO3, kept=("blocks.1",)) if rank else ZERO3
-    with pytest.raises(PlanMismatchError) as e:
-        memfit.train(plan_for(given, other), given, out=out, steps=1)
-    texts.append(str(e.value))
-    with pytest.raises(PlanMismatchError) as e:
-        memfit.apply(plan_for(given, other), given)
-    texts.append(str(e.value))
-    with pytest.raises(UsageError) as refused:
-        memfit.train(plan_for(given, ZERO3), given, out=out, steps=1, adaptive=True)
-    texts.append(str(refused.value))
-    with pytest.raises(UsageError) as few:
-        memfit.train(plan_for(given, HYBRID), given, out=out, steps=1)
-    yield [*texts, str(few.value)]
+    for kind, verb in (
+        (PlanMismatchError, lambda: memfit.train(other, given, out=out, steps=1)),
+        (PlanMismatchError, lambda: memfit.apply(other, given)),
+        (UsageError, lambda: memfit.train(plan_for(given, ZERO3), given, out=out, steps=1, adaptive=True)),
+        (UsageError, lambda: memfit.train(plan_for(given, HYBRID), given, out=out, steps=1)),
+    ):
+        with pytest.raises(kind) as e:
+            verb()
+        texts.append(str(e.value))
+    yield texts
 
 
 def test_ranks_with_different_plans_say_so_on_all(tmp_path: Path) -> None:
@@ -184,20 +189,8 @@ def test_a_group_that_was_joined_before_trains_too(tmp_path: Path) -> None:
 
 def under_torchrun(*arguments: str) -> tuple[int, str]:
     """Run a memfit command on two ranks; return its status and what it wrote."""
-    line = [*warm.command("-m", "torch.distributed.run"), "--nproc-per-node", "2", "--no-python"]
-    line += warm.command("-m", "memfit", *arguments)
-    process = subprocess.Popen(
-        line,
-        cwd=warm.ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        text, _ = process.communicate(timeout=300)
-    finally:
-        process.kill()  # what hangs would be waited for by all that follows
+    process = ranks(list(arguments), 2)
+    text = end(process, None)
     return process.returncode, text
 
 

@@ -8,24 +8,22 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
 
 import memfit
 from memfit import ir
-from memfit.cost import Pace
 from memfit.errors import CheckpointError, NonFiniteError, OutputError, UsageError
 from memfit.ir import Levers, Plan, Precision, Region, RunRecord, Views
 from memfit.levers import applied
-from memfit.pipeline._train import views
-from memfit.pipeline._verify import compare
+from memfit.pipeline import views_of
 from memfit.recipes import byte_lm
 from memfit.training import METRICS, RunOptions, Trainer, read_lines
 from memfit.training.runs import checkpoint
 from memfit.workload import Workload, fingerprint
 from tests.models import BUILDERS
+from tests.pipeline.plans import exact, have_same_weights
 
 
 def tiny() -> Workload:
@@ -35,43 +33,30 @@ def tiny() -> Workload:
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    plain = memfit.estimate(tiny()).peak_bytes
-    return memfit.plan(tiny(), budget=int(0.8 * plain), numerics="exact", precisions=["32-true"], points=1)
+    return exact(tiny(), int(0.8 * memfit.estimate(tiny()).peak_bytes))
 
 
 @pytest.fixture(scope="module")
 def wide() -> Plan:
-    return memfit.plan(tiny(), budget="4GiB", numerics="exact", precisions=["32-true"], points=1)
+    return exact(tiny(), "4GiB")
 
 
-def test_exact_plan_trains_as_the_plain_step_does(plan: Plan) -> None:
-    found = compare(plan, tiny(), steps=4)
-    assert found.plain_losses == found.planned_losses
+def test_exact_plan_trains_as_the_plain_step_does_and_the_workload_is_left_alone(plan: Plan) -> None:
+    workload = tiny()
+    random_state = torch.get_rng_state()
+    first = next(iter(workload.batches or ()))
+    found = memfit.verify(plan, workload, steps=4).comparison
+    assert found is not None and found.plain_losses == found.planned_losses
     assert len(set(found.plain_losses)) == 4
     assert found.planned_peak_bytes <= plan.budget_bytes < found.plain_peak_bytes
     assert found.plain_step_seconds > 0 < found.planned_step_seconds
-
-
-def test_a_comparison_says_that_the_machine_was_slower(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pace, "slowdown", 1.5)
-    notes = compare(plan, tiny(), steps=2).notes
-    assert any("measured times are about 50% too long" in note for note in notes)
-
-
-def test_comparing_leaves_the_workload_alone(plan: Plan) -> None:
-    workload = tiny()
-    before = [p.clone() for p in workload.model.parameters()]
-    random_state = torch.get_rng_state()
-    first = next(iter(workload.batches or ()))
-    compare(plan, workload, steps=2)
-    assert all(torch.equal(a, b) for a, b in zip(before, workload.model.parameters(), strict=True))
+    assert have_same_weights(workload, tiny())
     assert torch.equal(random_state, torch.get_rng_state())
-    again = next(iter(tiny().batches or ()))
-    assert torch.equal(first["tokens"], again["tokens"])
+    assert torch.equal(first["tokens"], next(iter(tiny().batches or ()))["tokens"])
 
 
 def test_views_hold_both_timelines_and_the_modules(plan: Plan) -> None:
-    found = views(plan, tiny())
+    found = views_of(plan, tiny())
     assert found.plain.peak_bytes == plan.plain.peak_bytes
     assert found.planned.peak_bytes == plan.predicted.peak_bytes
     rows = {row.fqn: row for row in found.modules}
@@ -108,8 +93,7 @@ def test_planned_training_ends_where_plain_training_ends(plan: Plan, wide: Plan,
     assert wide.levers.regions == ()
     torch.manual_seed(1)
     memfit.train(wide, plain, out=tmp_path / "plain", steps=3)
-    for one, other in zip(planned.model.parameters(), plain.model.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert have_same_weights(planned, plain)
 
 
 def losses(out: Path) -> list[float]:
@@ -124,8 +108,7 @@ def test_a_run_goes_on_bitwise_under_the_plan_of_a_smaller_machine(plan: Plan, w
     torch.manual_seed(1)
     memfit.train(wide, tiny(), out=tmp_path / "moved", steps=2)
     record = memfit.train(plan, moved, out=tmp_path / "moved", steps=4, resume=True)
-    for one, other in zip(whole.model.parameters(), moved.model.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert have_same_weights(whole, moved)
     assert losses(tmp_path / "moved") == losses(tmp_path / "whole")
     (event,) = record.events
     assert event.kind == "another plan"
@@ -144,7 +127,7 @@ def test_a_run_goes_on_over_the_same_batches_with_smaller_microbatches(tmp_path:
 
     whole, moved = undropped(), undropped()
     plain = memfit.plan(undropped(), budget="4GiB", precisions=["32-true"], points=1)
-    halved = msgspec.structs.replace(plain, levers=msgspec.structs.replace(plain.levers, microbatch_size=1))
+    halved = replace(plain, levers=replace(plain.levers, microbatch_size=1))
     memfit.train(plain, whole, out=tmp_path / "whole", steps=4)
     memfit.train(plain, undropped(), out=tmp_path / "moved", steps=2)
     memfit.train(halved, moved, out=tmp_path / "moved", steps=4, resume=True)
@@ -190,9 +173,7 @@ def built(updates: Any) -> Workload:
 
 @functools.cache
 def plan_for(updates: Any) -> Plan:
-    workload = BUILDERS["transformer"]()
-    plan = memfit.plan(workload, budget="90%", numerics="exact", precisions=["32-true"], points=1)
-    return replace(plan, fingerprint=fingerprint(built(updates)))
+    return replace(exact(BUILDERS["transformer"](), "90%"), fingerprint=fingerprint(built(updates)))
 
 
 def train(precision: Precision, updates: Any, out: Path, **options: Any) -> tuple[Workload, RunRecord]:

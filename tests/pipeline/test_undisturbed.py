@@ -104,16 +104,6 @@ def made_plan() -> Plan:
     return found
 
 
-def _applied(plan: Plan, workload: Workload) -> None:
-    with memfit.apply(plan, workload):
-        pass
-
-
-def _adapted(plan: Plan, workload: Workload) -> None:
-    with memfit.apply(plan, workload, adaptive=True):
-        pass
-
-
 def _fitted(plan: Plan, workload: Workload) -> None:
     with memfit.fit(workload.model, workload.optimizer, budget="1GiB", tell=lambda line: None):
         pass
@@ -125,8 +115,8 @@ VERBS: dict[str, Callable[[Plan, Workload], object]] = {
     "plan": lambda plan, workload: memfit.plan(workload, budget="0.9x", measure=False, time_limit_seconds=2.0),
     "verify": lambda plan, workload: memfit.verify(plan, workload, steps=2),
     "probe_range": lambda plan, workload: tools.probe_range(workload),
-    "apply, adaptive": _adapted,
-    "apply": _applied,
+    "apply, adaptive": lambda plan, workload: memfit.apply(plan, workload, adaptive=True).close(),
+    "apply": lambda plan, workload: memfit.apply(plan, workload).close(),
     "fit": _fitted,
     "ladder": lambda plan, workload: tools.ladder(workload, min_run_seconds=0.01),
     "fleet": lambda plan, workload: memfit.fleet(workload, steps=10, devices=["rtx-4090"]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import random
 from collections.abc import Callable
@@ -19,10 +18,10 @@ from examples import digits_resnet
 from memfit.errors import PlanMismatchError
 from memfit.ir import Levers, Plan, Region
 from memfit.levers import LeversOn, lever_uses
-from memfit.pipeline import _verify, verify
-from memfit.pipeline._verify import probe_regions
+from memfit.planner import probe_regions
 from memfit.recipes import brain_segmentation, byte_lm
 from memfit.workload import Workload
+from tests.pipeline.plans import exact
 from tests.workloads import lean, other
 
 EVERY: dict[str, Callable[[], Workload]] = {
@@ -51,9 +50,9 @@ def test_the_workloads_have_dropout(name: str) -> None:
 def test_exact_plans_are_bitwise_equal_within_budget_and_predicted(name: str) -> None:
     workload = EVERY[name]()
     plain = memfit.estimate(workload).peak_bytes
-    plan = memfit.plan(workload, budget=int(0.88 * plain), numerics="exact", points=1)
+    plan = exact(workload, int(0.88 * plain), precisions=None)
     assert plan.levers.regions or plan.levers.lean  # convolutions hold more or less by the processor
-    found = verify(plan, workload, steps=0)
+    found = memfit.verify(plan, workload, steps=0)
     assert found.failures == []
     assert found.bitwise
     assert found.loss_difference == found.gradient_difference == 0.0
@@ -71,7 +70,7 @@ def test_reduced_plans_hold_in_bf16(name: str) -> None:
     plan = memfit.plan(
         workload, budget=int(0.9 * plain), numerics="reduced", precisions=["bf16-mixed"], optimizers=["as-is"], points=1
     )
-    found = verify(plan, workload, steps=0)
+    found = memfit.verify(plan, workload, steps=0)
     assert found.failures == []
     assert 0.0 < found.gradient_difference < 0.25
     assert found.measured_peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.05)
@@ -81,13 +80,12 @@ class TestTampering:
     @pytest.fixture(scope="class")
     @classmethod
     def plan(cls) -> Plan:
-        plain = memfit.estimate(lean()).peak_bytes
-        return memfit.plan(lean(), budget=int(0.75 * plain), numerics="exact", precisions=["32-true"], points=1)
+        return exact(lean(), int(0.75 * memfit.estimate(lean()).peak_bytes))
 
     def test_untouched_plan_holds_and_each_run_is_told(self, plan: Plan) -> None:
         assert plan.levers.regions
         told: list[tuple[str, int, int]] = []
-        found = verify(plan, lean(), progress=lambda *stage: told.append(stage), steps=2)
+        found = memfit.verify(plan, lean(), progress=lambda *stage: told.append(stage), steps=2)
         assert found.holds and found.comparison is not None
         assert found.comparison.plain_losses == found.comparison.planned_losses
         assert "Plain and planned step" in str(found)
@@ -98,75 +96,71 @@ class TestTampering:
     @pytest.mark.parametrize(
         ("edit", "word"),
         [
-            (lambda p: replace(p, predicted=replace(p.predicted, peak_bytes=p.predicted.peak_bytes // 2)), "predicted"),
-            (lambda p: replace(p, levers=replace(p.levers, regions=())), "predicted"),
-            (lambda p: replace(p, budget_bytes=p.predicted.peak_bytes // 2), "budget_bytes"),
-            (lambda p: replace(p, levers=replace(p.levers, precision="bf16-mixed")), "uses"),
-            (lambda p: replace(p, levers=replace(p.levers, microbatch_size=1)), "exact"),
-            (lambda p: replace(p, numerics="reduced"), "numerics"),
-            (
-                lambda p: replace(p, levers=replace(p.levers, regions=(Region(("blocks.0",), ("aten.mm#7",)),))),
-                "predicted",
-            ),
+            (lambda p: {"predicted": replace(p.predicted, peak_bytes=p.predicted.peak_bytes // 2)}, "predicted"),
+            (lambda p: {"levers": replace(p.levers, regions=())}, "predicted"),
+            (lambda p: {"budget_bytes": p.predicted.peak_bytes // 2}, "budget_bytes"),
+            (lambda p: {"levers": replace(p.levers, precision="bf16-mixed")}, "uses"),
+            (lambda p: {"levers": replace(p.levers, microbatch_size=1)}, "exact"),
+            (lambda p: {"numerics": "reduced"}, "numerics"),
+            (lambda p: {"levers": replace(p.levers, regions=(Region(("blocks.0",), ("aten.mm#7",)),))}, "predicted"),
         ],
     )
-    def test_edits_are_found(self, plan: Plan, edit: Callable[[Plan], Plan], word: str) -> None:
-        found = verify(edit(plan), lean(), steps=0)
+    def test_edits_are_found(self, plan: Plan, edit: Callable[[Plan], dict[str, Any]], word: str) -> None:
+        found = memfit.verify(replace(plan, **edit(plan)), lean(), steps=0)
         assert not found.holds
         assert any(word in failure for failure in found.failures)
 
     def test_unknown_module_and_other_workload_are_refused(self, plan: Plan) -> None:
         with pytest.raises(PlanMismatchError, match="nowhere"):
-            verify(replace(plan, levers=Levers(microbatch_size=4, regions=(Region(("nowhere",)),))), lean())
+            memfit.verify(replace(plan, levers=Levers(microbatch_size=4, regions=(Region(("nowhere",)),))), lean())
         with pytest.raises(PlanMismatchError, match="fingerprint"):
-            verify(plan, other(), steps=0)
+            memfit.verify(plan, other(), steps=0)
 
 
-def test_a_gradient_that_goes_missing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = memfit.plan(lean(), budget="64MiB", numerics="exact", precisions=["32-true"], points=1)
-    whole = _verify._gradients
+class Unscaled(nn.Linear):
+    """A layer without its bias where autocast is on."""
 
-    def without_one(workload: Workload, levers: Levers, *arguments: Any, **options: Any) -> Any:
-        loss, gradients, buffers = whole(workload, levers, *arguments, **options)
-        if levers.precision == "bf16-mixed":
-            del gradients["norm.weight"]
-        return loss, gradients, buffers
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if torch.is_autocast_enabled("cpu") else self.bias
+        return nn.functional.linear(x, self.weight, bias)
 
-    monkeypatch.setattr(_verify, "_gradients", without_one)
+
+def test_a_gradient_that_goes_missing_is_found() -> None:
+    made = squared(nn.Sequential(nn.Linear(32, 32), Unscaled(32, 32)), torch.randn(16, 32))
+    plan = exact(made)
     in_bf16 = replace(plan, levers=replace(plan.levers, precision="bf16-mixed"), numerics="reduced")
-    found = verify(in_bf16, lean(), steps=0)
-    assert "no gradient for norm.weight" in found.failures
+    assert "no gradient for 1.bias" in memfit.verify(in_bf16, made, steps=0).failures
 
 
 def test_microbatches_are_equal_to_rounding() -> None:
-    plan = memfit.plan(lean(), budget="64MiB", numerics="exact", precisions=["32-true"], points=1)
     levers = Levers(microbatch_size=1)
-    cut = replace(plan, levers=levers, numerics="reordered", uses=lever_uses(LeversOn(levers, 4)))
-    found = verify(cut, lean(), steps=0)
+    cut = replace(exact(lean()), levers=levers, numerics="reordered", uses=lever_uses(LeversOn(levers, 4)))
+    found = memfit.verify(cut, lean(), steps=0)
     assert found.loss_difference < 1e-5
     assert 0.0 < found.gradient_difference < 1e-4
     assert not found.bitwise
 
 
-class Counting(torch.nn.Module):
+class Counting(nn.Module):
     """Scales by how often it was called."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
+    calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return (x * (1 + self.calls / 8)).sin()
 
 
+def squared(model: nn.Module, batch: torch.Tensor, lr: float = 0.1) -> Workload:
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return Workload(model, batch, lambda model, batch: model(batch).square().mean(), optimizer)
+
+
 def counting() -> Workload:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)]
     blocks[2].insert(1, Counting())
-    model = nn.Sequential(*blocks)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Workload(model, torch.randn(256, 32), lambda model, batch: model(batch).square().mean(), optimizer)
+    return squared(nn.Sequential(*blocks), torch.randn(256, 32))
 
 
 NUMBERS = np.random.default_rng(0)
@@ -181,13 +175,11 @@ class Drawing(torch.nn.Module):
 
 @pytest.mark.ci
 def test_a_step_that_draws_from_other_generators_is_compared_with_the_same_draws() -> None:
-    made = counting()
-    model = torch.nn.Sequential(torch.nn.Linear(32, 32), Drawing(), torch.nn.Linear(32, 32), Drawing())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    made = dataclasses.replace(made, model=model, optimizer=optimizer)
-    plan = memfit.plan(made, budget="1GiB", numerics="exact", points=1)
+    model = nn.Sequential(nn.Linear(32, 32), Drawing(), nn.Linear(32, 32), Drawing())
+    made = squared(model, torch.randn(256, 32))
+    plan = exact(made)
     for regions in ((), (Region(("0", "1")), Region(("3",)))):
-        assert verify(replace(plan, levers=replace(plan.levers, regions=regions)), made, steps=0).bitwise
+        assert memfit.verify(replace(plan, levers=replace(plan.levers, regions=regions)), made, steps=0).bitwise
 
 
 def test_a_region_that_is_recomputed_to_other_values_is_named() -> None:
@@ -197,16 +189,14 @@ def test_a_region_that_is_recomputed_to_other_values_is_named() -> None:
     assert list(found) == [regions[1]]
     assert found[regions[1]].startswith("the second run of 2 differs from the first (")
     assert not probe_regions(workload, Levers(microbatch_size=256, regions=regions[:1]))
-    plan = memfit.plan(workload, budget="1GiB", numerics="exact", points=1)
-    verification = verify(replace(plan, levers=replace(plan.levers, regions=regions)), workload, steps=0)
+    plan = exact(workload)
+    verification = memfit.verify(replace(plan, levers=replace(plan.levers, regions=regions)), workload, steps=0)
     assert "a region of the plan can't be recomputed: the second run of 2" in "".join(verification.failures)
 
 
 def test_a_training_that_diverges_in_the_steps_in_turn_is_noted() -> None:
     torch.manual_seed(0)
     model = nn.Linear(16, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=5e5)  # the loss grows by 1e12 a step
-    diverging = Workload(model, torch.randn(64, 16), lambda model, x: model(x).square().mean(), optimizer)
-    plan = memfit.plan(diverging, budget="1GiB", numerics="exact", points=1)
-    found = memfit.verify(plan, diverging)
+    diverging = squared(model, torch.randn(64, 16), lr=5e5)  # the loss grows by 1e12 a step
+    found = memfit.verify(exact(diverging), diverging)
     assert found.comparison is None and any("steps in turn diverged" in note for note in found.notes)

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
+import psutil
 import pytest
 import torch
 from msgspec.structs import replace
 
 import memfit
-from memfit import planner
 from memfit.errors import UsageError
 from memfit.hardware import find_device
 from memfit.ir import Levers, Plan, Sharding, Verification
 from memfit.levers import LeversOn, lever_uses
-from memfit.pipeline import _verify
 from memfit.planner import capture_levers, costs_of, predict
 from memfit.training import Step
 from tests.pipeline.test_plan_for_ranks import workload
 from tests.processes import on_ranks
 from tests.ranks.test_engines import workload as counted
+from tests.ranks.trainings import plan_for
+from tests.ranks.trainings import workload as trained
 from tests.training.conftest import make_plan
 
 UNITS = ("blocks.0", "blocks.1", "blocks.2")
@@ -51,43 +54,39 @@ def test_two_ranks_are_what_their_plan_says_bitwise() -> None:
     plan = predicted(ZERO2)
     (one,), (other,) = on_ranks(2, verifying, [plan])
     assert one == other
-    assert one.failures == [] and one.bitwise
-    assert len(one.rank_peaks_bytes) == 2
+    assert one.failures == [] and one.bitwise and len(one.rank_peaks_bytes) == 2
     assert one.measured_peak_bytes == max(one.rank_peaks_bytes) <= plan.predicted.peak_upper_bytes
 
 
 def tampered(rank: int, plan: Plan) -> Iterator[Any]:
     """Change what the second rank computes, before gradients are reduced and after, and what the plan says."""
+
+    def verified(plan: Plan = plan, **changes: Any) -> Verification:
+        return memfit.verify(plan, dataclasses.replace(workload(3), **changes), steps=0)
+
+    def other_loss(model: torch.nn.Module, batch: Any) -> Any:
+        loss: Any = workload(3).loss_fn(model, batch)
+        return loss * (1 + 2**-20 * rank)
+
+    yield verified()
+    yield verified(loss_fn=other_loss)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "call_elsewhere", lambda *_, **__: [[]])  # which another test looks at
-        yield memfit.verify(plan, workload(3), steps=0)
-        if rank == 1:
-            whole_loss, whole_gradients = Step.compute_loss, Step.gradients
+        own = Step.gradients
 
-            def other_loss(step: Step, batch: Any) -> Any:
-                loss, count = whole_loss(step, batch)
-                return loss * (1 + 2**-20), count
+        def other_gradient(step: Step, batch: Any) -> Any:
+            loss, gradients = own(step, batch)
+            gradients[next(iter(gradients))].flatten()[0] += 1e-6 * rank
+            return loss, gradients
 
-            def other_gradient(step: Step, batch: Any) -> Any:
-                loss, gradients = whole_gradients(step, batch)
-                gradients[next(iter(gradients))].flatten()[0] += 1e-6
-                return loss, gradients
-
-            patch.setattr(Step, "compute_loss", other_loss)
-        yield memfit.verify(plan, workload(3), steps=0)
-        if rank == 1:
-            patch.setattr(Step, "compute_loss", whole_loss)
-            patch.setattr(Step, "gradients", other_gradient)
-        yield memfit.verify(plan, workload(3), steps=0)
-        if rank == 1:
-            patch.setattr(Step, "gradients", whole_gradients)
-        less = replace(plan.predicted, peak_upper_bytes=plan.predicted.peak_bytes // 2)
-        yield memfit.verify(replace(plan, predicted=less), workload(3), steps=0)
-        other = workload(3)
-        other.batch["x" if "x" in other.batch else next(iter(other.batch))][0, 0] += rank
-        with pytest.raises(UsageError) as e:
-            memfit.verify(plan, other, steps=0)
-        yield str(e.value)
+        patch.setattr(Step, "gradients", other_gradient)
+        yield verified()
+    less = replace(plan.predicted, peak_upper_bytes=plan.predicted.peak_bytes // 2)
+    yield verified(replace(plan, predicted=less))
+    batch = workload(3).batch
+    next(iter(batch.values()))[0, 0] += rank
+    with pytest.raises(UsageError) as e:
+        verified(batch=batch)
+    yield str(e.value)
 
 
 @pytest.mark.ci
@@ -104,22 +103,18 @@ def test_what_is_wrong_on_one_rank_is_seen_on_all() -> None:
     assert batch.startswith("Workload.batch of rank 1 has other values")
 
 
-def counting(rank: int, sharding: Sharding, samples: int) -> Iterator[Any]:
-    """Compare the shared step with the one process that plays the ranks, without the rest of a verification."""
+def counting(rank: int, sharding: Sharding, samples: int) -> Iterator[bool]:
+    """Compare the shared step with the one process that plays the ranks."""
     given = counted(samples, counted=True)
-    levers = Levers(microbatch_size=2, sharding=sharding)
-    place = torch.device("cpu")
-    loss, gradients, _ = _verify._gradients(given, levers, place)
-    if rank == 0:
-        plain_loss, plain = _verify.played(given, levers, place)
-        yield loss == plain_loss, [torch.equal(gradients[name], gradient) for name, gradient in plain.items()]
+    plan = make_plan(given, sharding=sharding)
+    plan = replace(plan, batch_size=samples, levers=replace(plan.levers, microbatch_size=2))
+    yield memfit.verify(plan, given, steps=0).bitwise
 
 
 def test_counts_and_parts_that_differ_are_played_bitwise() -> None:
     sharding = Sharding(world_size=2, mode="zero3", units=("blocks.0", "blocks.1"), reduces="last")
     for samples in (7, 4):
-        ((is_same, are_equal),), _ = on_ranks(2, counting, sharding, samples)
-        assert is_same and all(are_equal)
+        assert on_ranks(2, counting, sharding, samples) == [[True], [True]]
 
 
 @pytest.mark.ci
@@ -132,3 +127,28 @@ def test_four_ranks_are_what_their_plan_says_within_rounding() -> None:
     assert verification.failures == []
     assert 0 <= verification.gradient_difference <= 1e-6
     assert len(verification.rank_peaks_bytes) == 4
+
+
+GIB = 2**30
+
+
+def comparing(rank: int) -> Iterator[Any]:
+    given = trained()
+    given.model.eval()  # without dropout, of which the two steps draw different masks
+    plan = plan_for(given, replace(ZERO3, units=UNITS[:2]))
+    yield memfit.verify(plan, given, steps=3).comparison
+    some = replace(plan, plain=replace(plan.plain, peak_bytes=3 * GIB, peak_reserved_bytes=None))
+    memory = psutil.virtual_memory()
+    least = memory._replace(available=2 * GIB) if rank else memory  # the ranks see different amounts
+    with mock.patch.object(psutil, "virtual_memory", return_value=least):
+        yield memfit.verify(some, given, steps=2).notes[-1]
+
+
+def test_ranks_compare_with_data_parallelism_and_agree() -> None:
+    (first, text), (second, other) = on_ranks(2, comparing)
+    assert text == other and "cpu has 2.0 GiB: memfit can't run it to compare the plan with it" in text
+    assert first == second
+    assert len(first.plain_losses) == len(first.planned_losses) == 3
+    assert first.planned_losses == pytest.approx(first.plain_losses, rel=1e-4)
+    assert 0 < first.planned_peak_bytes != first.plain_peak_bytes > 0
+    assert first.plain_step_seconds > 0 and first.planned_step_seconds > 0

@@ -21,7 +21,7 @@ from memfit.ir import Levers, Plan, Region, Sharding
 from memfit.training import Recovery, Rollback, Step
 from memfit.workload import Workload
 from tests.bombs import Bomb
-from tests.pipeline.frontiers import with_frontier
+from tests.pipeline.plans import with_frontier
 from tests.processes import on_ranks
 from tests.ranks import test_engines as engines
 from tests.ranks.test_engines import workload

@@ -36,6 +36,7 @@ from memfit.cli.options import (
     precisions_of,
     rank_numbers,
     read_plan,
+    refuse_beside_a_plan,
     strays,
 )
 from memfit.cli.output import err, note, out, print_json, show, stage, stages, tell, tell_written
@@ -117,7 +118,7 @@ def run(
         raise UsageError("give --budget or --plan, not both: a plan has its own budget")
     for name, value in {"--numerics": options.numerics, "--host-budget": host_budget}.items():
         if plan is not None and value:
-            raise UsageError(f"{name} is for the plan that --budget makes: leave it out with --plan, which sets it")
+            refuse_beside_a_plan(name)
     if budget is not None:
         read_budget(budget)
     if host_budget is not None:
@@ -202,10 +203,9 @@ def plan(
     from memfit.report import frontier_table, plan_table, plan_verdict
 
     if framework == "jittor":
-        if options.measure != "auto":
-            raise UsageError("--measure is for workloads in PyTorch: leave it out with --framework jittor")
-        if options.compile:
-            raise UsageError("--compile is for workloads in PyTorch: leave it out with --framework jittor")
+        for option, is_given in (("--measure", options.measure != "auto"), ("--compile", options.compile)):
+            if is_given:
+                raise UsageError(f"{option} is for workloads in PyTorch: leave it out with --framework jittor")
         chosen = _planned_in_jittor(workload, options)
     else:
         loaded = load_for(workload, device)
@@ -328,14 +328,9 @@ def train(
     else:
         if source.budget is not None:
             raise UsageError("give one of --plan and --budget")
-        of_budget = {
-            "--device": source.device,
-            "--numerics": source.numerics,
-            "--precision": source.precision,
-            "--compile": source.compile,
-        }
-        for name in (name for name, value in of_budget.items() if value):
-            raise UsageError(f"{name} is for the plan that --budget makes: leave it out with --plan, which sets it")
+        for name in ("device", "numerics", "precision", "compile"):
+            if getattr(source, name):
+                refuse_beside_a_plan(f"--{name}")
         read_plan(source.plan)
     ir.codec.check_writable(options.out / "plan.json")
     from memfit import pipeline

@@ -118,7 +118,7 @@ def _with_options(function: Callable[..., Any], runs_steps: bool) -> Callable[..
         kind, *more = get_args(parameter.annotation) or (parameter.annotation,)
         if dataclasses.is_dataclass(kind):
             records[parameter.name] = kind
-            own = [_parameter_of(field, option, hint) for field, option, hint in _options_of(kind)]
+            own = [_parameter_of(*each) for each in _options_of(kind)]
         elif parameter.name in known:
             own = [parameter]
         else:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, cast
 
 import typer
 
@@ -158,6 +158,11 @@ def check_cards(names: Sequence[str] | None, prices: str | Path | None, within: 
     if names:
         return [find_device(name).name for name in names]
     return [device.name for device in known_devices().values() if device.kind == "cuda"]
+
+
+def refuse_beside_a_plan(name: str) -> NoReturn:
+    """Refuse an option of planning beside a plan."""
+    raise UsageError(f"{name} is for the plan that --budget makes: leave it out with --plan, which sets it")
 
 
 def check_inputs(workload: str | None = None, *, device: str | None = None) -> None:

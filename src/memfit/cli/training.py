@@ -19,7 +19,7 @@ from memfit.cli import commands, output
 from memfit.cli.options import ScriptOptions, suggested_budget, typed
 from memfit.cli.output import err, note, out, stages, tell
 from memfit.errors import MemfitError, UsageError
-from memfit.foundations import Budget, format_bytes, format_seconds, is_memfits, is_users, parse_budget, read_budget
+from memfit.foundations import format_bytes, format_seconds, is_memfits, is_users, parse_budget, read_budget
 from memfit.hardware import free_bytes, is_busy
 from memfit.ir import Plan, RunRecord, Views
 from memfit.pipeline import Listener, fit_whatever_trains, load_log, trained
@@ -147,19 +147,12 @@ def run_demo(folder: Path, steps: int | None, budget: str, device: str, overwrit
 
 @dataclass(frozen=True)
 class ScriptCall:
-    """A script as it is called.
+    """A script as it is called."""
 
-    Attributes:
-        name: The script, or the module.
-        arguments: Its own arguments.
-        is_module: Whether it is run as with `python -m`.
-        strays: Those of the arguments that are options of `memfit run` too, each with its value.
-    """
-
-    name: str
+    name: str  # or the module's
     arguments: list[str]
-    is_module: bool
-    strays: list[list[str]]
+    is_module: bool  # whether it is run as with `python -m`
+    strays: list[list[str]]  # arguments that are options of `memfit run` too, each with its value
 
 
 def run_script(call: ScriptCall, options: ScriptOptions, plan: Plan | None) -> None:
@@ -171,11 +164,12 @@ def run_script(call: ScriptCall, options: ScriptOptions, plan: Plan | None) -> N
         plan: The plan to begin with; None to make one.
     """
     budget = options.budget
-    if plan is not None:
-        _settle_memory(read_budget(f"{plan.budget_bytes}B"))
-    else:
-        budget = budget or _default_budget(call)
-        _settle_memory(read_budget(budget))
+    if plan is None and budget is None:
+        budget = _default_budget(call)
+    held = read_budget(f"{plan.budget_bytes}B" if plan is not None else str(budget))
+    is_on_cpu = hardware.accelerators.current_kind() is None
+    if is_on_cpu and held.of == "" and (told := hardware.heap.settle(held.nbytes(), free_bytes())):
+        _note(told)
     log = None if options.log is None else load_log(options.log)
     advice = _stray_text(call.strays[0]) if call.strays else ""
     sys.argv = [call.name, *call.arguments]
@@ -203,7 +197,12 @@ def run_script(call: ScriptCall, options: ScriptOptions, plan: Plan | None) -> N
     except MemfitError:
         raise
     except KeyboardInterrupt as e:
-        e.add_note(_what_is_left(call, written))
+        left = "no plan is kept (`-o plan.json` keeps it)"
+        if written:
+            script = f"-m {call.name}" if call.is_module else shlex.quote(call.name)
+            line = f"memfit run --plan {shlex.quote(str(written[0]))} {script}"
+            left = f"the plan is in {written[0]}, and `{line}` starts with it"
+        e.add_note(f"{left}. Checkpoints are the script's own")
         raise
     except SystemExit as e:
         if e.code == 2 and advice:  # argparse's status, for an option that the script does not have
@@ -228,41 +227,17 @@ def _default_budget(call: ScriptCall) -> str:
             f" Type {typed('--budget', suggested_budget())}"
         )
     _note(f"memfit: the budget is {_GPU_BUDGET} of the device; --budget before the script sets another")
-    if stray is not None and not _is_in_script("--budget", call):
-        _tell(f"memfit: {' '.join(stray)} is passed to the script. {_stray_text(stray)}")
+    if stray is not None:
+        text = "" if call.is_module else Path(call.name).read_text(encoding="utf-8", errors="replace")
+        # An option of the script's own stands in its text, by its name or as a parser's field.
+        if "--budget" not in text and "budget:" not in text:
+            _tell(f"memfit: {' '.join(stray)} is passed to the script. {_stray_text(stray)}")
     return _GPU_BUDGET
 
 
 def _stray_text(stray: list[str]) -> str:
     option = stray[0].partition("=")[0]
     return f"If {option} is meant for memfit, it stands before the script: {typed(*stray, without=stray)}"
-
-
-def _is_in_script(option: str, call: ScriptCall) -> bool:
-    """Tell whether a script's text has an option, by its name or as a parser's field."""
-    if call.is_module:
-        return False
-    text = Path(call.name).read_text(encoding="utf-8", errors="replace")
-    return option in text or f"{option[2:].replace('-', '_')}:" in text
-
-
-def _what_is_left(call: ScriptCall, written: list[Path]) -> str:
-    """Return the plan file that an interrupted script leaves, and the command that continues."""
-    script = f"-m {call.name}" if call.is_module else shlex.quote(call.name)
-    if written:
-        line = f"memfit run --plan {shlex.quote(str(written[0]))} {script}"
-        return f"the plan is in {written[0]}, and `{line}` starts with it. Checkpoints are the script's own"
-    return "no plan is kept (`-o plan.json` keeps it). Checkpoints are the script's own"
-
-
-def _settle_memory(budget: Budget) -> None:
-    """Keep or return freed memory (`heap.settle`), by a CPU budget in bytes, and tell the user where it is slower."""
-    if (
-        budget.of == ""
-        and hardware.accelerators.current_kind() is None
-        and (told := hardware.heap.settle(budget.nbytes(), free_bytes()))
-    ):
-        _note(told)
 
 
 def _tell(text: str) -> None:

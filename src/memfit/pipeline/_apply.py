@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,34 +120,59 @@ def apply(
         if is_joined():  # as far as this process is one of several
             check_same(Group(find_device(plan.device).kind), "plans", ir.codec.encode(plan))
     plan, workload = without_coupled(plan, workload), placed(workload, plan)
+    if limit_bytes is not None and limit_bytes < 1:
+        raise UsageError(f"limit_bytes={limit_bytes} is not above 0: give a number of bytes, or None for no limit")
+    check_as_given(workload)
+    check_plan(plan, workload)
+    if levers_bytes := host_bytes_of(plan):
+        check_host(host_needs(plan, workload, levers_bytes), None)
+    bare, predicted = without_switched(plan.levers, plan.batch_size), plan.predicted
+    # Held against the step on a machine like this one: on the CPU, with this PyTorch.
+    on_cpu = all(p.device.type == "cpu" for p in workload.model.parameters())
+    is_proven = plan.is_proven and on_cpu and plan.torch_version == str(torch.__version__)
     with contextlib.ExitStack() as stack:
-        switch = stack.enter_context(switchable(plan, workload, limit_bytes=limit_bytes, mesh=mesh))
+        step = stack.enter_context(
+            applied(bare, workload, mesh=mesh, prediction=predicted, predicted_peak_bytes=predicted.peak_bytes)
+        )
+        switch = stack.enter_context(contextlib.closing(Switch(step, plan.levers, is_proven=is_proven)))
+        place = device_of(step)
+        if limit_bytes is not None:
+            if on_cpu:
+                check_lever_names(lever_names(LeversOn(plan.levers, plan.batch_size)) | {LIMIT})
+            step.change(limit=_limit(limit_bytes, step))
         writer: Snapshots | None = None
         if snapshots is not None:
-            predicted = functools.partial(_write_predicted_snapshot, switch)
-            writer = Snapshots(Path(snapshots), device_of(switch.step), predicted)
+            writer = Snapshots(Path(snapshots), place, functools.partial(_write_predicted_snapshot, switch))
         recovery: Recovery | None = None
         if adaptive:
             recovery = Adaptive(switch, plan, workload, writer)
         else:
             growth = Growth(
-                device_of(switch.step),
-                lambda: (plan.budget_bytes, switch.step.options.predicted_peak_bytes or plan.predicted.peak_bytes),
-                functools.partial(switch.step.note, "growing memory"),
+                place,
+                lambda: (plan.budget_bytes, step.options.predicted_peak_bytes or predicted.peak_bytes),
+                functools.partial(step.note, "growing memory"),
                 lambda: {
                     f"Workload.{name}": getattr(workload, name) for name in ("model", "loss_fn", "batches", "evaluate")
                 },
             )
-            switch.step.change(admit=Admission(switch, plan, workload), after=growth.stepped)
+            step.change(admit=Admission(switch, plan, workload), after=growth.stepped)
             if recover:
-                recovery = Recovery(switch.step, plan, switch.lower, snapshots=writer)
+                recovery = Recovery(step, plan, switch.lower, snapshots=writer)
             elif writer is not None:
-                switch.step.change(recovery=OutOfMemoryObserver(switch.step, plan, writer))
+                step.change(recovery=OutOfMemoryObserver(step, plan, writer))
         if recovery is not None:
-            switch.step.change(recovery=stack.enter_context(contextlib.closing(recovery)))
-        switch.step.on_close = stack.pop_all().close
-    switch.step.on_use = on_unused(switch.step, _UNUSED).detach
-    return switch.step
+            step.change(recovery=stack.enter_context(contextlib.closing(recovery)))
+        step.on_close = stack.pop_all().close
+    step.on_use = on_unused(step, _UNUSED).detach
+    return step
+
+
+def _limit(limit_bytes: int, step: Step) -> AcceleratorLimit | CpuLimit:
+    named, place = functools.partial(held_tensors, step), device_of(step)
+    if place.type != "cpu":
+        return AcceleratorLimit(limit_bytes, named, place)
+    inside = known_workspace_bytes()
+    return CpuLimit(limit_bytes, named, lambda text: inside.get(text, 0), Accumulation().engine_operator)
 
 
 def _write_predicted_snapshot(switch: Switch, plan: Plan, batch: Any, path: Path) -> Path:
@@ -171,36 +195,3 @@ def _write_predicted_snapshot(switch: Switch, plan: Plan, batch: Any, path: Path
         peak_error=0.0,
     )
     return write_snapshot(allocations(trace, costs, plan.levers.regions), device.allocator, path)
-
-
-@contextlib.contextmanager
-def switchable(
-    plan: Plan, workload: Workload, *, limit_bytes: int | None, mesh: DeviceMesh | None = None
-) -> Iterator[Switch]:
-    """Run a plan on a workload, and what may be put in its place, until the context is left; see `apply`."""
-    if limit_bytes is not None and limit_bytes < 1:
-        raise UsageError(f"limit_bytes={limit_bytes} is not above 0: give a number of bytes, or None for no limit")
-    check_as_given(workload)
-    check_plan(plan, workload)
-    if levers_bytes := host_bytes_of(plan):
-        check_host(host_needs(plan, workload, levers_bytes), None)
-    bare, predicted = without_switched(plan.levers, plan.batch_size), plan.predicted
-    # Held against the step on a machine like this one: on the CPU, with this PyTorch.
-    on_cpu = all(p.device.type == "cpu" for p in workload.model.parameters())
-    is_proven = plan.is_proven and on_cpu and plan.torch_version == str(torch.__version__)
-    with (
-        applied(bare, workload, mesh=mesh, prediction=predicted, predicted_peak_bytes=predicted.peak_bytes) as step,
-        contextlib.closing(Switch(step, plan.levers, is_proven=is_proven)) as switch,
-    ):
-        if limit_bytes is not None:
-            if on_cpu:
-                check_lever_names(lever_names(LeversOn(plan.levers, plan.batch_size)) | {LIMIT})
-            named = functools.partial(held_tensors, step)
-            limit: CpuLimit | AcceleratorLimit
-            if (place := device_of(step)).type != "cpu":
-                limit = AcceleratorLimit(limit_bytes, named, place)
-            else:
-                inside = known_workspace_bytes()
-                limit = CpuLimit(limit_bytes, named, lambda text: inside.get(text, 0), Accumulation().engine_operator)
-            step.change(limit=limit)
-        yield switch

@@ -98,7 +98,18 @@ def estimated(workload: Workload, options: EstimateOptions, *, progress: Progres
     found = find_device(device)
     precision = precisions(found)[-1] if options.precision == "auto" else options.precision
     check_precision(precision, "precision", found, workload)
-    part = _part(workload, world_size)
+    if world_size < 1:
+        raise UsageError(f"world_size={world_size} is not above 0: give the number of ranks")
+    if world_size > 1 and world_size > (samples := samples_of(workload)):
+        raise UsageError(
+            f"world_size={world_size} ranks share a batch of {samples} samples, so some ranks would have"
+            " none: give a Workload.batch of all ranks' samples, or fewer ranks"
+        )
+    part = workload  # of the rank with the most samples
+    if world_size > 1:
+        from memfit.ranks import of_one_rank  # distributed packages take a second to import
+
+        part = of_one_rank(workload, world_size)
     size = options.microbatch_size or samples_of(part)
     shared = Parallel() if options.parallel is None else read_parallel(options.parallel)
     if shared.ranks > 1 and world_size > 1:
@@ -130,9 +141,20 @@ def estimated(workload: Workload, options: EstimateOptions, *, progress: Progres
     if workload.loop is not None and workload.loop.cudnn_benchmark and found.kind == "cuda":
         costs = replace(costs, peak_error=costs.peak_error + BENCHMARK_ERROR)
     if world_size > 1:
-        trace = _sharded(trace, Sharding(world_size=world_size, mode=options.sharding), found, samples_of(workload))
+        sharding = Sharding(world_size=world_size, mode=options.sharding)
+        note = (
+            f"{sharding.mode} over {world_size} ranks, on paper: the rank with the largest part of the"
+            f" batch's {samples_of(workload)} samples has {trace.batch_size}"
+        )
+        if found.link_bytes_per_second:
+            sent = communication(trace, sharding, found.link_bytes_per_second)
+            total = sent.all_gather_bytes + sent.reduce_scatter_bytes + sent.all_reduce_bytes
+            note += f". A rank sends {format_bytes(total)} a step; the step's time includes it"
+        trace = with_share_of_update(shard(trace, sharding), sharding)
+        trace = replace(trace, notes=[*trace.notes, note])
         costs = costs_of([trace], found)
-    trace, costs = _on_paper(trace, costs, shared, found)
+    if shared.ranks > 1:
+        trace, costs = _on_paper(trace, costs, shared, found)
     if (label := precision_label(workload, precision)) != precision:
         note = f"the model is not in fp32, so precision={precision!r} runs it as it was built: {label}"
         trace = replace(trace, notes=[*trace.notes, note])
@@ -151,40 +173,8 @@ def estimated(workload: Workload, options: EstimateOptions, *, progress: Progres
     return prediction
 
 
-def _part(workload: Workload, world_size: int) -> Workload:
-    """Return the workload of the rank with the most samples."""
-    if world_size < 1:
-        raise UsageError(f"world_size={world_size} is not above 0: give the number of ranks")
-    if world_size == 1:
-        return workload
-    if world_size > (samples := samples_of(workload)):
-        raise UsageError(
-            f"world_size={world_size} ranks share a batch of {samples} samples, so some ranks would have"
-            " none: give a Workload.batch of all ranks' samples, or fewer ranks"
-        )
-    from memfit.ranks import of_one_rank  # distributed packages take a second to import
-
-    return of_one_rank(workload, world_size)
-
-
-def _sharded(trace: Trace, sharding: Sharding, device: Device, samples: int) -> Trace:
-    """Return one rank's step of a batch that ranks share, with a note on the bytes that it sends."""
-    note = (
-        f"{sharding.mode} over {sharding.world_size} ranks, on paper: the rank with the largest part of the"
-        f" batch's {samples} samples has {trace.batch_size}"
-    )
-    if device.link_bytes_per_second:
-        sent = communication(trace, sharding, device.link_bytes_per_second)
-        total = sent.all_gather_bytes + sent.reduce_scatter_bytes + sent.all_reduce_bytes
-        note += f". A rank sends {format_bytes(total)} a step; the step's time includes it"
-    sharded = with_share_of_update(shard(trace, sharding), sharding)
-    return replace(sharded, notes=[*sharded.notes, note])
-
-
 def _on_paper(trace: Trace, costs: CostTable, parallel: Parallel, device: Device) -> tuple[Trace, CostTable]:
     """Return the step of the rank that holds most, and its costs; its time is that of the whole pipeline."""
-    if parallel.ranks == 1:
-        return trace, costs
     stages = stages_of(trace, parallel)
     if device.kind != "cpu":  # a CPU's are measured: of a share they follow from those of the whole
         costs = costs_of(stages, device)
@@ -201,15 +191,13 @@ def _on_paper(trace: Trace, costs: CostTable, parallel: Parallel, device: Device
     note = (
         f"stage {most} of 0 to {parallel.pp - 1} has the largest peak; the peaks: {', '.join(map(format_bytes, peaks))}"
     )
-    return _waiting(stages[most], costs, max(0.0, waits - costs.dispatch_seconds), note)
-
-
-def _waiting(stage: Trace, costs: CostTable, seconds: float, note: str) -> tuple[Trace, CostTable]:
-    """Return a stage's step that waits for the others, and costs with this wait."""
+    # The wait for the other stages stands once, in the first microbatch.
+    stage = stages[most]
     at = next((i for i, op in enumerate(stage.ops) if op.phase == "optimizer"), len(stage.ops))
-    first = next(i for i, op in enumerate(stage.ops) if op.phase == "backward")  # once: of the first microbatch
+    first = next(i for i, op in enumerate(stage.ops) if op.phase == "backward")
     insertion = Insertion(stage)
-    bubble = insertion.op(BUBBLE, 0, at, like=first, call=-1)
+    wait = insertion.op(BUBBLE, 0, at, like=first, call=-1)
     waiting = insertion.result()
-    ops = {**costs.ops, waiting.signatures[bubble.op.signature]: OpCost(seconds, 0, False)}
+    cost = OpCost(max(0.0, waits - costs.dispatch_seconds), 0, False)
+    ops = {**costs.ops, waiting.signatures[wait.op.signature]: cost}
     return replace(waiting, notes=[*waiting.notes, note]), replace(costs, ops=ops)

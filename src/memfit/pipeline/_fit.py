@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memfit._torch import replaced
-from memfit.capture import Seen, Verdict, Watcher, external_tensors, parameters_of
+from memfit.capture import Seen, Verdict, Watcher, parameters_of
 from memfit.errors import InfeasibleError, MemfitError, PlanMismatchError, UsageError
 from memfit.foundations import LOOP, Progress, format_bytes, on_unused, public, read_budget, silent, undone
 from memfit.ir import Numerics, Plan
@@ -32,27 +32,25 @@ from memfit.pipeline.loop_plans import (
     LoopPlans,
     Stages,
     StepKind,
-    advice,
     generators_kept,
-    is_slow,
     module_workload,
     roots_of,
     step_text,
+    told_beside,
     untrained_texts,
     workload_of,
 )
 from memfit.pipeline.verbs import checked, plan_given, uninterrupted
 from memfit.planner import first_line
 from memfit.recomputation import checking
-from memfit.training import Growth, LogFunction, LoopLog, beside_text, held_beside
-from memfit.workload import CallNumber, Extent, Geometry, LoopWorkload, RecordedStep, tensors_of
+from memfit.training import Growth, LogFunction, LoopLog
+from memfit.workload import CallNumber, Extent, LoopWorkload
 
 _MOST_UPDATES = 8  # of one optimizer in a step, while another one waits for its turn
 _MOST_KINDS = 4  # of steps that one plan is for
 _MOST_TRIES = 3
 _MOST_AWAITED = 1024  # steps that are recorded until one comes again that was not
 _MOST_CHECKED = 16  # steps, where not all kinds come again
-_NOTED_SHARE = 0.01  # of the budget: what the loop holds beside the step
 
 
 @dataclass(frozen=True)
@@ -135,9 +133,9 @@ class Fitted:
                 watcher.verdict.__traceback__ = e.__traceback__  # the loop's frames, where they are left by it
             raise watcher.verdict from None
         finally:
-            undone(self._taken_back)
+            undone(self._take_back)
 
-    def _taken_back(self) -> None:
+    def _take_back(self) -> None:
         self._proving.close()
         self._levers.close()
 
@@ -197,17 +195,16 @@ class Fitted:
             self._awaited -= bool(self._awaited)
             (watcher.begin if self._awaited else watcher.rest)()
             return
-        is_unsteady = is_faulty = False  # then the step does not stand for those after it, which are recorded
-        if watcher.is_writing:
-            is_unsteady = not watcher.is_steady() and not self._unsteady
-            is_faulty = bool(watcher.fault and self._kinds) and self._failures < _MOST_TRIES  # noticed within a step
-        if is_unsteady:
+        stands = watcher.is_writing  # for the steps after it, or these are recorded
+        if stands and not watcher.is_steady() and not self._unsteady:
+            stands = False
             self._unsteady += 1
             self._levers.close()
             self._under = []  # gradients are held too, which nobody counted: the plans that take least, in its place
-        elif is_faulty:
+        elif stands and watcher.fault and self._kinds and self._failures < _MOST_TRIES:  # noticed within a step
+            stands = False
             self._failures += 1
-        if not watcher.is_writing or is_unsteady or is_faulty:
+        if not stands:
             if self._kinds:
                 self._tell_unplanned("the last step did something new")
             self._awaited = _MOST_AWAITED
@@ -243,21 +240,38 @@ class Fitted:
         The step is run again from its recording, with tensors of the larger shapes. Where that can't be done, the step
         is recorded as it comes, under a plan for the module by itself, as the first one was; False is returned then.
         """
-        watcher, larger = self._watcher, self._larger
+        watcher, larger, plan = self._watcher, self._larger, self.plan
+        assert plan is not None
         difference = larger.difference(number, extent)
         planned = [kind for kind in self._kinds if kind.is_planned]
-        self._levers.close()
+        self._take_back()
         try:
-            for target in larger.targets(number, extent):
+            for target in larger.targets(number, extent) if planned else []:
                 steps = [larger.resized(kind.step, number, target) for kind in planned]
-                if (said := self._holding(steps, is_last=target is extent)) is not None:
-                    for kind, step in zip(planned, steps, strict=True):
-                        kind.step = step.light()
-                    larger.promise([kind.step for kind in self._kinds], {number: target})
-                    self._proven, self._checked = [], 0
-                    gc.collect()
-                    self._note(f"memfit: a batch is larger than planned ({difference}): {said}")
-                    return True
+                workload = workload_of(steps, watcher)
+                try:
+                    found, predicted = self._plans.again(workload, plan)
+                except InfeasibleError:
+                    if target is extent:
+                        raise
+                    continue
+                took = f"{format_bytes(predicted.peak_bytes)} of {format_bytes(plan.budget_bytes)}"
+                said = f"the plan still fits, {took}"
+                if found is not plan:
+                    self._on_plan(found)
+                    larger.forget()
+                    share = predicted.step_seconds / found.plain.step_seconds - 1
+                    said = f"planned again, {took}, {share:.0%} slower than plain"
+                self.plan, self._under = found, [(workload.model, found)]
+                self._switch(workload.model, found)
+                self._growth_anew()
+                for kind, step in zip(planned, steps, strict=True):
+                    kind.step = step.light()
+                larger.promise([kind.step for kind in self._kinds], {number: target})
+                self._proven, self._checked = [], 0
+                gc.collect()
+                self._note(f"memfit: a batch is larger than planned ({difference}): {said}")
+                return True
         except InfeasibleError as e:
             raise InfeasibleError(
                 f"{e}\nA batch is larger than planned ({difference})",
@@ -267,45 +281,15 @@ class Fitted:
                 proven=e.proven,
             ) from e
         except (MemfitError, RuntimeError, ValueError, TypeError, IndexError):  # what the loop does depends on shapes
-            pass
+            self._take_back()
         gc.collect()  # the error's frames held copies
         self._tell(
             f"memfit: a batch is larger than planned ({difference}), and the recorded step can't be resized to it."
             " This step runs under a plan for its modules alone; memfit plans the next steps again"
         )
-        self._proving.close()
         self._under, self._kinds = [], []
         watcher.begin()
         return False
-
-    def _holding(self, steps: list[RecordedStep], is_last: bool) -> str | None:
-        """Put the loop under a plan that holds steps, and say how: the one in force, or another; None where none does.
-
-        Raised where none does and these are the last steps to try.
-        """
-        plan = self.plan
-        assert plan is not None
-        if not steps:
-            raise UsageError("the loop can't be planned as it is")
-        workload = workload_of(steps, self._watcher)
-        try:
-            found, predicted = self._plans.again(workload, plan)
-        except InfeasibleError:
-            if is_last:
-                raise
-            return None
-        if found is not plan:
-            self._on_plan(found)
-            self._larger.forget()
-        self._proving.close()
-        self.plan, self._under = found, [(workload.model, found)]
-        self._switch(workload.model, found)
-        self._growth_anew()
-        took = f"{format_bytes(predicted.peak_bytes)} of {format_bytes(plan.budget_bytes)}"
-        if found is plan:
-            return f"the plan still fits, {took}"
-        share = predicted.step_seconds / found.plain.step_seconds - 1
-        return f"planned again, {took}, {share:.0%} slower than plain"
 
     def _passed(self) -> None:
         """See to the end of a backward pass: whether memfit can see where steps end."""
@@ -358,8 +342,7 @@ class Fitted:
     def _fit(self, kind: StepKind) -> None:
         """Plan for a step that was seen, with those of other kinds, and put the loop's modules under the plan."""
         watcher = self._watcher
-        self._levers.close()
-        self._proving.close()
+        self._take_back()
         kinds = [known for known in self._kinds if not known.is_gone(watcher) and not known.seen.is_in([kind.seen])]
         kinds = [*kinds, kind][-_MOST_KINDS:]
         try:
@@ -373,8 +356,9 @@ class Fitted:
             is_kept = self._plans.is_taken
             self._tell_first(workload, self.plan)
             under = [(workload.model, self.plan)]
-            self._tell_beside(workload, self.plan, [t for known in kinds for t in known.step.given])
-            self._advice = advice(self.plan, self._plans.mixed(workload)) if is_slow(self.plan) else []
+            if line := told_beside(workload, self.plan, [t for known in kinds for t in known.step.given]):
+                self._tell(line)
+            self._advice = self._plans.advice(workload, self.plan)
         except (InfeasibleError, PlanMismatchError):
             raise
         except MemfitError as e:
@@ -404,13 +388,10 @@ class Fitted:
 
     def _tell_first(self, workload: LoopWorkload, plan: Plan) -> None:
         """Tell where the first step took more than the budget: it ran under a plan for its module by itself."""
-        modules = [module for module, _ in self._under]
-        if self._kinds or len(modules) != 1 or modules[0] is not workload.model:
-            return
-        if plan.plain.peak_bytes <= plan.budget_bytes:
+        if self._kinds or [module for module, _ in self._under] != [workload.model]:
             return
         first = self._under[0][1]
-        if first.levers == plan.levers:
+        if plan.plain.peak_bytes <= plan.budget_bytes or first.levers == plan.levers:
             return
         with contextlib.suppress(MemfitError), generators_kept(workload.tape):
             took = self._plans.first_peak_bytes(first, workload)
@@ -419,16 +400,6 @@ class Fitted:
                     f"memfit: the first step needed about {format_bytes(took)}, over the budget of"
                     f" {format_bytes(plan.budget_bytes)}: memfit did not know its loss before it ran"
                 )
-
-    def _tell_beside(self, workload: LoopWorkload, plan: Plan, given: Sequence[torch.Tensor | Geometry]) -> None:
-        """Tell the variables that hold memory beside the step, if more than a hundredth of the budget."""
-        optimizer = workload.optimizer
-        known = [*workload.model.parameters(), *workload.model.buffers(), *external_tensors(workload)]
-        known += tensors_of([list(optimizer.state.values()), optimizer.param_groups])
-        known += [p.grad for p in workload.model.parameters() if p.grad is not None]
-        held = held_beside([*known, *workload.batch], given, plan.device)
-        if sum(each.nbytes for each in held) > _NOTED_SHARE * plan.budget_bytes:
-            self._tell(f"memfit: {beside_text(held, plan.predicted.peak_bytes, plan.budget_bytes)}")
 
     def _growth_anew(self) -> None:
         """Watch the memory that is held between steps, from the next one on."""

@@ -106,10 +106,19 @@ def fleet(
     order = list(by_name)
     notes = [*result.notes, *_notes(options, rows)]
     fastest = min(rows, key=lambda row: (row.hours, row.ranks))
-    if precisions is None and fastest.levers.precision != "32-true":
+    if precisions is None and fastest.levers.precision != "32-true":  # what they give as the model is written
         cards = [by_name[fastest.device]]
-        in_fp32 = replace(options, devices=cards, world_sizes=[fastest.ranks], precisions=["32-true"])
-        notes.append(_in_fp32(fastest, _searched(workload, in_fp32, progress)))
+        as_written = replace(options, devices=cards, world_sizes=[fastest.ranks], precisions=["32-true"])
+        in_fp32, row = _searched(workload, as_written, progress).rows, f"{fastest.ranks} × {fastest.device}"
+        note = f"in {fastest.levers.precision}, which numerics='reduced' allows; in 32-true"
+        if in_fp32:
+            seconds = in_fp32[0].step_seconds
+            notes.append(
+                f"{note} {row} need {format_seconds(seconds)} a step, {seconds / fastest.step_seconds - 1:.0%} more:"
+                " numerics='reordered' compares in 32-true"
+            )
+        else:
+            notes.append(f"{note} nothing fits {row}")
     return Fleet(
         memfit_version=__version__,
         torch_version=str(torch.__version__),
@@ -138,19 +147,6 @@ def _searched(workload: Workload, options: FleetRequest, progress: Progress) -> 
         check_workload(workload, device)
     with without_collector():  # which would go through millions of objects, none of which is garbage
         return search(workload, options, progress)
-
-
-def _in_fp32(fastest: FleetRow, in_fp32: FleetSearch) -> str:
-    """Say what the fastest cards give in fp32, as the model is written."""
-    row = f"{fastest.ranks} × {fastest.device}"
-    if not in_fp32.rows:
-        return f"in {fastest.levers.precision}, which numerics='reduced' allows; in 32-true nothing fits {row}"
-    seconds = in_fp32.rows[0].step_seconds
-    return (
-        f"in {fastest.levers.precision}, which numerics='reduced' allows; in 32-true {row} need"
-        f" {format_seconds(seconds)} a step, {seconds / fastest.step_seconds - 1:.0%} more: numerics='reordered'"
-        " compares in 32-true"
-    )
 
 
 def _check(steps: int, world_sizes: Sequence[int], sharding: str, numerics: Numerics) -> None:

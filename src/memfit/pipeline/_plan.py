@@ -136,7 +136,8 @@ def planned(
     options = replace(options, device=device_named(options.device, workload))
     if ranks.size > 1 and options.world_size != 1:
         return _plan_on_ranks(ranks, workload, options, progress)
-    request = _requested(workload, options, progress, findings or Findings(), max(ranks.size, launched_size()))
+    processes = max(ranks.size, launched_size())
+    request = _requested(workload, options, progress, findings or Findings(), processes)
     if planner.is_elsewhere(request.device):
         sizes = microbatch_sizes(-(-samples_of(workload) // request.world_size))
         return planner.call_elsewhere(planned, workload, [{"options": options}], progress, sizes=sizes)[0]
@@ -150,7 +151,7 @@ def _requested(
 ) -> Request:
     """Return options made definite, and checked."""
     found = find_device(str(options.device))
-    budget, numerics = read_budget(options.budget), options.numerics
+    budget, numerics, compile = read_budget(options.budget), options.numerics, options.compile
     searched = tuple(options.precisions or precisions_of(found))
     if numerics not in NUMERICS:
         raise UsageError(f"numerics={numerics!r} is unknown: use one of {', '.join(NUMERICS)}")
@@ -165,7 +166,6 @@ def _requested(
             f"with world_size={world_size} memfit shares the step, and with engine= another library does:"
             " leave out one of them"
         )
-    compile = options.compile
     if compile != "auto" and not isinstance(compile, bool):
         raise UsageError(f"compile={compile!r} is unknown: use 'auto', True or False")
     if compile and not allows(numerics, "reordered"):
@@ -194,13 +194,11 @@ def _requested(
         host_budget_bytes=host_budget_bytes,
         device=found,
         precisions=searched,
-        fallbacks=[
-            lever for value, lever in updates.items() if options.optimizers is None or value in options.optimizers
-        ],
+        fallbacks=[updates[value] for value in updates if options.optimizers is None or value in options.optimizers],
         progress=progress,
         world_size=world_size,
         modes=SEARCHED if options.sharding == "auto" else (options.sharding,),
-        compilers=_COMPILERS if options.compile else (),
+        compilers=_COMPILERS if compile else (),
         processes=processes,
         findings=findings,
     )

@@ -17,8 +17,8 @@ from memfit.capture import measure_peak_bytes
 from memfit.errors import CheckpointError, OutputError, UsageError
 from memfit.foundations import format_seconds, parse_budget
 from memfit.hardware import find_device, free_bytes
-from memfit.ir import Comparison, Levers, Plan, RunRecord, Sharding, Views, module_table, simulate
-from memfit.levers import check_plan, host_bytes_of
+from memfit.ir import Comparison, Levers, Plan, RunRecord, Views, module_table, simulate
+from memfit.levers import host_bytes_of
 from memfit.pipeline._apply import apply
 from memfit.pipeline._verify import compare
 from memfit.pipeline.placement import check_runs_here, placed, ranks_of
@@ -57,9 +57,8 @@ _INDEX = "model.safetensors.index.json"
 
 
 @verb
-def views(plan: Plan, workload: Workload, comparison: Comparison | None = None) -> Views:
+def views_of(plan: Plan, workload: Workload, comparison: Comparison | None = None) -> Views:
     """Return what a report draws: the predicted timelines of the plain and the planned step, and the modules."""
-    check_plan(plan, workload)
     device = find_device(plan.device)
     plain, planned = capture_each(workload, [Levers(microbatch_size=plan.batch_size), plan.levers], device)
     costs = costs_of([plain, planned], device)
@@ -152,14 +151,19 @@ def train(
 
 
 @uninterrupted
-def trained(plan: Plan, workload: Workload, options: RunOptions) -> RunRecord:
-    """Train as `memfit.train` does, and return the record of the run."""
+def trained(plan: Plan, workload: Workload, options: RunOptions, *, draw: Callable[..., Views] = views_of) -> RunRecord:
+    """Train as `memfit.train` does, with what its report draws from a function; return the record of the run."""
     folder, sharding = options.out, plan.levers.sharding
     check_runs_here(plan, workload, makes_values=not options.compare_steps)
     if sharding is not None and options.adaptive:
         raise UsageError("adaptive=True can't be used with levers.sharding: leave it out")
     if options.adaptive or options.recover is None:
-        options = replace(options, recover=options.adaptive or _can_undo(sharding))
+        can_undo = True
+        if sharding is not None:
+            from memfit.ranks import why_not_undone  # distributed packages take a second to import
+
+            can_undo = not why_not_undone(sharding)
+        options = replace(options, recover=options.adaptive or can_undo)
     is_drawn = False
     if options.resume and (folder / VIEWS).exists():
         with contextlib.suppress(UsageError):
@@ -169,11 +173,13 @@ def trained(plan: Plan, workload: Workload, options: RunOptions) -> RunRecord:
         from memfit.ranks import is_joined  # distributed packages take a second to import
 
         if not is_joined() and not launched_rank():  # by the first rank, before the ranks are joined
-            drawn = views(plan, workload)
+            drawn = draw(plan, workload)
     with ranks_of(plan) as ranks:
         if sharding is not None:
-            resume, overwrite = once(ranks, lambda: _where_it_begins(options))
-            options = replace(options, resume=resume, overwrite=overwrite)
+            # A run that was ended before its first checkpoint begins again.
+            if once(ranks, lambda: options.resume and not is_begun(folder)):
+                overwrite = once(ranks, lambda: options.overwrite or holds_a_start(folder))
+                options = replace(options, resume=False, overwrite=overwrite)
         workload = placed(workload, plan)
         with held_folder(folder, overwrite=options.overwrite, resume=options.resume, ranks=ranks):
             host_bytes = None
@@ -185,7 +191,7 @@ def trained(plan: Plan, workload: Workload, options: RunOptions) -> RunRecord:
             if options.compare_steps:
                 comparison = compare(plan, workload, steps=options.compare_steps, progress=options.progress)
             if sharding is None:
-                drawn = views(plan, workload, comparison)
+                drawn = draw(plan, workload, comparison)
             elif drawn is not None:
                 drawn = msgspec.structs.replace(drawn, comparison=comparison)
             with apply(
@@ -199,14 +205,14 @@ def trained(plan: Plan, workload: Workload, options: RunOptions) -> RunRecord:
                 host = HostWatch(step, host_bytes)
                 pending = None if is_drawn else drawn
 
-                def draw() -> None:
+                def write() -> None:
                     nonlocal pending
                     if pending is not None:
                         ir.codec.write_atomic(folder / VIEWS, ir.codec.encode(pending))
                         pending = None
 
                 def watch() -> None:
-                    draw()  # at the first batch, so that a run that goes on has a report too
+                    write()  # at the first batch, so that a run that goes on has a report too
                     host.check()
 
                 trainer = Trainer(step, plan, options, measure=measure_peak_bytes, watch=watch)
@@ -214,23 +220,7 @@ def trained(plan: Plan, workload: Workload, options: RunOptions) -> RunRecord:
                     return trainer.fit()
                 finally:
                     if (folder / RUN).exists():
-                        draw()
-
-
-def _can_undo(sharding: Sharding | None) -> bool:
-    """Tell whether a step that runs out of memory can be undone."""
-    if sharding is None:
-        return True
-    from memfit.ranks import why_not_undone  # distributed packages take a second to import
-
-    return not why_not_undone(sharding)
-
-
-def _where_it_begins(options: RunOptions) -> tuple[bool, bool]:
-    """Return whether a run resumes, and whether it overwrites: it begins where it was ended before a checkpoint."""
-    if not options.resume or is_begun(options.out):
-        return options.resume, options.overwrite
-    return False, options.overwrite or holds_a_start(options.out)
+                        write()
 
 
 @checked

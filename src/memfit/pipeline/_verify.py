@@ -65,6 +65,8 @@ _NAMED = 3  # differences of a copy that a note names
 _MEASUREMENTS = 3  # of which the least counts: gloo's threads may hold what was sent for a moment longer
 
 Tensors = dict[str, torch.Tensor]
+Outcome = tuple[float, Tensors]
+"""The loss and the gradients of a step."""
 
 
 class PlainStepTooLargeError(UsageError):
@@ -105,10 +107,8 @@ def verify(plan: Plan, workload: Workload, *, steps: int = 5, progress: Progress
     if steps < 0:
         raise UsageError(f"steps={steps} is below 0: give a number of steps, or 0 for none")
     with ranks_of(plan) as ranks:
-        if plan.levers.sharding is None:
-            found = _held(plan, workload, progress)
-        else:
-            found = _held_on_ranks(plan, workload, ranks, progress)
+        held = _held if plan.levers.sharding is None else _held_on_ranks
+        found = held(plan, workload, ranks, progress)
         if not steps:
             return found
         try:
@@ -121,22 +121,21 @@ def verify(plan: Plan, workload: Workload, *, steps: int = 5, progress: Progress
         return replace(found, notes=[*found.notes, why])
 
 
-def _held(plan: Plan, workload: Workload, progress: Progress) -> Verification:
+def _held(plan: Plan, workload: Workload, ranks: SingleProcess, progress: Progress) -> Verification:
     """Return numerics and peaks of the plain and the planned step, held to what the plan says."""
     place = check_runs_here(plan, workload)
-    size = samples_of(workload)
-    plain = Levers(microbatch_size=size)
-    quiet = plan.levers.microbatch_size < size or draws_otherwise(plan.levers)
+    plain, is_exact = Levers(microbatch_size=samples_of(workload)), plan.numerics == "exact"
+    quiet = plan.levers.microbatch_size < plain.microbatch_size or draws_otherwise(plan.levers)
     with nothing_changes(workload) as around:
         tell = around.outside(progress)
         unlike = differences(workload, real_copy(workload, place))
         ran = _counting(tell, "plain step", 3)
-        plain_loss, plain_gradients, plain_buffers = _gradients(workload, plain, place, quiet=quiet)
+        expected, buffers = _gradients(workload, plain, place, quiet=quiet)
         ran()
         plain_peak, _ = _peaks(workload, plain, place, ran)
         is_again = recomputes(plan.levers)
         ran = _counting(tell, "planned step", 4 if is_again else 3)
-        loss, gradients, buffers = _gradients(workload, plan.levers, place, quiet=quiet)
+        given, own_buffers = _gradients(workload, plan.levers, place, quiet=quiet)
         ran()
         differing = probe_regions(workload, plan.levers, place) if is_again else {}
         ran(is_again)
@@ -145,20 +144,13 @@ def _held(plan: Plan, workload: Workload, progress: Progress) -> Verification:
     if unlike:
         more = f" and {len(unlike) - _NAMED} more" if len(unlike) > _NAMED else ""
         notes.append(f"memfit ran copies, and they differ from your objects: {'; '.join(unlike[:_NAMED])}{more}")
-    found = replace(
-        _compared(plan, loss, gradients, plain_loss, plain_gradients),
-        measured_peak_bytes=peak,
-        measured_reserved_bytes=reserved,
-        plain_measured_peak_bytes=plain_peak,
-        notes=notes,
-    )
+    found = _compared(plan, given, expected, peak, reserved, notes, plain_measured_peak_bytes=plain_peak)
     failures = [f"a region of the plan can't be recomputed: {how}" for how in differing.values()]
-    if plan.numerics == "exact":
-        moved = [name for name, buffer in plain_buffers.items() if not torch.equal(buffer, buffers[name])]
-        failures += [f"after the step the buffer {name} has other values than after the plain step" for name in moved]
+    moved = [name for name, buffer in buffers.items() if is_exact and not torch.equal(buffer, own_buffers[name])]
+    failures += [f"after the step the buffer {name} has other values than after the plain step" for name in moved]
     progress("prediction", 0, 1)
     failures += prediction_failures(workload, plan=plan) + _peak_failures(plan, found)
-    if plan.numerics == "exact" and not found.bitwise:
+    if is_exact and not found.bitwise:
         failures.append(
             "the plan is of class exact, but the loss or a gradient is not bit-identical to the plain step's"
         )
@@ -182,8 +174,8 @@ def _counting(progress: Progress, step: str, total: int) -> Callable[..., None]:
 
 def _gradients(
     workload: Workload, levers: Levers, place: torch.device, *, quiet: bool = False
-) -> tuple[float, Tensors, Tensors]:
-    """Return the loss, the gradients and the buffers after one step that updates nothing, on the CPU."""
+) -> tuple[Outcome, Tensors]:
+    """Return the outcome and the buffers after one step that updates nothing, on the CPU."""
     copied = real_copy(workload, place)
     if quiet:
         for module in copied.model.modules():
@@ -193,9 +185,8 @@ def _gradients(
     with rng_preserved(), preserved(held), applied(levers, copied) as step:
         _seed()
         loss, gradients = step.gradients(copied.batch)
-        buffers = dict(copied.model.named_buffers())
         # An accelerator may have no room for two sets of gradients beside a step.
-        return loss, _on_cpu(gradients), _on_cpu(buffers)
+        return (loss, _on_cpu(gradients)), _on_cpu(dict(copied.model.named_buffers()))
 
 
 def _seed() -> None:
@@ -328,13 +319,24 @@ def first_batches(workload: Workload, count: int) -> list[Any]:
 # What a plan is held to
 
 
-def _compared(plan: Plan, loss: float, gradients: Tensors, plain_loss: float, plain: Tensors) -> Verification:
-    """Return how the planned step differs from the plain one; its peak is not measured yet."""
+def _compared(
+    plan: Plan,
+    given: Outcome,
+    expected: Outcome,
+    peak_bytes: int,
+    reserved_bytes: int | None,
+    notes: list[str],
+    **more: Any,
+) -> Verification:
+    """Return how the planned step differs from the plain one, with the peaks that were measured."""
+    (loss, gradients), (plain_loss, plain) = given, expected
     pairs = {name: (gradients[name], gradient) for name, gradient in plain.items() if name in gradients}
     found = [
-        GradientDifference(parameter=name, relative=relative([pairs[name]]), equal=equal(*pairs[name]))
-        if name in pairs
-        else GradientDifference(parameter=name, relative=math.inf, equal=False)
+        GradientDifference(
+            parameter=name,
+            relative=gradient_difference([pairs[name]]) if name in pairs else math.inf,
+            equal=name in pairs and same_gradient(*pairs[name]),
+        )
         for name in plain
     ]
     return Verification(
@@ -343,18 +345,19 @@ def _compared(plan: Plan, loss: float, gradients: Tensors, plain_loss: float, pl
         plain_loss=plain_loss,
         planned_loss=loss,
         loss_difference=abs(loss - plain_loss) / max(abs(plain_loss), 1e-30),
-        gradient_difference=relative(list(pairs.values())),
+        gradient_difference=gradient_difference(list(pairs.values())),
         bitwise=loss == plain_loss and all(g.equal for g in found) and gradients.keys() == plain.keys(),
         gradients=sorted(found, key=lambda difference: -difference.relative),
         predicted_peak_bytes=plan.predicted.peak_bytes,
-        measured_peak_bytes=0,
-        plain_measured_peak_bytes=None,
+        measured_peak_bytes=peak_bytes,
+        measured_reserved_bytes=reserved_bytes,
         budget_bytes=plan.budget_bytes,
-        notes=[],
+        notes=notes,
+        **{"plain_measured_peak_bytes": None} | more,
     )
 
 
-def relative(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+def gradient_difference(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
     """Return the Euclidean norm of the differences of what was found and expected, relative to what was expected."""
     alike = [_alike(found, expected) for found, expected in pairs]
     away = [float(gradient_values(found - expected).norm()) for found, expected in alike]
@@ -366,7 +369,7 @@ def _alike(found: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, t
     return (found, expected) if found.layout is expected.layout else (found.to_dense(), expected.to_dense())
 
 
-def equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def same_gradient(found: torch.Tensor, expected: torch.Tensor) -> bool:
     """Tell whether two gradients have the same bits; sparse ones with their repeated entries added up."""
     found, expected = _alike(found, expected)
     if not found.is_sparse:
@@ -389,7 +392,7 @@ def _numerics_failures(found: Verification, tolerance: float) -> list[str]:
 
 def _peak_failures(plan: Plan, found: Verification) -> list[str]:
     """Return where the measured peak is not what a plan says."""
-    failures = []
+    failures = list[str]()
     taken, what = found.measured_peak_bytes, "measured peak"
     if plan.predicted.peak_reserved_bytes is not None and found.measured_reserved_bytes is not None:
         taken, what = found.measured_reserved_bytes, "measured reserved memory"
@@ -446,7 +449,13 @@ class _OfRank(NamedTuple):
 
 def _held_on_ranks(plan: Plan, workload: Workload, ranks: SingleProcess, progress: Progress) -> Verification:
     """Return what `_held` does, of a plan for several ranks. All ranks call this, and return the same."""
-    place = rank_place(check_runs_here(plan, workload))
+    place, sharding = rank_place(check_runs_here(plan, workload)), plan.levers.sharding
+    assert sharding is not None
+
+    def digests(levers: Levers) -> tuple[Outcome, dict[str, str]]:
+        (loss, gradients), _ = _gradients(workload, levers, place)
+        return (loss, gradients), {name: _digest(gradient) for name, gradient in gradients.items()}
+
     with nothing_changes(workload) as around:
         progress = around.outside(progress)
         batches = ranks.gathered([_digest(tensor) for tensor in tensors_of(workload.batch)])
@@ -457,21 +466,17 @@ def _held_on_ranks(plan: Plan, workload: Workload, ranks: SingleProcess, progres
                     " the same on all ranks: seed the code that makes it"
                 )
         progress("ranks", 0, 3)
-        loss, gradients, _ = _gradients(workload, plan.levers, place)
-        digests = {name: _digest(gradient) for name, gradient in gradients.items()}
+        given, own = digests(plan.levers)
         differing: list[str] = []
-        sharding = plan.levers.sharding
-        assert sharding is not None
         if sharding.is_fully_sharded and (sharding.mode != "zero3" or sharding.kept):  # some units stay gathered
-            again = replace(plan.levers, sharding=replace(sharding, mode="zero3", kept=()))
-            others = {name: _digest(g) for name, g in _gradients(workload, again, place)[1].items()}
-            differing = [name for name in digests if digests[name] != others.get(name)]
+            _, others = digests(replace(plan.levers, sharding=replace(sharding, mode="zero3", kept=())))
+            differing = [name for name in own if own[name] != others.get(name)]
         progress("ranks", 1, 3)
         peaks = _peaks(workload, plan.levers, place)
         progress("ranks", 2, 3)
-        found = each(ranks, lambda: _OfRank(loss, digests, differing, *peaks))
+        found = each(ranks, lambda: _OfRank(given[0], own, differing, *peaks))
         progress("ranks", 3, 3)
-        return once(ranks, lambda: _verdict(plan, workload, gradients, found, place, progress))
+        return once(ranks, lambda: _verdict(plan, workload, sharding, given, found, place, progress))
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -484,14 +489,15 @@ def _digest(tensor: torch.Tensor) -> str:
 def _verdict(
     plan: Plan,
     workload: Workload,
-    gradients: Tensors,
+    sharding: Sharding,
+    given: Outcome,
     found: list[_OfRank],
     place: torch.device,
     progress: Progress,
 ) -> Verification:
     """Return what the ranks found, held against what one process finds and what the plan says."""
     progress("one process", 0, 1)
-    plain_loss, plain_gradients = played(workload, plan.levers, place)
+    expected = played(workload, plan.levers, place)
     progress("one process", 1, 1)
     failures, first = list[str](), found[0]
     for rank, own in enumerate(found):
@@ -504,16 +510,10 @@ def _verdict(
                 f"rank {rank}: the gradient of {', '.join(own.differing)} differs between parameters that stay"
                 " gathered and parameters gathered again"
             )
-    peaks = [of_rank.peak_bytes for of_rank in found]
-    reserved = [of_rank.reserved_bytes for of_rank in found if of_rank.reserved_bytes is not None]
-    made = replace(
-        _compared(plan, first.loss, gradients, plain_loss, plain_gradients),
-        measured_peak_bytes=max(peaks),
-        measured_reserved_bytes=max(reserved, default=None),
-        notes=[f"the plain step runs in one process, and adds up the gradients of the parts of {len(found)} ranks"],
-        rank_peaks_bytes=peaks,
-    )
-    upper = plan.predicted.peak_upper_bytes
+    peaks, upper = [of_rank.peak_bytes for of_rank in found], plan.predicted.peak_upper_bytes
+    reserved = max((of_rank.reserved_bytes for of_rank in found if of_rank.reserved_bytes is not None), default=None)
+    notes = [f"the plain step runs in one process, and adds up the gradients of the parts of {len(found)} ranks"]
+    made = _compared(plan, given, expected, max(peaks), reserved, notes, rank_peaks_bytes=peaks)
     failures += [
         f"rank {rank} has a measured peak of {format_bytes(peak)} ({peak} bytes), above the predicted upper end,"
         f" {format_bytes(upper)} ({upper} bytes)"
@@ -521,8 +521,6 @@ def _verdict(
         if peak > upper
     ]
     failures += _peak_failures(plan, made)
-    sharding = plan.levers.sharding
-    assert sharding is not None
     # Where nothing but the order of additions differs, in fp32 throughout, two ranks that each send the sum of their
     # microbatches are bitwise one process: a sum of two has one order.
     is_reduced = (sharding.param_dtype or sharding.reduce_dtype) is not None
@@ -550,7 +548,7 @@ def _verdict(
     return replace(made, failures=failures)
 
 
-def played(workload: Workload, levers: Levers, place: torch.device) -> tuple[float, Tensors]:
+def played(workload: Workload, levers: Levers, place: torch.device) -> Outcome:
     """Return the loss and the gradients that ranks are to have: this process plays each of them, without levers."""
     from memfit.ranks import PlayedRank  # distributed packages take a second to import
 

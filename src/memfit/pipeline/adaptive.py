@@ -4,11 +4,12 @@ whose shapes vary are each run with the fastest plan that fits them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -42,11 +43,6 @@ _MOST_ADMITTED = 32  # larger extents that are remembered; the smallest are forg
 Shapes = tuple[tuple[int, ...], ...]
 
 
-class _Admitted(NamedTuple):
-    extent: Extent
-    prediction: Prediction
-
-
 class Admission:
     """Predicts a planned step on each batch that is larger than those before, and refuses what its budget can't hold.
 
@@ -57,7 +53,7 @@ class Admission:
     def __init__(self, switch: Switch, plan: Plan, workload: Workload) -> None:
         self._switch, self._plan, self._workload = switch, plan, workload
         self._planned, self._levers = Extent.of(workload.batch), plan.levers
-        self._admitted: list[_Admitted] = []
+        self._admitted: list[tuple[Extent, Prediction]] = []
         self._promised = self._told = switch.step.options.prediction
         self._advice = (
             f"Make the plan with Workload.batch as large as any batch ({switch.levers.microbatch_size} of"
@@ -82,29 +78,29 @@ class Admission:
         if is_larger:
             if self._switch.levers != self._levers:
                 self._levers, self._admitted = self._switch.levers, []
-            known = next((each for each in self._admitted if each.extent.covers(extent)), None)
-            found = (known or self._admit(batch, extent)).prediction
+            known = next((prediction for held, prediction in self._admitted if held.covers(extent)), None)
+            found = known or self._admit(batch, extent)
         self._told = found
         if found is not step.options.prediction:
             step.change(prediction=found, predicted_peak_bytes=found.peak_bytes)
 
-    def _admit(self, batch: Any, extent: Extent) -> _Admitted:
+    def _admit(self, batch: Any, extent: Extent) -> Prediction:
         difference, budget = extent.difference_text(self._planned), self._plan.budget_bytes
         found = None
         if self._admitted:
+            with contextlib.suppress(MemfitError, RuntimeError, ValueError):  # one that was made up may not run
+                larger = extent.looked_ahead(self._admitted[-1][0]).filled(batch)
+                found = Extent.of(larger), self._predicted(larger)
+        if found is None or found[1].peak_upper_bytes > budget:
             try:
-                found = self._predicted(extent.looked_ahead(self._admitted[-1].extent).filled(batch))
-            except (MemfitError, RuntimeError, ValueError):  # a batch that was made up may be one that can't be
-                pass
-        if found is None or found.prediction.peak_upper_bytes > budget:
-            try:
-                found = self._predicted(batch)
+                found = extent, self._predicted(batch)
             except MemfitError as e:
                 raise UsageError(
                     f"a batch is larger than the plan's ({difference}), and memfit can't predict its peak"
                     f" ({first_line(e)}). {self._advice}"
                 ) from e
-        if (needed := found.prediction.peak_upper_bytes) > budget:
+        prediction = found[1]
+        if (needed := prediction.peak_upper_bytes) > budget:
             raise UsageError(
                 f"a batch is larger than the plan's ({difference}): the step would need"
                 f" {format_bytes(needed)} for it, above the budget of {format_bytes(budget)}. Nothing was"
@@ -114,12 +110,12 @@ class Admission:
         self._switch.step.note(
             "larger batch",
             f"a batch is larger than the plan's ({difference}): the step needs"
-            f" {format_bytes(found.prediction.peak_bytes)} for it, as predicted, within the budget of"
+            f" {format_bytes(prediction.peak_bytes)} for it, as predicted, within the budget of"
             f" {format_bytes(budget)}",
         )
-        return found
+        return prediction
 
-    def _predicted(self, batch: Any) -> _Admitted:
+    def _predicted(self, batch: Any) -> Prediction:
         workload, levers = dataclasses.replace(self._workload, batch=batch), self._levers
         if levers.microbatch_size >= self._plan.batch_size:  # what is not cut stays whole
             levers = replace(levers, microbatch_size=samples_of(workload))
@@ -130,7 +126,7 @@ class Admission:
             name: value + kept_bytes if (value := getattr(prediction, name)) is not None else None
             for name in ("peak_bytes", "peak_upper_bytes", "peak_reserved_bytes")
         }
-        return _Admitted(Extent.of(batch), replace(prediction, **with_kept))
+        return replace(prediction, **with_kept)
 
 
 class ShapeInterpolation:
@@ -186,15 +182,13 @@ class Adaptive(Recovery):
         super().__init__(switch.step, plan, self._next, snapshots=snapshots)
         self.candidates = candidates_of(plan)
         self.taken: Counter[tuple[int, int]] = Counter()
-        self._base = plan
-        self._switch = switch
-        self._workload, self._device = workload, find_device(plan.device)
+        self._base, self._switch, self._workload, self._device = plan, switch, workload, find_device(plan.device)
         self._place_of_step = device_of(switch.step)
         self._largest = shapes_of(self._workload.batch)
         self._between: ShapeInterpolation | None = None
         self._at: list[list[ExpectedStep]] = []
-        self._peak_error = plan.predicted.peak_upper_bytes / plan.predicted.peak_bytes - 1
-        self.controller = Controller(plan.budget_bytes, self._peak_error)
+        peak_error = plan.predicted.peak_upper_bytes / plan.predicted.peak_bytes - 1
+        self.controller = Controller(plan.budget_bytes, peak_error)
 
     def __call__(self, run: Callable[[Any], StepResult], batch: Any) -> StepResult:
         """Run a batch with the plan that is chosen for it."""
@@ -207,10 +201,11 @@ class Adaptive(Recovery):
             result = super().__call__(run, batch)
         finally:
             self.plan = self._base
-        limit = self.step.limit
-        is_slowed = isinstance(limit, CpuLimit) and limit.has_looked_up
-        seconds = None if is_slowed else result.seconds
-        self.controller.learn(self._bucket, self._arm, self._expected[self._arm], seconds, self._peak_bytes())
+        limit = self.step.limit if isinstance(self.step.limit, CpuLimit) else None
+        seconds = None if limit and limit.has_looked_up else result.seconds
+        peaks = hardware.accelerators.peaks(self._place_of_step)
+        peak_bytes = peaks.allocated_bytes if peaks is not None else limit.peak_bytes if limit else None
+        self.controller.learn(self._bucket, self._arm, self._expected[self._arm], seconds, peak_bytes)
         self.taken[self._bucket, self._arm] += 1
         return result
 
@@ -295,14 +290,9 @@ class Adaptive(Recovery):
 
     def _chosen(self) -> int:
         """Return the plan to take; the leanest where none is predicted to fit."""
-        arm = self.controller.choose(self._bucket, self._expected)
-        leanest = min(range(len(self.candidates)), key=lambda arm: self._expected[arm].peak_bytes)
-        return leanest if arm is None else arm
-
-    def _peak_bytes(self) -> int | None:
-        if (peaks := hardware.accelerators.peaks(self._place_of_step)) is not None:
-            return peaks.allocated_bytes
-        return self.step.limit.peak_bytes if isinstance(self.step.limit, CpuLimit) else None
+        if (arm := self.controller.choose(self._bucket, self._expected)) is not None:
+            return arm
+        return min(range(len(self.candidates)), key=lambda arm: self._expected[arm].peak_bytes)
 
 
 def shapes_of(batch: Any) -> Shapes:

@@ -29,7 +29,7 @@ from torch import nn
 
 from memfit import ir
 from memfit._torch import own_buffers, own_modules, own_parameters, tree_leaves
-from memfit.capture import Seen, Watcher, parameters_of
+from memfit.capture import Seen, Watcher, external_tensors, parameters_of
 from memfit.cost import hurried
 from memfit.errors import InfeasibleError, MemfitError, OutputError, PlanMismatchError, UsageError
 from memfit.foundations import Progress, __version__, format_bytes, format_seconds, read_budget
@@ -40,7 +40,7 @@ from memfit.pipeline._estimate import estimate
 from memfit.pipeline._plan import planned as make_plan
 from memfit.pipeline.placement import device_kind
 from memfit.planner import Findings, PlanOptions, costs_of, predicted_under
-from memfit.training import CombinedOptimizers
+from memfit.training import CombinedOptimizers, beside_text, held_beside
 from memfit.workload import (
     CallNumber,
     Entry,
@@ -55,6 +55,7 @@ from memfit.workload import (
     in_turn,
     leaves_of,
     outside_autocast,
+    tensors_of,
 )
 
 Mixed = Prediction | Literal["in use"] | None
@@ -75,6 +76,7 @@ _OF_TERMINALS = ("_", "OLDPWD", "SHLVL", "COLUMNS", "LINES", "TERM", "SSH_", "XD
 
 is_on = True
 """Whether records are kept. Tests turn it off."""
+_NOTED_SHARE = 0.01  # of the budget: what the loop holds beside the step
 _POINTS = 4
 _FIRST_SECONDS = 0.5  # for solving for the first step
 
@@ -154,7 +156,9 @@ def workload_of(steps: Sequence[RecordedStep], watcher: Watcher) -> LoopWorkload
     numbers = sorted({number for step in steps for number in step.roots})
     roots = {number: watcher.roots[number] for number in numbers}
     names = {number: f"{i}_{type(root).__name__}" for i, (number, root) in enumerate(roots.items())}
-    model: nn.Module = _Roots({names[number]: root for number, root in roots.items()})
+    model: nn.Module = _Roots()
+    for number, root in roots.items():
+        model.add_module(names[number], root)
     if len(roots) == 1:
         model, names = roots[numbers[0]], {numbers[0]: ""}
     stepped = sorted({number for step in steps for number in step.optimizers})
@@ -174,11 +178,6 @@ def roots_of(model: nn.Module) -> list[nn.Module]:
 
 class _Roots(nn.Module):
     """The modules that a loop calls, as the children of one."""
-
-    def __init__(self, roots: dict[str, nn.Module]) -> None:
-        super().__init__()
-        for name, root in roots.items():
-            self.add_module(name, root)
 
 
 def _workload(
@@ -249,23 +248,34 @@ def untrained_texts(
     optimizers: Iterable[torch.optim.Optimizer], stepped: Iterable[torch.optim.Optimizer | None]
 ) -> list[str]:
     """Return what is known of parameters that an optimizer holds and that no step so far trained."""
-    known = set(map(id, stepped))
-    lines = []
+    known, lines = set(map(id, stepped)), []
     for optimizer in optimizers:
         waiting = [p for p in parameters_of(optimizer) if id(optimizer) not in known or not p.requires_grad]
-        if waiting:
-            nbytes = format_bytes(sum(p.nbytes for p in waiting))
-            wanted = set(map(id, waiting))  # the owner is the smallest module that holds them
-            modules = [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]
-            held = [({id(p) for p in module.parameters()}, module) for module in modules]
-            owners = [(len(ids), type(module).__name__) for ids, module in held if wanted <= ids]
-            owner = f" of {min(owners, key=lambda each: each[0])[1]}" if owners else ""
-            lines.append(
-                f"memfit: {len(waiting)} parameters{owner} ({nbytes}) in optimizer"
-                f" {type(optimizer).__name__} have not trained yet. The plan does not cover steps that"
-                " train them; memfit plans such a step when it runs"
-            )
+        if not waiting:
+            continue
+        wanted = set(map(id, waiting))  # the owner is the smallest module that holds them
+        modules = [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]
+        held = [({id(p) for p in module.parameters()}, type(module).__name__) for module in modules]
+        owners = [(len(ids), name) for ids, name in held if wanted <= ids]
+        owner = f" of {min(owners, key=lambda each: each[0])[1]}" if owners else ""
+        lines.append(
+            f"memfit: {len(waiting)} parameters{owner} ({format_bytes(sum(p.nbytes for p in waiting))}) in optimizer"
+            f" {type(optimizer).__name__} have not trained yet. The plan does not cover steps that"
+            " train them; memfit plans such a step when it runs"
+        )
     return lines
+
+
+def told_beside(workload: LoopWorkload, plan: Plan, given: Sequence[torch.Tensor | Geometry]) -> str | None:
+    """Return what is told of the variables that hold memory beside the step, if more than a hundredth of the budget."""
+    optimizer, model = workload.optimizer, workload.model
+    known = [*model.parameters(), *model.buffers(), *external_tensors(workload), *workload.batch]
+    known += tensors_of([list(optimizer.state.values()), optimizer.param_groups])
+    known += [p.grad for p in model.parameters() if p.grad is not None]
+    held = held_beside(known, given, plan.device)
+    if sum(each.nbytes for each in held) <= _NOTED_SHARE * plan.budget_bytes:
+        return None
+    return f"memfit: {beside_text(held, plan.predicted.peak_bytes, plan.budget_bytes)}"
 
 
 @contextlib.contextmanager
@@ -398,6 +408,10 @@ class LoopPlans:
         except MemfitError:  # autocast refuses some losses
             return None
 
+    def advice(self, workload: LoopWorkload, plan: Plan) -> list[str]:
+        """Return what the loop itself could do, where its plan is slow."""
+        return advice(plan, self.mixed(workload)) if is_slow(plan) else []
+
     def _kept(self, kind: type[T], name: str, workload: LoopWorkload, options: object, make: Callable[[], T]) -> T:
         """Return a record as an earlier start of the program has kept it, or make it and keep it.
 
@@ -408,10 +422,7 @@ class LoopPlans:
             program = _program() if is_on else None
             if program is None:
                 return make()
-            key = hashlib.sha256()
-            for part in _parts(name, workload, options):
-                key.update(part.encode() + b"\0")
-            key.update(program.encode())
+            key = hashlib.sha256("\0".join([*_parts(name, workload, options), program]).encode())
             folder = cache_folder() / "plans"
             path = folder / f"{key.hexdigest()[:32]}.json"
             with contextlib.suppress(OSError, msgspec.DecodeError):  # none, or it is damaged, or of another memfit
@@ -489,45 +500,41 @@ def _program() -> str | None:
 
 
 def _parts(name: str, workload: LoopWorkload, options: object) -> Iterator[str]:
-    yield name
-    yield fingerprint(workload)
-    yield str(getattr(workload.loss_fn, "args", ()))  # the modes in which a stand-in for the loop's loss runs
-    device = device_kind(workload.model)
-    yield from _told(options, _DEEP)
-    budget = options.get("budget") if isinstance(options, dict) else None
-    if budget is not None and read_budget(budget).of == "device":
-        yield str(find_device(device).usable_bytes)
-    kernels = torch.backends.cuda
-    yield str(ExecutionContext.now())
-    yield str(
-        (
-            torch.get_default_dtype(),
-            torch.get_num_threads(),
-            torch.get_deterministic_debug_mode(),
-            torch.backends.mkldnn.enabled,
-            torch.get_float32_matmul_precision(),
-            (kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled(), kernels.math_sdp_enabled()),
-        )
+    device, kernels, optimizer = device_kind(workload.model), torch.backends.cuda, workload.optimizer
+    around = (
+        name,
+        fingerprint(workload),
+        getattr(workload.loss_fn, "args", ()),  # the modes in which a stand-in for the loop's loss runs
+        ExecutionContext.now(),
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        torch.get_deterministic_debug_mode(),
+        torch.backends.mkldnn.enabled,
+        torch.get_float32_matmul_precision(),
+        (kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled(), kernels.math_sdp_enabled()),
+        (_source(type(optimizer)), len(optimizer.state)),
+        (workload.tape.roots, workload.tape.passes),
     )
+    yield str(around)
+    told: list[object] = [options, workload.batch]
+    if isinstance(options, dict) and read_budget(options["budget"]).of == "device":
+        told.append(find_device(device).usable_bytes)
     for fqn, module in workload.model.named_modules():
-        yield f"{fqn} {_source(type(module))}"
         own = {*own_modules(module), *own_parameters(module), *own_buffers(module)}
         plain = {key: value for key, value in vars(module).items() if key not in own and not key.startswith("_")}
-        yield from _told(plain, _DEEP)
-        yield str([len(hooks) for key, hooks in sorted(vars(module).items()) if key.endswith("_hooks")])
-    optimizer = workload.optimizer
-    yield _source(type(optimizer))
+        hooks = [len(hooks) for key, hooks in sorted(vars(module).items()) if key.endswith("_hooks")]
+        yield f"{fqn} {_source(type(module))} {hooks}"
+        told.append(plain)
     for group in optimizer.param_groups:
         yield str([tuple(p.shape) for p in group["params"]])
-        yield from _told({key: value for key, value in group.items() if key != "params" and "lr" not in key}, _DEEP)
-    yield str(len(optimizer.state))
-    yield from _told(workload.batch, _DEEP)
-    yield f"{workload.tape.roots} {workload.tape.passes}"
+        told.append({key: value for key, value in group.items() if key != "params" and "lr" not in key})
     for entry in workload.tape.entries:
         what = entry.what if isinstance(entry.what, int) else _named(entry.what)
         yield f"{entry.kind} {what} {entry.made} {entry.drops} {entry.phase} {entry.microbatch} {entry.context}"
         yield f"{entry.arguments.references}"
-        yield from _told(entry.arguments.template, _DEEP)
+        told.append(entry.arguments.template)
+    for each in told:
+        yield from _told(each, _DEEP)
 
 
 def _named(what: Any) -> str:
@@ -560,17 +567,17 @@ def _told(value: Any, depth: int) -> Iterator[str]:
         yield f"{value.__module__}.{value.__qualname__}"
     elif depth == 0:
         yield type(value).__qualname__
-    elif isinstance(value, dict):
-        for key, each in list(value.items())[:_LONG]:
-            yield repr(key) if isinstance(key, _PLAIN) else type(key).__qualname__
-            yield from _told(each, depth - 1)
+    elif isinstance(value, (set, frozenset)):
+        yield from sorted(text for each in value for text in _told(each, depth - 1))
     elif isinstance(value, (list, tuple)):
         yield f"{type(value).__qualname__} {len(value)}"
         for each in value[:_LONG]:
             yield from _told(each, depth - 1)
-    elif isinstance(value, (set, frozenset)):
-        yield from sorted(text for each in value for text in _told(each, depth - 1))
     else:
-        yield type(value).__qualname__
-        plain = {key: each for key, each in getattr(value, "__dict__", {}).items() if not key.startswith("_")}
-        yield from _told(plain, depth - 1)
+        held = value
+        if not isinstance(value, dict):
+            yield type(value).__qualname__
+            held = {key: each for key, each in getattr(value, "__dict__", {}).items() if not key.startswith("_")}
+        for key, each in list(held.items())[:_LONG]:
+            yield repr(key) if isinstance(key, _PLAIN) else type(key).__qualname__
+            yield from _told(each, depth - 1)

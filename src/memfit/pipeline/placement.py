@@ -35,10 +35,6 @@ def place_of(workload: Workload) -> torch.device:
     return held[0].device if held else torch.device("cpu")
 
 
-def device_here(plan: Plan) -> Device | None:
-    return on_this_machine(find_device(plan.device))
-
-
 def on_this_machine(named: Device) -> Device | None:
     """Return this machine's device that is meant: by its name, or by its product; None without one."""
     if named.is_here:
@@ -57,7 +53,7 @@ def check_runs_here(plan: Plan, workload: Workload, *, makes_values: bool = Fals
 
     With `makes_values` a model on the meta device may stand for the values that its modules make.
     """
-    device = device_here(plan)
+    device = on_this_machine(find_device(plan.device))
     if device is None:
         names = ", ".join(device.name for device in devices())
         raise PlanError(
@@ -82,7 +78,7 @@ def placed(workload: Workload, plan: Plan) -> Workload:
     device makes its values on the CPU first (`ranks.meta_models`); where it is to be fully sharded, it does so when it
     is. A workload for a device that is not here is returned as it is.
     """
-    device = device_here(plan)
+    device = on_this_machine(find_device(plan.device))
     if device is None:
         return workload
     if is_on_meta(workload.model):
@@ -96,11 +92,22 @@ def placed(workload: Workload, plan: Plan) -> Workload:
         return workload
     if plan.levers.sharding is not None:
         place = rank_place(place)
-    with _same_parameters(place):
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    try:  # `Module.to` gives parameters other memory where PyTorch itself knows the kind, and else makes new ones
+        torch.__future__.set_swap_module_params_on_conversion(swaps or place.type not in KINDS)
         workload.model.to(place)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
     for tensor in external_tensors(workload):
-        if tensor.device.type == "cpu":
-            _move(tensor, place)
+        if tensor.device.type != "cpu":
+            continue
+        moved = tensor.detach().to(place)
+        if place.type in KINDS:
+            tensor.data = moved
+        elif isinstance(tensor, torch.nn.Parameter):
+            torch.utils.swap_tensors(tensor, torch.nn.Parameter(moved, tensor.requires_grad))
+        else:
+            torch.utils.swap_tensors(tensor, moved.requires_grad_(tensor.requires_grad))
     state = tensors_of(list(workload.optimizer.state.values()))
     if any(tensor.device.type == "cpu" for tensor in state if tensor.dim() > 0):  # step counters stay where they are
         workload.optimizer.load_state_dict(workload.optimizer.state_dict())  # which puts it where parameters are
@@ -110,31 +117,6 @@ def placed(workload: Workload, plan: Plan) -> Workload:
 def rank_place(place: torch.device) -> torch.device:
     """Return the device of this rank, of the kind of a device: each rank has its own accelerator."""
     return place if place.type == "cpu" else torch.device(place.type, torch.accelerator.current_device_index())
-
-
-def _move(tensor: torch.Tensor, place: torch.device) -> None:
-    """Move a tensor that others refer to."""
-    moved = tensor.detach().to(place)
-    if place.type in KINDS:
-        tensor.data = moved
-    elif isinstance(tensor, torch.nn.Parameter):
-        torch.utils.swap_tensors(tensor, torch.nn.Parameter(moved, tensor.requires_grad))
-    else:
-        torch.utils.swap_tensors(tensor, moved.requires_grad_(tensor.requires_grad))
-
-
-@contextlib.contextmanager
-def _same_parameters(place: torch.device) -> Iterator[None]:
-    """Have `Module.to` keep the parameters that an optimizer holds, until the context is left.
-
-    It gives them other memory where PyTorch itself knows the kind, and makes new ones for kinds of other packages.
-    """
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(before or place.type not in KINDS)
-    try:
-        yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 def _check_place(workload: Workload, device: Device, plan: Plan) -> None:
@@ -184,14 +166,11 @@ def ranks_of(plan: Plan) -> Iterator[SingleProcess]:
         yield ranks
 
 
-@contextlib.contextmanager
-def joined_by(workload: Workload) -> Iterator[None]:
+def joined_by(workload: Workload) -> contextlib.AbstractContextManager[object]:
     """Be one of the ranks that a launcher has started, if it has started several, until the context is left."""
     if launched_size() == 1:
-        yield
-        return
+        return contextlib.nullcontext()
     from memfit.ranks import joined  # distributed packages take a second to import
 
     kind = place_of(workload).type
-    with joined("cpu" if kind == "meta" else kind):
-        yield
+    return joined("cpu" if kind == "meta" else kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -27,19 +28,32 @@ _TOOLS = ("ladder", "probe_range")
 _WORKLOAD = "memfit.Workload(model, batch, loss_fn, optimizer)"
 
 
-def verb(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Make a function a verb.
+def _run_in(
+    *contexts: Callable[[], contextlib.AbstractContextManager[object]],
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Return a decorator: its functions run in these contexts."""
 
-    A verb in another thread waits until it is done. A signal whose handler raises ends it at a safe point
-    (`memfit.foundations.interrupts`). In a process with several threads it draws from generators of its own.
-    """
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with contextlib.ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context())
+                return function(*args, **kwargs)
 
-    @functools.wraps(function)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with held_back(ends_steps=True), turn(), generators_of_turn():
-            return function(*args, **kwargs)
+        return run
 
-    return run
+    return decorate
+
+
+verb = _run_in(functools.partial(held_back, ends_steps=True), turn, generators_of_turn)
+"""Make a function a verb.
+
+A verb in another thread waits until it is done. A signal whose handler raises ends it at a safe point
+(`memfit.foundations.interrupts`). In a process with several threads it draws from generators of its own.
+"""
+uninterrupted = _run_in(held_back)
+"""Make signals end a function at a safe point alone; other threads may run verbs meanwhile."""
 
 
 def applying(function: Callable[_P, _S]) -> Callable[_P, _S]:
@@ -59,17 +73,6 @@ def applying(function: Callable[_P, _S]) -> Callable[_P, _S]:
                 step.close()
             raise
         return step
-
-    return run
-
-
-def uninterrupted(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Make signals end a function at a safe point alone; other threads may run verbs meanwhile."""
-
-    @functools.wraps(function)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with held_back():
-            return function(*args, **kwargs)
 
     return run
 
@@ -129,27 +132,19 @@ def _workload_instead(value: Any) -> str:
 def _plan_instead(value: Any) -> str:
     if isinstance(value, str | os.PathLike):
         return f"memfit.Plan.load({os.fspath(value)!r})"
-    if isinstance(value, Mapping):
-        return "memfit.Plan.load(path)"
-    return 'memfit.plan(workload, budget="90%")'
+    return "memfit.Plan.load(path)" if isinstance(value, Mapping) else 'memfit.plan(workload, budget="90%")'
 
 
 def _optimizer_instead(value: Any) -> str:
     if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
         return "scheduler.optimizer"
-    name = value.__name__ if isinstance(value, type) else "torch.optim.AdamW"
-    return f"{name}(model.parameters())"
-
-
-def _model_instead(value: Any) -> str:
-    return "workload.model" if isinstance(value, Workload) else "model"
+    return f"{value.__name__ if isinstance(value, type) else 'torch.optim.AdamW'}(model.parameters())"
 
 
 def _are(kind: type, value: Any) -> bool:
     """Tell whether a value is of a kind, or a sequence of such."""
-    if isinstance(value, kind):
-        return True
-    return isinstance(value, list | tuple) and bool(value) and all(isinstance(v, kind) for v in value)
+    values = value if isinstance(value, list | tuple) else [value]
+    return bool(values) and all(isinstance(each, kind) for each in values)
 
 
 class _Kind(NamedTuple):
@@ -162,7 +157,11 @@ _KINDS = {
     "workload": _Kind("a memfit.Workload", lambda value: isinstance(value, Workload), _workload_instead),
     "plan": _Kind("a memfit.Plan", lambda value: isinstance(value, Plan), _plan_instead),
     "run": _Kind("the folder of a run", lambda value: isinstance(value, str | os.PathLike), lambda value: '"run"'),
-    "model": _Kind("a torch.nn.Module", lambda value: _are(nn.Module, value), _model_instead),
-    "optimizer": _Kind("a torch.optim.Optimizer", lambda value: _are(torch.optim.Optimizer, value), _optimizer_instead),
+    "model": _Kind(
+        "a torch.nn.Module",
+        functools.partial(_are, nn.Module),
+        lambda value: "workload.model" if isinstance(value, Workload) else "model",
+    ),
+    "optimizer": _Kind("a torch.optim.Optimizer", functools.partial(_are, torch.optim.Optimizer), _optimizer_instead),
 }
 """The arguments that are checked, by name, wherever they are first ones."""

@@ -22,7 +22,7 @@ from memfit.hardware import free_bytes
 from memfit.training import LogFunction
 from memfit.workload import Workload, described, rng_preserved, samples_of
 
-_EXTRAS = dict.fromkeys(("transformers", "sklearn"), "examples") | dict.fromkeys(
+EXTRAS_OF_PACKAGES = dict.fromkeys(("transformers", "sklearn"), "examples") | dict.fromkeys(
     ("monai", "nilearn", "nibabel"), "brain"
 )
 
@@ -167,8 +167,8 @@ def _run(what: str, call: Callable[[], Any]) -> Any:
         raise
     except ModuleNotFoundError as e:
         package = (e.name or "").split(".")[0]
-        if package in _EXTRAS:
-            raise MissingExtraError(what, _EXTRAS[package], package) from e
+        if package in EXTRAS_OF_PACKAGES:
+            raise MissingExtraError(what, EXTRAS_OF_PACKAGES[package], package) from e
         raise WorkloadError(f"{what} imports {e.name!r}, which is not installed{users_place(e)}") from e
     except SystemExit as e:
         raise WorkloadError(
