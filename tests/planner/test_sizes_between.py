@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memfit
+from memfit.errors import CaptureError
+from memfit.hardware import find_device
 from memfit.ir import Levers
-from memfit.levers import microbatch_sizes
+from memfit.levers import applied, microbatch_sizes
+from memfit.planner import capture_levers
 from memfit.planner.captured_steps import size_between
 from memfit.workload import Workload
 from tests.measuring import peaks
@@ -104,3 +108,49 @@ def test_a_plan_takes_one_where_the_captured_sizes_fit_badly() -> None:
     others = [point for point in plan.frontier if point.levers.microbatch_size != 7 and point.held_bytes <= budget]
     assert others and all(point.step_seconds > plan.predicted.step_seconds for point in others)
     assert peaks(workload, plan.levers)[1] <= budget
+
+
+SOME = {5, 6, 7, 8, 11, 12, 13, 24}
+
+
+class Carrying(nn.Module):
+    """A model that carries state from one call to the next, with a row for each sample: other batches don't fit it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.lstm, self.head, self.kind = nn.LSTM(16, 16, batch_first=True), nn.Linear(16, 1), kind
+        self.state: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, state = self.lstm(x, self.state if self.kind == "recurrent" else None)
+        if self.kind == "recurrent":
+            self.state = tuple(each.detach() for each in state)
+        elif self.kind == "sum":
+            hidden = hidden + (0 if self.state is None else self.state)
+            self.state = hidden.detach()
+        made: torch.Tensor = self.head(hidden)
+        return made
+
+
+@pytest.mark.parametrize(("kind", "running"), [("recurrent", {6, 8, 12, 24}), ("sum", {6, 8, 12, 24}), ("none", SOME)])
+def test_a_smaller_last_microbatch_is_one_that_the_model_takes(kind: str, running: set[int]) -> None:
+    """Two equal microbatches stand for all in a trace: the smaller one runs beside it."""
+
+    def made() -> Workload:
+        torch.manual_seed(0)
+        model = Carrying(kind)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return Workload(model, (torch.randn(24, 8, 16), torch.zeros(24, 8, 1)), squared_error, optimizer)
+
+    def runs(size: int) -> bool:
+        with contextlib.suppress(RuntimeError), applied(Levers(microbatch_size=size), made()) as step:
+            step(step.workload.batch)
+            return True
+        return False
+
+    def is_captured(size: int) -> bool:
+        with contextlib.suppress(CaptureError):
+            return bool(capture_levers(made(), Levers(microbatch_size=size), find_device("cpu")).ops)
+        return False
+
+    assert {size for size in SOME if is_captured(size)} == {size for size in SOME if runs(size)} == running

@@ -23,7 +23,7 @@ from memfit.errors import CaptureError
 from memfit.foundations import format_bytes
 from memfit.hardware import AttentionKernels
 from memfit.ir import Category, Device, Parameter, Phase, Storage, Trace, is_kernel
-from memfit.workload import StepProgram, Workload, fingerprint, parts, samples_of, tensors_of
+from memfit.workload import StepProgram, Workload, fingerprint, part_of, parts, samples_of, tensors_of
 
 MOST_MICROBATCHES = 32  # run for one trace
 NOTED_GARBAGE = 1e-3  # share of the peak
@@ -172,6 +172,10 @@ def record(
                 recorded = highest
                 recorded[0].saves.clear()
                 notes, dry = [*notes, _OTHER_EACH_TIME], []
+        rest = samples_of(job.workload) % job.microbatch_size if job.microbatch_size and count > last + 1 else 0
+        if rest:  # the last microbatch is smaller: state that a module carries from the others may not fit it
+            step.compute_loss(part_of(copied, copied.batch, 0, rest))
+            step.drop_forward()
         step.on_phase = None  # which refers to the step, and would keep it until the garbage collector runs
         if path is not None and values is not None:
             path.reads_draws = values.reads_draws
