@@ -15,40 +15,10 @@ from torch._functorch.partitioners import default_partition
 from memfit.ir import Region
 from memfit.recomputation import JointGraph
 from memfit.recomputation.joint_rewriter import recompute_regions
-from tests.recomputation.splitting import split_by
+from tests.recomputation.splitting import Drawn, split_by
 
 aten = torch.ops.aten
 INLINED, RECOMPUTED = "memfit_inlined", "memfit_recomputed"
-
-
-class Drawn:
-    """A graph drawn by hand, with tensors on no device as values."""
-
-    def __init__(self) -> None:
-        self.graph, self.nodes = fx.Graph(), list[fx.Node]()
-
-    def given(self, name: str, *shape: int) -> fx.Node:
-        node = self.graph.placeholder(name)
-        node.meta["val"] = torch.empty(shape, device="meta")
-        return node
-
-    def call(self, func: Any, *args: Any, **meta: Any) -> fx.Node:
-        node = self.graph.call_function(func, args)
-        node.meta = meta or {"val": func(*fx.map_arg(args, lambda given: given.meta["val"]))}
-        self.nodes.append(node)
-        return node
-
-    def marked(self, key: str, value: Any, func: Any, *args: Any) -> fx.Node:
-        node = self.call(func, *args)
-        node.meta[key] = value
-        return node
-
-    def joint(self, forward_outputs: int = 0) -> JointGraph:
-        self.graph.output(tuple(self.nodes[-1:]))
-        return JointGraph(self.graph, forward_outputs, "drawn", Counter())
-
-    def kernels(self) -> list[set[str]]:
-        return [{node.name for node in nodes} for nodes in self.joint().ops]
 
 
 def reused_bytes(signature: str) -> int:

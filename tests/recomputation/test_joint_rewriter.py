@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -17,11 +16,10 @@ from memfit.recomputation.joint_rewriter import (
     GraphRegion,
     hold_masks_as_bytes,
     lay_out_channels_last,
-    recompute_regions,
     rematerialize,
     show_in_any_layout,
 )
-from tests.recomputation.splitting import split_by
+from tests.recomputation.splitting import Drawn, split_by
 
 aten, prims = torch.ops.aten, torch.ops.prims
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
@@ -79,32 +77,9 @@ def test_an_inner_region_starts_from_copies_of_the_outer_one() -> None:
     assert not any(user.target is torch.mul for node in originals[:5] for user in node.users)
 
 
-class Drawn:
-    """A graph drawn by hand, all of it of the backward pass."""
-
-    def __init__(self, *shapes: Sequence[int]) -> None:
-        self.graph = fx.Graph()
-        self.values = [torch.randn(*shape) for shape in shapes]
-        self.inputs = [self.graph.placeholder(f"x{i}") for i, _ in enumerate(shapes)]
-        for node, value in zip(self.inputs, self.values, strict=True):
-            node.meta["val"] = value.to("meta")
-
-    def call(self, func: Any, *args: Any) -> fx.Node:
-        node = self.graph.call_function(func, args)
-        node.meta["val"] = func(*fx.map_arg(args, lambda given: given.meta["val"]))
-        return node
-
-    def rewritten(self, *outputs: fx.Node) -> None:
-        """Rewrite the graph, which gives the same bits as before."""
-        self.graph.output(outputs)
-        before = run(self.graph, *self.values)
-        recompute_regions(self.graph, 0, "drawn", [], Counter())
-        assert all(torch.equal(a, b) for a, b in zip(run(self.graph, *self.values), before, strict=True))
-
-
 def test_each_loop_computes_for_itself_what_is_fast() -> None:
-    drawn = Drawn((8, 8), (8, 8))
-    root = drawn.call(aten.neg.default, drawn.call(aten.add.Tensor, *drawn.inputs))
+    drawn = Drawn()
+    root = drawn.call(aten.neg.default, drawn.call(aten.add.Tensor, drawn.given("x", 8, 8), drawn.given("y", 8, 8)))
     total = drawn.call(aten.sum.dim_IntList, root, [1], True)
     users = [total, drawn.call(aten.sub.Tensor, root, total)]
     drawn.rewritten(users[-1])
@@ -116,8 +91,8 @@ def test_each_loop_computes_for_itself_what_is_fast() -> None:
 @pytest.mark.parametrize("products", [1, 2])
 def test_products_are_kept_apart_from_their_sum_and_no_bit_changes(products: int) -> None:
     """Of a weight that two layers share, both summands are products."""
-    drawn = Drawn((8, 8), (8, 64), (64, 8))
-    x, wide, tall = drawn.inputs
+    drawn = Drawn()
+    x, wide, tall = drawn.given("x", 8, 8), drawn.given("wide", 8, 64), drawn.given("tall", 64, 8)
     summands = []
     for _ in range(products):
         left, right = drawn.call(aten.mm.default, x, wide), drawn.call(aten.mm.default, tall, x)
