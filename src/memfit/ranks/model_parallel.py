@@ -26,6 +26,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -105,11 +106,9 @@ def stages_of(trace: Trace, parallel: Parallel) -> list[Trace]:
     return [replace(stage, notes=[*stage.notes, *noted]) for stage in stages]
 
 
-@dataclass(frozen=True)
-class _Linear:
-    """A linear layer of a block."""
+class _Sizes(NamedTuple):
+    """The features of a linear layer."""
 
-    fqn: str
     inputs: int
     outputs: int
 
@@ -129,19 +128,19 @@ class TensorParallel:
     def __init__(self, trace: Trace, ranks: int) -> None:
         self.trace, self.ranks = trace, ranks
         weights = {p.fqn.removesuffix(".weight"): p.shape for p in trace.parameters if p.fqn.endswith(".weight")}
-        self.linears: dict[str, _Linear] = {}
+        self.linears: dict[str, _Sizes] = {}
         for module in trace.modules:
             shape = weights.get(module.fqn, ())
             if len(shape) == 2 and module.kind in (*_LINEAR, *_TRANSPOSED):
                 outputs, inputs = shape if module.kind in _LINEAR else reversed(shape)
-                self.linears[module.fqn] = _Linear(module.fqn, inputs, outputs)
+                self.linears[module.fqn] = _Sizes(inputs, outputs)
         blocks = set(repeated_blocks(trace))
         self.regions: list[_Region] = []
         for index, call in enumerate(trace.calls):
             if trace.fqn_of(index) in blocks and call.phase in ("forward", "recompute"):
                 self.regions += self._regions_in(range(call.start, call.end))
-        self.columns = {self._linear(call).fqn for region in self.regions for call in region.columns}
-        self.rows = {self._linear(region.row).fqn for region in self.regions}
+        self.columns = {trace.fqn_of(call) for region in self.regions for call in region.columns}
+        self.rows = {trace.fqn_of(region.row) for region in self.regions}
         if not self.regions:
             raise UsageError(
                 f"parallel='tp={ranks}': {trace.workload!r} has no repeated blocks with linear layers around"
@@ -173,7 +172,7 @@ class TensorParallel:
         for region in self.regions:
             self._cut_region(region, backward)
 
-    def _linear(self, call: int) -> _Linear:
+    def _linear(self, call: int) -> _Sizes:
         return self.linears[self.trace.fqn_of(call)]
 
     def _regions_in(self, positions: range) -> list[_Region]:
