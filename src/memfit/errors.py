@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import InitVar, dataclass
 from typing import Any
 
 
@@ -48,16 +47,6 @@ class MemfitError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, (type(self), self.args), self.__dict__
-
-
-@dataclass(eq=False, repr=False)
-class _Numbered(MemfitError):
-    """An error that is made of a message and of its numbers, which are attributes."""
-
-    message: InitVar[str]
-
-    def __post_init__(self, message: str) -> None:
-        super().__init__(message)
 
 
 class UsageError(MemfitError):
@@ -133,8 +122,7 @@ class UntestedTorchWarning(UserWarning):
     """A PyTorch newer or older than the tested versions."""
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
-class InfeasibleError(_Numbered):
+class InfeasibleError(MemfitError):
     """No plan fits the budget.
 
     Args:
@@ -147,14 +135,17 @@ class InfeasibleError(_Numbered):
 
     exit_status = 3
 
-    budget_bytes: int
-    lowest_peak_bytes: int
-    where: str
-    proven: bool = False
+    def __init__(
+        self, message: str, *, budget_bytes: int, lowest_peak_bytes: int, where: str, proven: bool = False
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.lowest_peak_bytes = lowest_peak_bytes
+        self.where = where
+        self.proven = proven
+        super().__init__(message)
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
-class SimulatedOutOfMemoryError(_Numbered):
+class SimulatedOutOfMemoryError(MemfitError):
     """A simulated device is too full for a request, even after the allocator released its cache.
 
     Args:
@@ -167,10 +158,14 @@ class SimulatedOutOfMemoryError(_Numbered):
 
     exit_status = 3
 
-    requested_bytes: int
-    allocated_bytes: int
-    reserved_bytes: int
-    capacity_bytes: int
+    def __init__(
+        self, message: str, *, requested_bytes: int, allocated_bytes: int, reserved_bytes: int, capacity_bytes: int
+    ) -> None:
+        self.requested_bytes = requested_bytes
+        self.allocated_bytes = allocated_bytes
+        self.reserved_bytes = reserved_bytes
+        self.capacity_bytes = capacity_bytes
+        super().__init__(message)
 
 
 class CaptureError(MemfitError):
@@ -209,8 +204,7 @@ class VerificationError(MemfitError):
     exit_status = 4
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
-class OutOfMemoryError(_Numbered):
+class OutOfMemoryError(MemfitError):
     """A step ran out of memory, and no lower plan of the frontier ran it.
 
     Args:
@@ -222,8 +216,10 @@ class OutOfMemoryError(_Numbered):
 
     exit_status = 6
 
-    step: int = 0
-    is_torn: bool = False
+    def __init__(self, message: str, *, step: int = 0, is_torn: bool = False) -> None:
+        self.step = step
+        self.is_torn = is_torn
+        super().__init__(message)
 
 
 class MemoryLimitError(OutOfMemoryError):
@@ -256,8 +252,7 @@ class MemoryLimitError(OutOfMemoryError):
         super().__init__(message)
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
-class NonFiniteError(_Numbered):
+class NonFiniteError(MemfitError):
     """A loss or a gradient that is not finite.
 
     Args:
@@ -270,10 +265,14 @@ class NonFiniteError(_Numbered):
 
     exit_status = 5
 
-    step: int
-    value: float
-    forward: str | None = None
-    backward: str | None = None
+    def __init__(
+        self, message: str, *, step: int, value: float, forward: str | None = None, backward: str | None = None
+    ) -> None:
+        self.step = step
+        self.value = value
+        self.forward = forward
+        self.backward = backward
+        super().__init__(message)
 
 
 class RankError(MemfitError):

@@ -30,9 +30,7 @@ def is_private(dotted: str) -> bool:
     """Tell whether a dotted name is one of PyTorch's that begins with an underscore somewhere."""
     first, *names = dotted.split(".")
     is_hidden = any(name.startswith("_") and not name.startswith("__") for name in names)
-    return (
-        first == "torch" and is_hidden and not dotted.startswith("torch.ops.")
-    )  # operators go by their schemas' names
+    return first == "torch" and is_hidden and names[0] != "ops"  # operators go by their schemas' names
 
 
 def strays(source: str) -> Iterator[str]:

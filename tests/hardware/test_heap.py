@@ -36,17 +36,17 @@ print(int(told is not None), taken, own_bytes() - before)
 """
 
 
+def printed(code: str, *arguments: str, **environment: str) -> list[int]:
+    """Return the numbers that code prints in a process whose environment sets no options of malloc but those given."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
+    line = [sys.executable, "-c", code, *arguments]
+    output = subprocess.check_output(line, env=clean | environment | {"OMP_NUM_THREADS": "1"}, text=True)
+    return [int(number) for number in output.split()]
+
+
 def seen(peak_bytes: int, room_bytes: int, **environment: str) -> tuple[bool, int, int]:
     """Return whether something is told, what tensors take in the end, and what the process has resident for that."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
-    output = subprocess.run(
-        [sys.executable, "-c", STEPS.format(peak=peak_bytes, room=room_bytes)],
-        env={**clean, **environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    told, taken, resident = map(int, output.split())
+    told, taken, resident = printed(STEPS.format(peak=peak_bytes, room=room_bytes), **environment)
     return bool(told), taken, resident
 
 
@@ -77,15 +77,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.ci
 def test_steps_touch_no_new_memory_where_there_is_room() -> None:
     pages = 4 * 64 * MIB // resource.getpagesize()
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
     documented = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
-    ways = {"default": clean, "kept": clean, "documented": clean | documented}
-    faults = {
-        way: int(subprocess.check_output([sys.executable, "-c", FAULTS, way], env=environment, text=True))
-        for way, environment in ways.items()
-    }
-    assert faults["default"] > 0.5 * pages  # or there was nothing to mend
-    assert max(faults["kept"], faults["documented"]) < 0.1 * pages
+    assert printed(FAULTS, "default")[0] > 0.5 * pages  # or there was nothing to mend
+    assert printed(FAULTS, "kept")[0] < 0.1 * pages
+    assert printed(FAULTS, "documented", **documented)[0] < 0.1 * pages
 
 
 TOUCHED = """
@@ -109,9 +104,7 @@ BLOCKS = [[12 * MIB], [5 * MIB, MIB, 3 * MIB], [24 * MIB, 24 * MIB], MAPPED]
 @pytest.mark.skipif(not is_glibc, reason="the C library is not glibc")
 @pytest.mark.parametrize("blocks", some(BLOCKS, [MAPPED]))
 def test_a_call_finds_memory_that_was_touched_but_for_blocks_that_are_mapped_anew(blocks: list[int]) -> None:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
-    line = [sys.executable, "-c", TOUCHED, *map(str, blocks)]
-    pages = int(subprocess.check_output(line, env=clean | {"OMP_NUM_THREADS": "1"}, text=True))
+    (pages,) = printed(TOUCHED, *map(str, blocks))
     mapped = sum(block for block in blocks if block > 32 * MIB) / resource.getpagesize()
     assert 0.9 * mapped <= pages <= 1.1 * mapped + 200  # small blocks have pages too
 
