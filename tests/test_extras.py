@@ -146,9 +146,7 @@ MISSING = {
     "accelerate": ("accelerate", "import memfit.integrations.accelerate"),
     "bitsandbytes": (
         "optimizers",
-        "from memfit.levers.replaced_optimizer import replaced\n"
-        "import torch\n"
-        "with replaced(torch.optim.AdamW([torch.zeros(1, requires_grad=True)]), 'adamw-8bit'): pass",
+        "from memfit.levers.replaced_optimizer import _bitsandbytes\n_bitsandbytes()",
     ),
     "keras": ("keras", "import memfit.keras"),
     "lightning": ("lightning", "import memfit.integrations.lightning"),
