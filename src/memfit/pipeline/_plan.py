@@ -35,8 +35,6 @@ from memfit.report import stages, with_bars
 from memfit.workload import Workload, samples_of
 
 _COMPILERS: tuple[CompilerLever, ...] = ("inductor", "inductor-channels-last")
-MEASURE_VARIABLE = "MEMFIT_MEASURE"
-"""The environment variable by which "no" has plans chosen by predicted times alone, the same in every run."""
 
 
 @checked
@@ -117,7 +115,7 @@ def plan(
     options = options_of(PlanOptions, locals())
     if measure != "auto" and not isinstance(measure, bool):
         raise UsageError(f"measure={measure!r} is unknown: use 'auto', True or False")
-    if measure == "auto" and os.environ.get(MEASURE_VARIABLE) == "no":
+    if measure == "auto" and os.environ.get("MEMFIT_MEASURE") == "no":
         options = replace(options, measure=False)
     return planned(workload, options, progress=progress)
 

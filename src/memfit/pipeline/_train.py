@@ -53,7 +53,6 @@ from memfit.workload import Workload
 
 MAX_FILE_BYTES = 5 * 10**9
 """A file's size from which the model goes on in the next one: as many bytes of the host's memory are used."""
-_INDEX = "model.safetensors.index.json"
 
 
 @verb
@@ -303,5 +302,5 @@ def consolidate(
     if len(files) > 1:
         weight_map = {key: name for name, keys in zip(names, files, strict=True) for key in keys}
         index = {"metadata": {"total_size": sum(map(model.bytes, model))}, "weight_map": weight_map}
-        ir.codec.write_atomic(out / _INDEX, json.dumps(index, indent=1).encode())
+        ir.codec.write_atomic(out / "model.safetensors.index.json", json.dumps(index, indent=1).encode())
     return out

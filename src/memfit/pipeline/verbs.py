@@ -23,8 +23,6 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _S = TypeVar("_S", bound=Step)
 _LIKELY = {"budget": 'budget="90%"', "out": 'out="run"', "steps": "steps=10_000", "run": '"run"'}
-_TOOLS = ("ladder", "probe_range")
-"""The functions that are below `memfit.tools`."""
 _WORKLOAD = "memfit.Workload(model, batch, loss_fn, optimizer)"
 
 
@@ -80,8 +78,7 @@ def applying(function: Callable[_P, _S]) -> Callable[_P, _S]:
 def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Make a function `public`, with its arguments checked: their number, their names, and the kinds of the first."""
     signature = inspect.signature(function)
-    name = function.__name__
-    verb = f"tools.{name}" if name in _TOOLS else name
+    verb = "tools." * function.__module__.startswith("memfit.tools.") + function.__name__
     return public(function, functools.partial(_check, verb, signature))
 
 
