@@ -28,9 +28,11 @@ def given(samples: int, length: int) -> dict[str, torch.Tensor]:
 def test_a_larger_batch_is_told_once_and_smaller_ones_are_not(caplog: pytest.LogCaptureFixture) -> None:
     model = Reader()
     workload = Workload(model, given(8, 16), lambda m, b: m(**b), torch.optim.SGD(model.parameters(), 0.1))
-    fitted = TrainerPlan(
-        workload, budget="1GiB", precisions=["32-true"], numerics="exact", points=1, advice="give batch= the largest"
-    )
+
+    class Told(TrainerPlan):
+        advice = "give batch= the largest"
+
+    fitted = Told(workload, budget="1GiB", precisions=["32-true"], numerics="exact", points=1)
     model(**given(64, 64))  # before it trains
     fitted.checkpoint(model)
     model(**given(8, 16), count=torch.tensor(3))

@@ -87,6 +87,8 @@ class MemfitCallback(TrainerPlan, Callback):  # type: ignore[misc]
         InfeasibleError: No plan fits the budget.
     """
 
+    advice, words = "give the largest batch as MemfitCallback(batch=...)", _WORDS
+
     def __init__(
         self,
         module: Any,
@@ -118,8 +120,6 @@ class MemfitCallback(TrainerPlan, Callback):  # type: ignore[misc]
                     ranks=ranks,
                     given=plan,
                     budget=budget,
-                    advice="give the largest batch as MemfitCallback(batch=...)",
-                    words=_WORDS,
                     log=log,
                     **options,
                 )

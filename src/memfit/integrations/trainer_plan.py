@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from msgspec.structs import replace
@@ -50,12 +50,12 @@ class TrainerPlan:
         ranks: The trainer's ranks. The first one plans, and tells the others.
         given: A plan to take instead of making one, or its file; None to make one.
         keeps_precision: Whether the trainer has a precision of its own, so that memfit chooses none.
-        advice: What to do about larger batches, in the words of the interface.
-        words: The interface's names of memfit's arguments, for messages and notes.
         log: Takes the first rank's record of each step (`LoopLog`).
         options: Options of `memfit.plan`, `budget` at least.
 
     Attributes:
+        advice: What to do about larger batches, in the words of the interface.
+        words: The interface's names of memfit's arguments, for messages and notes.
         microbatch_size: Batch size for the trainer's loader.
         accumulation: Number of microbatches in one update.
         events: What was unusual so far, such as a batch larger than planned: kinds and texts.
@@ -65,6 +65,9 @@ class TrainerPlan:
         InfeasibleError: No plan fits the budget. On every rank.
     """
 
+    advice: ClassVar[str] = "plan with Workload.batch as large as any batch, or give smaller ones"
+    words: ClassVar[Words] = Words({})
+
     def __init__(
         self,
         workload: Workload,
@@ -73,15 +76,13 @@ class TrainerPlan:
         ranks: SingleProcess | None = None,
         given: Plan | Path | str | None = None,
         keeps_precision: bool = False,
-        advice: str = "plan with Workload.batch as large as any batch, or give smaller ones",
-        words: Words | None = None,
         log: LogFunction | None = None,
         **options: Any,
     ) -> None:
         for name in sorted(_OWN.keys() & options.keys()):
             raise UsageError(f"{name}={options[name]!r} is not for a trainer: {_OWN[name]}. Leave it out")
-        self._engine, self._ranks, self._advice = engine, ranks or SingleProcess(), advice
-        given, words = plan_given(given), words or Words({})
+        self._engine, self._ranks = engine, ranks or SingleProcess()
+        given = plan_given(given)
         keeps_precision = keeps_precision or (engine is not None and engine.is_fully_sharded)
         options = {
             "device": device_kind(workload.model),
@@ -95,11 +96,11 @@ class TrainerPlan:
             _check(made, workload, engine)
             return ir.codec.encode(made)
 
-        with words.spoken():
+        with self.words.spoken():
             made = ir.codec.decode(once(self._ranks, planned), Plan, source="the first rank's plan")
-        self.plan: Plan = replace(made, notes=[words.of(note) for note in made.notes])
+        self.plan: Plan = replace(made, notes=[self.words.of(note) for note in made.notes])
         if self._ranks.rank == 0:
-            print(f"memfit: {words.of(str(self.plan))}", file=sys.stderr, flush=True)
+            print(f"memfit: {self.words.of(str(self.plan))}", file=sys.stderr, flush=True)
         self._log = LoopLog(log if self._ranks.rank == 0 else None)
         self.precision = self.plan.levers.precision
         size = self.plan.batch_size
@@ -130,7 +131,7 @@ class TrainerPlan:
             text = (
                 f"the trainer gives a batch of {shape_text(shape)}, and the plan is for {shape_text(known)}:"
                 " the prediction is not valid for it, and the step may exceed"
-                f" budget={format_bytes(self.plan.budget_bytes)}. What to do: {self._advice}"
+                f" budget={format_bytes(self.plan.budget_bytes)}. What to do: {self.advice}"
             )
             self.events.append(("larger batch", text))
             _log.warning("larger batch: %s", text)

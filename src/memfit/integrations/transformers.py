@@ -30,7 +30,6 @@ with brought_by("transformers", "memfit.integrations.transformers"):
     from memfit.integrations import internals
     from memfit.integrations.accelerate import OWN_CHECKPOINTING, engine_of, own_checkpointing
 
-_ADVICE = "give the largest batch of the collator as MemfitCallback(batch=...), or cut sequences to its length"
 _WORDS = Words(
     dict.fromkeys(("microbatch_size", "batch_size"), "per_device_train_batch_size="),
     {
@@ -73,6 +72,9 @@ class MemfitCallback(TrainerPlan, TrainerCallback):  # type: ignore[misc]
         InfeasibleError: No plan fits the budget.
     """
 
+    advice = "give the largest batch of the collator as MemfitCallback(batch=...), or cut sequences to its length"
+    words = _WORDS
+
     def __init__(
         self,
         trainer: Any,
@@ -103,8 +105,6 @@ class MemfitCallback(TrainerPlan, TrainerCallback):  # type: ignore[misc]
                     given=plan,
                     keeps_precision=dtype is not None,
                     budget=budget,
-                    advice=_ADVICE,
-                    words=_WORDS,
                     log=log,
                     **options,
                 )
