@@ -181,7 +181,7 @@ def test_kernels_that_are_all_loaded_leave_less_of_the_card(monkeypatch: pytest.
     monkeypatch.setattr(case, "capture_plain", lambda workload, levers, device: trace)
 
     def retries(usable_bytes: int, **given: Any) -> int | None:
-        monkeypatch.setattr(case, "look_up", lambda name: replace(AMPERE, usable_bytes=usable_bytes))
+        monkeypatch.setattr(case, "find_device", lambda name: replace(AMPERE, usable_bytes=usable_bytes))
         return case.retries(a_row(fits=True, **given), found)
 
     enough = found.peak_reserved_bytes + KERNELS_BYTES
