@@ -173,7 +173,8 @@ def record(
                 recorded[0].saves.clear()
                 notes, dry = [*notes, _OTHER_EACH_TIME], []
         rest = samples_of(job.workload) % job.microbatch_size if job.microbatch_size and count > last + 1 else 0
-        if rest:  # the last microbatch is smaller: state that a module carries from the others may not fit it
+        reads = path is not None and (path.replay.logs or path.replay.guesses)  # it ran with data, or can't without
+        if rest and not reads:  # the last microbatch is smaller: state that a module carries on may not fit it
             step.compute_loss(part_of(copied, copied.batch, 0, rest))
             step.drop_forward()
         step.on_phase = None  # which refers to the step, and would keep it until the garbage collector runs
