@@ -480,9 +480,8 @@ class _RankStep:
         if device.kind == "cpu":
             found = (self.peak_bytes(point, device),) * 2
         else:  # the most that the simulated allocator has allocated and reserved
-            limited = (
-                settings.memory_fraction < 1 or settings.expandable_segments
-            )  # else the card's memory is no matter
+            # Else the card's memory changes nothing.
+            limited = settings.memory_fraction < 1 or settings.expandable_segments
             own = (point, self._storages, self.on(device)[1])
             key, most_reserved = (*own, settings, device.memory_bytes if limited else 0), (most + 1) / excess
             held, exceeded = self._program.held, self._program.exceeded
