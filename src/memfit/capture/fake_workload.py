@@ -8,6 +8,7 @@ import copyreg
 import dataclasses
 import functools
 import io
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -208,7 +209,7 @@ def real_copy(workload: Workload, device: torch.device | None = None) -> Workloa
     return _convert_workload(workload, _Copier(device))
 
 
-class _Converter:
+class _Converter(ABC):
     """A function that converts tensors; aliases stay aliases, since each storage is converted once.
 
     An object and not a closure that refers to itself, which would hold the storages until a garbage collection.
@@ -232,8 +233,9 @@ class _Converter:
         indices, values = map(self, parts(tensor))
         return assembled(indices, values, tensor.shape, tensor.is_coalesced()).requires_grad_(tensor.requires_grad)
 
+    @abstractmethod
     def of_strided(self, tensor: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        """Return a dense tensor's conversion."""
 
 
 class _Copier(_Converter):

@@ -18,7 +18,7 @@ _BLOCK_BYTES = 512  # to which accelerators' allocators round
 
 
 def _held_by(step: StepProgram) -> tuple[dict[int, int], list[weakref.ref[torch.UntypedStorage]]]:
-    """Return what is held between steps: bytes by storage, and the storages of tensors outside the model.
+    """Return the bytes by storage that are held between steps, and the storages of tensors outside the model.
 
     The former are of parameters, buffers, optimizer state and the workload's batch, the latter such as a teacher's;
     gradients count too. On an accelerator only those there count: step counters of optimizers are on the CPU.

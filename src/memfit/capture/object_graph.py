@@ -258,7 +258,7 @@ def slots_of(kind: type) -> dict[str, Any]:
 
 
 def in_slots(value: Any) -> dict[str, Any]:
-    """Return what an object's slots hold."""
+    """Return the values in an object's slots, by name."""
     found: dict[str, Any] = {}
     for name, member in slots_of(type(value)).items():
         with contextlib.suppress(AttributeError):  # it is empty; a `__getattr__` is not to fill it

@@ -413,7 +413,7 @@ class Recorder(PassiveMode):
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
-        """Observe what no mode sees, until the context is left.
+        """Observe memory changes that no mode sees, inside this context.
 
         Storages are emptied and filled again, as of gathered parameters, and checkpointing keeps a copy of the CPU
         generator's state, of 5 KB, for each call.

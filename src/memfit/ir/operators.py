@@ -311,7 +311,7 @@ def is_collective(name: str) -> bool:
 
 
 def among_ranks(signature: str) -> Collective | Copy | Share | None:
-    """Return what a signature has of other ranks, captured or put in on paper; None for operators by themselves."""
+    """Return the collective, copy or rank's share in a signature; None for operators by themselves."""
     is_share = f'"kwargs":{{"{_SHARE}":' in signature
     if not is_share and not signature.startswith(_STARTS):
         return None

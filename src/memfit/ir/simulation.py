@@ -403,7 +403,7 @@ class _Program:
         self._carry(left, count)
 
     def _carry(self, left: list[Life], count: int) -> None:
-        """Find what the next step has of each storage that a step leaves, and where gradients that stay are made."""
+        """Find the next step's storage for each one that a step leaves, and where lasting gradients are made."""
         trace = self.replay.trace
 
         def kind(life: Life) -> tuple[object, ...]:

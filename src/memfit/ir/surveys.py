@@ -207,7 +207,7 @@ class Fleet(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return pareto(_priced(self.rows), lambda row: row.cost or 0.0, lambda row: row.hours)
 
     def answers(self) -> dict[str, object]:
-        """Return the answers as plain values, for JSON: what tells a row from others, which stands among `rows`."""
+        """Return the answers as plain values, for JSON: of each row the fields that identify it in `rows`."""
         names = ("device", "ranks", "nodes", "step_seconds", "hours", "cost", "currency")
 
         def plain(row: FleetRow | None) -> dict[str, object] | None:

@@ -402,7 +402,7 @@ def _itself(logits: Any, *args: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class _Targets:
-    """What a loss holds rows of logits against."""
+    """The targets of rows of logits, and how they count."""
 
     classes: Tensor  # [rows, 1]
     valid: Tensor  # whether each counts, [rows, 1]

@@ -249,7 +249,7 @@ class Lever(ABC):
         Raises:
             NotOffered: It adds nothing.
         """
-        raise NotImplementedError
+        raise NotOffered("it has no rungs")
 
     def recomputing(self, levers: Levers, costs: CostTable) -> tuple[set[str], CostTable]:
         """Return the modules that can't be recomputed where it is used, and the costs of a step's operators then."""
