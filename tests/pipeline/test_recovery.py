@@ -367,8 +367,7 @@ LIMITED = """
 import resource, sys, torch, memfit
 from msgspec.structs import replace
 from torch import nn
-from memfit.ir.plan import Candidate, Levers
-from memfit.ir.regions import Region
+from memfit.ir import Candidate, Levers, Region
 from memfit.workload.description import fingerprint
 
 def workload(samples):

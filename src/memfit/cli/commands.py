@@ -30,9 +30,9 @@ from typing import (
 import typer
 from msgspec.structs import replace
 
+from memfit import hardware
 from memfit.cli import output
 from memfit.foundations import FIELDS, CommandOption, Words, options
-from memfit.hardware import is_busy
 
 if TYPE_CHECKING:
     from memfit.ir import Fleet, Plan, Prediction
@@ -101,7 +101,7 @@ def settle_threads() -> None:
     has set in the environment stays.
     """
     is_set = any(name in os.environ for name in (WAIT_POLICY, *_OTHER_POLICIES))
-    if not is_set and "torch" not in sys.modules and is_busy():
+    if not is_set and "torch" not in sys.modules and hardware.is_busy():
         os.environ[WAIT_POLICY] = "PASSIVE"
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import msgspec
 
@@ -14,93 +13,8 @@ from memfit.foundations import Budget, format_bytes, public, read_budget
 from memfit.ir import codec
 from memfit.ir.codec import Shown, ShownList
 from memfit.ir.costs import Throughput
-from memfit.ir.regions import Region
+from memfit.ir.levers import Levers, LeverUse, Numerics, Sharding, allows, levers_key
 from memfit.ir.timeline import PeakPart
-from memfit.ir.trace import Sharding
-
-Precision = Literal["32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true"]
-CompilerLever = Literal["none", "inductor", "inductor-channels-last"]
-OptimizerLever = Literal["as-is", "in-backward", "fused", "offloaded", "adamw-8bit", "adafactor"]
-Numerics = Literal["exact", "reordered", "reduced", "changed"]
-NUMERICS: tuple[Numerics, ...] = get_args(Numerics)
-"""Numerics classes, from the strictest to the freest."""
-OTHER_DRAWS = "dropout masks of "
-"""The beginning of a plan's note that its step draws other random numbers than the plain one."""
-
-
-def allows(allowed: Numerics, used: Numerics) -> bool:
-    """Tell whether a class that is used is no freer than the one that is allowed."""
-    return NUMERICS.index(used) <= NUMERICS.index(allowed)
-
-
-class ChunkedLoss(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The loss of a few rows of logits at a time: the logits are never whole in memory.
-
-    Attributes:
-        head: FQN of the `nn.Linear` that computes the logits.
-        rows: Rows of logits in memory at a time (> 0): tokens, for the batch of a language model.
-    """
-
-    head: str
-    rows: int
-
-
-class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of a plan.
-
-    Attributes:
-        precision: Precision of the forward pass and of its gradients.
-        microbatch_size: Samples in one forward and backward pass; gradients are accumulated over them.
-        regions: Modules to checkpoint. A region inside another is checkpointed again while the outer one is recomputed.
-        chunked_loss: Chunks of a language model's loss; None computes the loss whole.
-        lean: FQNs of normalisations, activations and dropouts that recompute their outputs in the backward pass; *
-            matches anything.
-        optimizer: The update of parameters: "as-is" by the user's optimizer, "in-backward" as soon as each gradient is
-            computed, "fused" by its fused step, "offloaded" with its states in the host's memory, "adamw-8bit" or
-            "adafactor" by these optimizers, with less state.
-        compiler: The compiler of the model and the loss: "none", "inductor" (`torch.compile`), or
-            "inductor-channels-last", with the channels of convolutions last. The compiled code then recomputes regions;
-            their names are the module calls of its graphs.
-        sharding: How ranks share the step; None for one process. With ranks, `microbatch_size` is of one rank's
-            samples.
-    """
-
-    precision: Precision = "32-true"
-    microbatch_size: int
-    regions: tuple[Region, ...] = ()
-    chunked_loss: ChunkedLoss | None = None
-    lean: tuple[str, ...] = ()
-    optimizer: OptimizerLever = "as-is"
-    compiler: CompilerLever = "none"
-    sharding: Sharding | None = None
-
-
-class LeverUse(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A lever that a plan uses, in words: reports show it without knowing the lever.
-
-    Attributes:
-        name: Name of the lever ("microbatches").
-        setting: Its setting ("4 of 16 samples, 4 microbatches").
-        brief: The same, for a table of many plans ("microbatch 4").
-        numerics: Its numerics class.
-        recomputes: Whether it runs modules again in the backward pass.
-    """
-
-    name: str
-    setting: str
-    brief: str
-    numerics: Numerics
-    recomputes: bool = False
-
-
-def uses_text(uses: Iterable[LeverUse]) -> str:
-    """Return levers that are used in a few words, "plain" for none."""
-    return ", ".join(use.brief for use in uses) or "plain"
-
-
-def freest(uses: Iterable[LeverUse]) -> Numerics:
-    """Return the freest class of the levers that are used; "exact" where there are none."""
-    return max((use.numerics for use in uses), key=NUMERICS.index, default="exact")
 
 
 class Prediction(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -239,11 +153,6 @@ class Proof(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     levers: str = ""
     why: str = ""
-
-
-def levers_key(levers: Levers) -> str:
-    """Return a short text that other levers would hardly have."""
-    return hashlib.sha256(msgspec.json.encode(levers)).hexdigest()[:16]
 
 
 class Frontier(ShownList[Candidate]):

@@ -39,30 +39,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from memfit.ir.codec import Shown
 from memfit.ir.costs import CostTable
+from memfit.ir.levers import Keep
 from memfit.ir.trace import Trace
-
-Keep = tuple[str, ...]
-"""Operators whose outputs a region keeps, each as "overload#occurrence" within one call of the region."""
-
-
-class Region(Shown, frozen=True, forbid_unknown_fields=True):
-    """Modules whose activations are recomputed together.
-
-    Attributes:
-        modules: FQNs in the model: one, or several that are called one after the other.
-        keep: Operators whose outputs are kept nevertheless, as "overload#occurrence" within one call.
-        offload: Whether the tensors kept for the backward pass, arguments and outputs in `keep`, wait in host memory.
-        prefetch: The FQN of a module called later by the same parent: when its backward pass starts, the tensors are
-            copied back. "" to copy them back when the region is recomputed, which then waits for them.
-    """
-
-    modules: tuple[str, ...]
-    keep: Keep = ()
-    offload: bool = False
-    prefetch: str = ""
-
 
 LEAST_BYTES = 2**16
 """Smaller storages stay on the device: the launch of a copy costs more than it saves."""

@@ -9,8 +9,7 @@ from typing import Literal
 
 from memfit.ir.codec import Shown
 from memfit.ir.costs import CostTable
-from memfit.ir.plan import Numerics, Precision
-from memfit.ir.regions import Region
+from memfit.ir.levers import Numerics, Precision, Region
 from memfit.ir.timeline import Timeline
 from memfit.ir.trace import Trace, enclosing
 

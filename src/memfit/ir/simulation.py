@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from memfit.ir.caching_allocator import AllocationEvent
 from memfit.ir.costs import CostTable
+from memfit.ir.levers import Region
 from memfit.ir.operators import (
     COPY_IN,
     COPY_OUT,
@@ -25,7 +26,7 @@ from memfit.ir.operators import (
     among_ranks,
     is_collective,
 )
-from memfit.ir.regions import Keepers, Recomputation, Region, RegionCall, Regions, Transfer
+from memfit.ir.regions import Keepers, Recomputation, RegionCall, Regions, Transfer
 from memfit.ir.timeline import TIMELINE_CATEGORIES, WORKSPACE, Timeline
 from memfit.ir.trace import Trace
 

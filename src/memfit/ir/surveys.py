@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from memfit.ir.codec import Shown
-from memfit.ir.plan import Levers, LeverUse, Numerics
+from memfit.ir.levers import Levers, LeverUse, Numerics
 
 Outcome = Literal["kept", "does not pay", "proposed", "not available"]
 

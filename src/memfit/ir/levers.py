@@ -1,0 +1,178 @@
+"""Levers: the settings that a plan chooses among, and their numerics classes.
+
+Without NumPy: options of the command line are made of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Literal, get_args
+
+import msgspec
+
+from memfit.ir.codec import Shown
+
+Precision = Literal["32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true"]
+CompilerLever = Literal["none", "inductor", "inductor-channels-last"]
+OptimizerLever = Literal["as-is", "in-backward", "fused", "offloaded", "adamw-8bit", "adafactor"]
+Numerics = Literal["exact", "reordered", "reduced", "changed"]
+NUMERICS: tuple[Numerics, ...] = get_args(Numerics)
+"""Numerics classes, from the strictest to the freest."""
+Mode = Literal["ddp", "zero1", "zero2", "zero3"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+Reduces = Literal["each", "last"]
+_MIB = 2**20
+Keep = tuple[str, ...]
+"""Operators whose outputs a region keeps, each as "overload#occurrence" within one call of the region."""
+OTHER_DRAWS = "dropout masks of "
+"""The beginning of a plan's note that its step draws other random numbers than the plain one."""
+
+
+def allows(allowed: Numerics, used: Numerics) -> bool:
+    """Tell whether a class that is used is no freer than the one that is allowed."""
+    return NUMERICS.index(used) <= NUMERICS.index(allowed)
+
+
+class Region(Shown, frozen=True, forbid_unknown_fields=True):
+    """Modules whose activations are recomputed together.
+
+    Attributes:
+        modules: FQNs in the model: one, or several that are called one after the other.
+        keep: Operators whose outputs are kept nevertheless, as "overload#occurrence" within one call.
+        offload: Whether the tensors kept for the backward pass, arguments and outputs in `keep`, wait in host memory.
+        prefetch: The FQN of a module called later by the same parent: when its backward pass starts, the tensors are
+            copied back. "" to copy them back when the region is recomputed, which then waits for them.
+    """
+
+    modules: tuple[str, ...]
+    keep: Keep = ()
+    offload: bool = False
+    prefetch: str = ""
+
+
+class Sharding(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How ranks share a step, on PyTorch's own engines.
+
+    Attributes:
+        world_size: Number of ranks (> 0).
+        mode: What is sharded among them: "ddp" nothing (`DistributedDataParallel`), "zero1" the optimizer's state
+            (`ZeroRedundancyOptimizer`, on paper only), "zero2" everything, with parameters that stay gathered from the
+            forward to the backward pass (`fully_shard(reshard_after_forward=False)`), "zero3" everything
+            (`fully_shard`).
+        units: For zero2 and zero3, FQNs of the modules that `fully_shard` is called on, besides the whole step. None:
+            the repeated blocks (`sharding.groups.repeated_blocks`).
+        kept: For zero3, the units that stay gathered all the same.
+        replicas: Copies of what is sharded (> 0, divides `world_size`): hybrid sharding where above 1.
+        reduces: Which microbatches' gradients are sent: "each", or only the "last", with all of them held until then.
+        param_dtype: For zero2 and zero3, the dtype that parameters are gathered and computed with ("bfloat16",
+            "float16"); None for their own.
+        reduce_dtype: The dtype that gradients are sent in; None for `param_dtype`.
+        offload: Whether shards, their gradients and their updates are in the host's memory.
+        gradient_as_bucket_view: For ddp and zero1, the argument of DistributedDataParallel.
+        bucket_cap_bytes: For ddp and zero1, the size from which a bucket is full.
+        first_bucket_bytes: The same for the first bucket.
+        shard_itemsize: On paper, bytes per element of the sharded parameters, where their dtype differs from the
+            trace's: 4 for `param_dtype="bfloat16"`, with a trace of the model in bf16. None: as in the trace.
+        reduce_itemsize: On paper, bytes per element of the gradients during reduction. None: as in the trace.
+    """
+
+    world_size: int
+    mode: Mode
+    units: tuple[str, ...] | None = None
+    kept: tuple[str, ...] = ()
+    replicas: int = 1
+    reduces: Reduces = "each"
+    param_dtype: Literal["bfloat16", "float16"] | None = None
+    reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    offload: bool = False
+    gradient_as_bucket_view: bool = False
+    bucket_cap_bytes: int = 25 * _MIB
+    first_bucket_bytes: int = _MIB
+    shard_itemsize: int | None = None
+    reduce_itemsize: int | None = None
+
+    @property
+    def shards(self) -> int:
+        """Ranks among which one copy of the state is cut."""
+        return self.world_size // self.replicas
+
+    @property
+    def is_fully_sharded(self) -> bool:
+        """Whether `fully_shard` runs it."""
+        return self.mode in ("zero2", "zero3")
+
+
+class ChunkedLoss(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The loss of a few rows of logits at a time: the logits are never whole in memory.
+
+    Attributes:
+        head: FQN of the `nn.Linear` that computes the logits.
+        rows: Rows of logits in memory at a time (> 0): tokens, for the batch of a language model.
+    """
+
+    head: str
+    rows: int
+
+
+class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings of a plan.
+
+    Attributes:
+        precision: Precision of the forward pass and of its gradients.
+        microbatch_size: Samples in one forward and backward pass; gradients are accumulated over them.
+        regions: Modules to checkpoint. A region inside another is checkpointed again while the outer one is recomputed.
+        chunked_loss: Chunks of a language model's loss; None computes the loss whole.
+        lean: FQNs of normalisations, activations and dropouts that recompute their outputs in the backward pass; *
+            matches anything.
+        optimizer: The update of parameters: "as-is" by the user's optimizer, "in-backward" as soon as each gradient is
+            computed, "fused" by its fused step, "offloaded" with its states in the host's memory, "adamw-8bit" or
+            "adafactor" by these optimizers, with less state.
+        compiler: The compiler of the model and the loss: "none", "inductor" (`torch.compile`), or
+            "inductor-channels-last", with the channels of convolutions last. The compiled code then recomputes regions;
+            their names are the module calls of its graphs.
+        sharding: How ranks share the step; None for one process. With ranks, `microbatch_size` is of one rank's
+            samples.
+    """
+
+    precision: Precision = "32-true"
+    microbatch_size: int
+    regions: tuple[Region, ...] = ()
+    chunked_loss: ChunkedLoss | None = None
+    lean: tuple[str, ...] = ()
+    optimizer: OptimizerLever = "as-is"
+    compiler: CompilerLever = "none"
+    sharding: Sharding | None = None
+
+
+class LeverUse(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A lever that a plan uses, in words: reports show it without knowing the lever.
+
+    Attributes:
+        name: Name of the lever ("microbatches").
+        setting: Its setting ("4 of 16 samples, 4 microbatches").
+        brief: The same, for a table of many plans ("microbatch 4").
+        numerics: Its numerics class.
+        recomputes: Whether it runs modules again in the backward pass.
+    """
+
+    name: str
+    setting: str
+    brief: str
+    numerics: Numerics
+    recomputes: bool = False
+
+
+def uses_text(uses: Iterable[LeverUse]) -> str:
+    """Return levers that are used in a few words, "plain" for none."""
+    return ", ".join(use.brief for use in uses) or "plain"
+
+
+def freest(uses: Iterable[LeverUse]) -> Numerics:
+    """Return the freest class of the levers that are used; "exact" where there are none."""
+    return max((use.numerics for use in uses), key=NUMERICS.index, default="exact")
+
+
+def levers_key(levers: Levers) -> str:
+    """Return a short text that other levers would hardly have."""
+    return hashlib.sha256(msgspec.json.encode(levers)).hexdigest()[:16]
