@@ -17,7 +17,7 @@ JITTOR_VENV := build/jittor-venv
 JITTOR_STAMP := $(JITTOR_VENV)/.installed
 KERAS_VENV := build/keras-venv
 KERAS_STAMP := $(KERAS_VENV)/.installed
-# Another version of PyTorch: `make test-torch TORCH=2.11.0`.
+# Another version of PyTorch: `make test-torch TORCH=2.11.0`; with torchao, which transformers would load in every process.
 TORCH ?= 2.14.1
 TORCH_VENV := build/torch-$(TORCH)-venv
 TORCH_STAMP := $(TORCH_VENV)/.installed
@@ -124,7 +124,7 @@ test-torch: $(TORCH_STAMP)
 $(TORCH_STAMP): pyproject.toml constraints.txt
 	$(call environment,$(TORCH_VENV))
 	grep -v '^torch==' constraints.txt > $(TORCH_VENV)/constraints.txt
-	$(TORCH_VENV)/bin/python $(INSTALL) --constraint $(TORCH_VENV)/constraints.txt torch==$(TORCH) --editable '.[dev]'
+	$(TORCH_VENV)/bin/python $(INSTALL) --constraint $(TORCH_VENV)/constraints.txt torch==$(TORCH) torchao --editable '.[dev]'
 	touch $(TORCH_STAMP)
 
 # As its users install it: the wheel of this tree, in an environment of its own, used in another folder.
