@@ -27,7 +27,8 @@ from benchmarks.common import whole_run_peak_bytes
 from memfit.capture import differences, external_tensors, real_copy
 from memfit.errors import WorkloadError
 from memfit.hardware import allocated, find_device
-from memfit.ir import Levers
+from memfit.ir import Levers, Region
+from memfit.levers import applied
 from memfit.planner import capture_levers, costs_of, predict
 from memfit.workload import Workload
 from tests.capture.steps import assert_predicted, mean_square, squared
@@ -704,6 +705,25 @@ def test_a_loss_that_reaches_nothing_else_is_the_same_function() -> None:
     workload = of_model(network())
     assert real_copy(workload).loss_fn is mean_square
     assert external_tensors(workload) == []
+
+
+class Normed(nn.Module):
+    """Has a weight that a property of its class computes, which the copy's class shares with the original's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = parametrizations.weight_norm(nn.Linear(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x))
+
+
+def test_nothing_of_the_original_hangs_on_a_copy_whose_regions_ran() -> None:
+    copied = real_copy(of_model(nn.Sequential(Normed(), Normed(), nn.Linear(64, 8))))
+    levers = Levers(microbatch_size=32, regions=(Region(modules=("0",)), Region(modules=("1",))))
+    with applied(levers, copied) as step:
+        step(copied.batch)
+        assert external_tensors(copied) == []
 
 
 def test_the_model_itself_is_to_be_reached_by_the_argument() -> None:

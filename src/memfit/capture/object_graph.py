@@ -57,6 +57,7 @@ OPAQUE = (
 """Classes of objects that are not looked into."""
 _MACHINERY = (
     *("memfit.capture.", "memfit.training.guards.", "memfit.levers.parameter_updates", "memfit.pipeline."),
+    "memfit.workload.held_state",  # its reader notes functions, among them those of classes that copies share
     *("_pytest.", "pluggy.", "xdist.", "execnet.", "IPython.", "ipykernel.", "traitlets."),
     *("asyncio.", "_asyncio", "mlflow.", "sqlalchemy.", "tensorboard.", "torch.utils.tensorboard."),
     *("trackio.", "wandb."),
