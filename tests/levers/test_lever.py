@@ -58,6 +58,7 @@ USED: dict[str, dict[str, Any]] = {
     **{name: {"optimizer": value} for name, value in UPDATES.items()},
     "sharding": {**CUT, "sharding": Sharding(world_size=2, mode="ddp")},
     "compilation": {"compiler": "inductor"},
+    "own gradient checkpointing": {"own_checkpointing": "off"},
 }
 """For each lever, what it is used by."""
 HEAD_INSIDE = "a region around the head of the logits"
@@ -164,9 +165,12 @@ def test_each_tells_its_use_and_goes_without_it(lever: Any) -> None:
     assert lever.names(on.levers) <= lever_names(on)
 
 
-@pytest.mark.parametrize("name", [name for name in USED if name not in ("microbatches", "compilation", "sharding")])
+NOT_ON_THIS_MODEL = {"microbatches", "compilation", "sharding", "own gradient checkpointing"}
+
+
+@pytest.mark.parametrize("name", [name for name in USED if name not in NOT_ON_THIS_MODEL])
 def test_none_is_applied_twice(name: str, plan: Plan) -> None:
-    """But microbatches and compilation, which leave the model as it is, and sharding, which needs ranks."""
+    """But those that leave a model as it is, or this one, which does not checkpoint itself; sharding needs ranks."""
     if name == "AdamW with 8-bit states":
         pytest.importorskip("bitsandbytes")
     workload, edited = planned(), under(plan, **USED[name])

@@ -133,6 +133,7 @@ class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
             their names are the module calls of its graphs.
         sharding: How ranks share the step; None for one process. With ranks, `microbatch_size` is of one rank's
             samples.
+        own_checkpointing: The model's own gradient checkpointing, of transformers: "as-is", or "off".
     """
 
     precision: Precision = "32-true"
@@ -143,6 +144,7 @@ class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     optimizer: OptimizerLever = "as-is"
     compiler: CompilerLever = "none"
     sharding: Sharding | None = None
+    own_checkpointing: Literal["as-is", "off"] = "as-is"
 
 
 class LeverUse(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):

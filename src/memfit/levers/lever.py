@@ -157,6 +157,7 @@ class Lever(ABC):
         False  # has code made for each step that it is put on, which takes longer than many steps
     )
     draws_otherwise: ClassVar[bool] = False  # a step draws as many random numbers, and as likely, but other ones
+    frees_modules: ClassVar[bool] = False  # modules may be recomputed under it that the step as it is keeps to itself
     waits: ClassVar[bool] = False  # a step is captured without it first: where that one is slow, it is left out
     rungs: ClassVar[tuple[str, ...]] = ()  # the names of those that it makes of the ladder
     numerics_class: ClassVar[Numerics] = "exact"  # where that does not depend on the step
@@ -242,6 +243,10 @@ class Lever(ABC):
             NotOffered: It adds none.
         """
         return wanted
+
+    def notes(self, step: Setting, levers: Levers) -> list[str]:
+        """Return what a plan that uses it says of it, besides its setting."""
+        return []
 
     def rung(self, name: str, step: Setting, levers: Levers) -> tuple[Levers, str]:
         """Add it to others, as one of its rungs of the ladder; return them, and what was added in words.

@@ -24,6 +24,7 @@ from memfit.levers.checkpointing import ActivationOffload, Checkpointing, Compil
 from memfit.levers.chunked_loss import ChunkedLossLever
 from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, Rung, Running, met
 from memfit.levers.microbatches import Microbatches, microbatch_size_of
+from memfit.levers.own_checkpointing import OwnCheckpointing
 from memfit.levers.parameter_updates import FusedOptimizer, OffloadedOptimizer, OptimizerInBackward, UpdateLever
 from memfit.levers.precision import Precision
 from memfit.levers.replaced_optimizer import Adafactor, AdamW8bit
@@ -53,6 +54,7 @@ LEVERS: tuple[Lever, ...] = (
     ActivationOffload(),
     SharedByRanks(),
     Compilation(),
+    OwnCheckpointing(),
 )
 CONFLICTS: tuple[Conflict, ...] = tuple(conflict for lever in LEVERS for conflict in lever.conflicts)
 """Everything else combines."""

@@ -203,10 +203,15 @@ class _Assembly:
         for index, levers in enumerate(self.wanted):
             self._add(levers)
             progress("solve", index + 1, total)
-        self.notes += refusal_notes(refusals(Regions(self.steps.traces[self.steps.plain])))
         chosen = self._choose()
+        self.notes += refusal_notes(refusals(Regions(self.steps.traces[self._freed(chosen.point.levers)])))
         progress("solve", total, total)
         return held_against(self._frontier(chosen), chosen, self.limits, self._confirm)
+
+    def _freed(self, levers: Levers) -> Levers:
+        """Return the levers of the plain step, with those that free modules for regions where a plan uses them."""
+        freeing = {x.field: getattr(levers, x.field) for x in used_levers(self.steps.on(levers)) if x.frees_modules}
+        return replace(self.steps.plain, **freeing)
 
     def _add(self, levers: Levers) -> Combination:
         self.combinations.append(self.steps.combination(levers, self.excluded))
@@ -517,6 +522,8 @@ class _Assembly:
                 f"compiled microbatches of {', '.join(map(str, sizes))} were not searched: the searched"
                 " compiled steps predict no faster plan there"
             )
+        bare = replace(levers, regions=())
+        notes += [note for lever in used_levers(steps.on(levers)) for note in lever.notes(steps, bare)]
         notes += steps.failures.notes()
         if engine is not None:
             notes.append(
