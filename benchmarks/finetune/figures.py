@@ -1,0 +1,75 @@
+"""The benchmark's summary and the docs' tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.common import Case
+from benchmarks.finetune import measured, paper
+from benchmarks.markdown import head, made_by, row
+from memfit.foundations import format_bytes
+
+
+def summarised(cases: Sequence[Case]) -> dict[str, Any]:
+    """Return the figures that the docs quote."""
+    return {
+        **measured.summary_of([case for case in cases if "stack" in case]),
+        **paper.summary_of([case for case in cases if "setup" in case]),
+        "failed": sum("part" in case for case in cases),
+    }
+
+
+def stacks_table(result: dict[str, Any]) -> str:
+    """Return the small Llama's stacks and plans: peaks, and times where they were taken in turns."""
+    lines = head(("step", "by", "peak, measured", "of plain", "CPU time", "loss of the first step", "levers"))
+    cases = [case for case in result["cases"] if "stack" in case]
+    plains = {case["model"]: case["peak_bytes"] for case in cases if case["stack"] == "plain"}
+    for model in dict.fromkeys(case["model"] for case in cases):
+        lines.append(row((f"**{model}**", *[""] * 6)))
+        for case in (case for case in cases if case["model"] == model):
+            lines.append(row(_stack_cells(case, plains.get(model))))
+    return "\n".join([*lines, "", f"{made_by(result)}."])
+
+
+def _stack_cells(case: Case, plain_bytes: int | None) -> list[str]:
+    name = case["stack"]
+    if "peak_bytes" not in case:
+        return [name, case["by"], case["error_message"], *[""] * 4]
+    share = "" if plain_bytes is None else f"{case['peak_bytes'] / plain_bytes:.1%}"
+    seconds = f"{case['cpu_seconds']:.2f} s" if "cpu_seconds" in case else ""
+    if "time_ratio" in case:
+        seconds += f", ×{case['time_ratio']:.2f} of {case['beside']}'s"
+    peak = f"{case['peak_bytes'] / 2**20:.1f} MiB"
+    return [name, case["by"], peak, share, seconds, f"{case['first_loss']:.6f}", case.get("levers", "")]
+
+
+def paper_table(result: dict[str, Any]) -> str:
+    """Return the lowest peaks of 8 B on paper, beside the bars."""
+    lines = head(("8 B, batch of 1", "card", "class", "layers planned", "lowest peak", "bar", "processor time"))
+    for case in result["cases"]:
+        if "setup" in case and "share" not in case and case["layers"] == paper.LAYERS:
+            lines.append(row(_paper_cells(case)))
+    return "\n".join([*lines, "", f"{made_by(result)}."])
+
+
+def _paper_cells(case: Case) -> list[str]:
+    kind = {"lowest": "32", "fits": "32, for the card"}.get(case["kind"], case["kind"])
+    size = case.get("peak_bytes", case.get("lowest_peak_bytes"))
+    found = case["error_message"] if size is None else format_bytes(size)
+    if case["kind"] == "fits" and size is not None:
+        found += ": fits" if case["fits"] else ": does not fit"
+    bar = "" if case["most_gib"] is None else f"{case['most_gib']:.1f} GiB"
+    return [case["setup"], case["device"], case["numerics"], kind, found, bar, f"{case['plan_cpu_seconds']:.0f} s"]
+
+
+def contexts_table(result: dict[str, Any]) -> str:
+    """Return the context that fits each card, beside those that Unsloth publishes."""
+    lines = head(("card", "memfit: tokens that fit", "Unsloth, published", "transformers with FlashAttention 2"))
+    for device, tokens in paper.UNSLOTH.items():
+        rows = [case for case in result["cases"] if case.get("device") == device and "share" in case]
+        fitting = [case["tokens"] for case in rows if case.get("fits")]
+        tried = f"none of {', '.join(str(case['tokens']) for case in rows)}" if rows else "not planned"
+        found = f"{max(fitting):,}" if fitting else tried
+        lines.append(row((device, found, f"{tokens:,}", f"{paper.HF[device]:,}")))
+    return "\n".join([*lines, "", f"{made_by(result)}."])
