@@ -153,9 +153,17 @@ def test_offloaded_activations_and_optimizer_states_leave_the_same_training(kind
     plan = frontier_plan(kind)
     region = Region(("blocks.0",), offload=True)
     offloaded = replace(plan, levers=replace(plan.levers, regions=(region,)), host_budget_bytes=2**30)
-    states = replace(plan, levers=replace(plan.levers, optimizer="offloaded"), host_budget_bytes=2**30)
+    states = replace(plan, levers=replace(plan.levers, optimizer_state="offloaded"), host_budget_bytes=2**30)
     runs = [trained(p, language_model(), tmp_path / str(n)) for n, p in enumerate((plan, offloaded, states))]
     assert same(runs[0], runs[1]) and same(runs[0], runs[2])
+
+
+def test_offloaded_states_that_come_in_the_backward_pass_leave_the_same_training(kind: str, tmp_path: Path) -> None:
+    make = functools.partial(language_model, max_grad_norm=None)
+    plan = memfit.plan(make(), budget="1GiB", device=kind, numerics="exact", precisions=["32-true"], points=1)
+    both = replace(plan.levers, update="in-backward", optimizer_state="offloaded")
+    both_plan = replace(plan, levers=both, host_budget_bytes=2**30, frontier=[])
+    assert same(trained(plan, make(), tmp_path / "plain"), trained(both_plan, make(), tmp_path / "both"))
 
 
 def test_the_ledger_has_the_bytes_that_the_allocator_counted(kind: str, place: torch.device) -> None:

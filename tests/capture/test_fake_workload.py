@@ -180,7 +180,7 @@ def test_the_fake_step_is_the_real_one(name: str) -> None:
 @pytest.mark.parametrize("name", CONVERSIONS)
 def test_hooks_stay_on_parameters_however_often_a_step_is_captured(name: str) -> None:
     mine = moving(name)
-    levers = Levers(microbatch_size=32, optimizer="in-backward")
+    levers = Levers(microbatch_size=32, update="in-backward")
     for _ in range(3):
         trace = capture_levers(mine, levers, find_device("cpu"))
         assert not any("with data" in note for note in trace.notes)

@@ -35,6 +35,7 @@ from memfit.solver import options
 from memfit.workload import Workload, batch_size_of
 from tests.ir.test_simulate import SHARES_CASTS, differs
 from tests.models import BUILDERS, COSTS, LARGE, cross_entropy, random_selection, transformer
+from tests.update_settings import update_settings
 
 SCENARIOS: dict[str, Callable[[], None]] = {}
 
@@ -173,7 +174,7 @@ def optimizer_states_planned() -> None:
     found_device, whole = find_device("rtx-3090"), Levers(microbatch_size=1)
     peaks, seconds = {}, {}
     for lever in ("as-is", "offloaded", "adamw-8bit"):
-        trace = capture_levers(workload, replace(whole, optimizer=lever), found_device)
+        trace = capture_levers(workload, replace(whole, **update_settings(lever)), found_device)
         made = predict(trace, roofline([trace], found_device), found_device)[0]
         peaks[lever], seconds[lever] = made.peak_bytes, made.step_seconds
     settings = {"device": "rtx-3090", "numerics": "exact", "precisions": ["32-true"], "points": 1}

@@ -42,6 +42,7 @@ from memfit.levers import (
 from memfit.recipes import byte_lm
 from memfit.training import Optimizers
 from memfit.workload import LoopWorkload, Workload
+from tests.update_settings import update_settings
 from tests.workloads import lean, tiny
 
 SRC = Path(memfit.__file__).parent
@@ -55,7 +56,7 @@ USED: dict[str, dict[str, Any]] = {
     "lean norms and activations": {"lean": ("*",)},
     "activation checkpointing": {"regions": (Region(("blocks.0",)),)},
     "activation offload": {"regions": (Region(("blocks.0",), offload=True),)},
-    **{name: {"optimizer": value} for name, value in UPDATES.items()},
+    **{name: update_settings(value) for name, value in UPDATES.items()},
     "sharding": {**CUT, "sharding": Sharding(world_size=2, mode="ddp")},
     "compilation": {"compiler": "inductor"},
     "own gradient checkpointing": {"own_checkpointing": "off"},
@@ -205,7 +206,10 @@ def test_the_host_memory_of_each_is_counted(
 
 
 def test_offloaded_states_are_checked_against_the_host(plan: Plan) -> None:
-    offloaded, huge = under(plan, optimizer="offloaded"), replace(plan.plain, by_category={"optimizer state": 2**60})
+    offloaded, huge = (
+        under(plan, optimizer_state="offloaded"),
+        replace(plan.plain, by_category={"optimizer state": 2**60}),
+    )
     memfit.apply(offloaded, planned()).close()
     memfit.apply(replace(plan, plain=huge), planned()).close()  # nothing of it is in the host's memory by a lever
     with pytest.raises(BudgetError, match="optimizer states in host memory: "):
@@ -232,8 +236,9 @@ def test_a_running_step_keeps_what_does_not_switch(plan: Plan) -> None:
     assert {lever.name for lever in LEVERS if may_follow(plan, **USED[lever.name])} == {
         lever.name for lever in LEVERS if lever.switchable
     }
-    in_backward = replace(plan, levers=replace(plan.levers, optimizer="in-backward"))
-    assert [may_follow(in_backward, optimizer=x) for x in ("as-is", "in-backward", "adafactor")] == [False, True, False]
+    in_backward = replace(plan, levers=replace(plan.levers, update="in-backward"))
+    others: list[dict[str, Any]] = [{}, {"update": "in-backward"}, {"update": "in-backward", "optimizer": "adafactor"}]
+    assert [may_follow(in_backward, **changes) for changes in others] == [False, True, False]
 
 
 def named_levers(source: str) -> list[str]:
@@ -244,7 +249,10 @@ def named_levers(source: str) -> list[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and (
             node.attr in ("chunked_loss", "lean")
-            or (node.attr in ("optimizer", "compiler") and "levers" in ast.unparse(node.value))
+            or (
+                node.attr in ("optimizer", "compiler", "update", "optimizer_state")
+                and "levers" in ast.unparse(node.value)
+            )
         ):
             names.append(f"{ast.unparse(node)}, line {node.lineno}")
         if isinstance(node, ast.Constant) and node.value in values:
@@ -261,7 +269,7 @@ def test_a_name_of_a_lever_is_found(source: str) -> None:
 
 
 def test_nothing_but_the_levers_names_one() -> None:
-    files = [p for p in SRC.rglob("*.py") if p.parent.name != "levers" and p != SRC / "ir" / "plan.py"]
+    files = [p for p in SRC.rglob("*.py") if p.parent.name != "levers" and p != SRC / "ir" / "levers.py"]
     named = {str(p.relative_to(SRC)): names for p in files if (names := named_levers(p.read_text()))}
     assert named == {}
 
@@ -270,7 +278,7 @@ def test_an_updated_optimizer_is_let_go_of() -> None:
     workload = unclipped()
     (lever,) = (x for x in LEVERS if isinstance(x, UpdateLever) and x.value == "in-backward")
     assert not lever.is_applied(workload)
-    with applied(replace(PLAIN, optimizer="in-backward"), workload):
+    with applied(replace(PLAIN, update="in-backward"), workload):
         assert lever.is_applied(workload)
         other = dataclasses.replace(workload, optimizer=torch.optim.SGD(workload.model.parameters()))
         assert not lever.is_applied(other)
@@ -394,7 +402,7 @@ def test_a_link_must_be_known_or_measurable(changes: dict[str, Any], linked: boo
 
 
 @pytest.mark.parametrize(
-    "levers", [{"optimizer": "in-backward"}, {**USED["chunked loss"], **SET[HEAD_INSIDE]}, {"precision": "bf16-true"}]
+    "levers", [{"update": "in-backward"}, {**USED["chunked loss"], **SET[HEAD_INSIDE]}, {"precision": "bf16-true"}]
 )
 def test_verbs_refuse_plans_made_by_hand(levers: dict[str, Any]) -> None:
     plan = memfit.plan(lean(), budget="1GiB", numerics="exact", precisions=["32-true"], points=1)
@@ -421,20 +429,20 @@ def test_the_optimizer_is_changed_where_nothing_else_is_cheap(captures: list[Lev
     plain_bytes = memfit.estimate(workload).peak_bytes
     gradient_bytes = sum(p.nbytes for p in workload.model.parameters())
     roomy = memfit.plan(workload, budget=2 * plain_bytes, **options)
-    assert roomy.levers.optimizer == "as-is" and {levers.optimizer for levers in captures} == {"as-is"}
+    assert {(x.optimizer, x.update) for x in (roomy.levers, *captures)} == {("as-is", "after")}
     captures.clear()
     with pytest.raises(InfeasibleError) as lowest:
         memfit.plan(dataclasses.replace(workload, max_grad_norm=1.0), budget="1MiB", numerics="exact", points=1)
     # Clipping needs whole gradients. What else is captured is for the advice.
-    assert "in-backward" not in {levers.optimizer for levers in captures}
+    assert {levers.update for levers in captures} == {"after"}
     budget = int(lowest.value.lowest_peak_bytes - 0.2 * gradient_bytes)
     with pytest.raises(InfeasibleError):
         memfit.plan(workload, budget=budget, optimizers=(), **options)
     captures.clear()
     tight = memfit.plan(workload, budget=budget, **options)
-    assert tight.levers.optimizer == "in-backward" and tight.classes["optimizer in the backward pass"] == "exact"
-    bare = {replace(levers, regions=()) for levers in captures if levers.optimizer != "as-is"}
-    assert bare == {Levers(microbatch_size=1, optimizer="in-backward")}
+    assert tight.levers.update == "in-backward" and tight.classes["optimizer in the backward pass"] == "exact"
+    bare = {replace(levers, regions=()) for levers in captures if levers.update != "after"}
+    assert bare == {Levers(microbatch_size=1, update="in-backward")}
     assert "optimizer" in str(tight) and "in-backward" in str(tight)
     verification = memfit.verify(tight, workload, steps=0)
     assert verification.holds and verification.bitwise, verification.failures

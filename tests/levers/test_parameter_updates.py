@@ -22,6 +22,7 @@ from memfit.levers import applied, check_combination
 from memfit.recipes import byte_lm
 from memfit.workload import Workload, batch_size_of
 from tests.measuring import peaks
+from tests.update_settings import update_settings
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
@@ -73,7 +74,7 @@ def test_steps_are_bitwise_those_of_the_plain_step(optimizer: str, lever: Any, o
         return
     made = dataclasses.replace(workload(optimizer), max_grad_norm=0.5 if lever == "offloaded" else None)
     levers = Levers(**{"microbatch_size": 4, **others})
-    found, expected = after(made, replace(levers, optimizer=lever)), after(made, levers)
+    found, expected = after(made, replace(levers, **update_settings(lever))), after(made, levers)
     assert found[0] == expected[0]
     assert found[1] == (expected[1] if lever == "offloaded" else pytest.approx(expected[1], rel=1e-6))
     assert all(torch.equal(a, b) for a, b in zip(found[2], expected[2], strict=True))
@@ -86,7 +87,7 @@ def test_saving_is_predicted(regions: tuple[Region, ...]) -> None:
     large = byte_lm(n_layer=4, d_model=128, n_head=2, context=32, batch_size=1, max_grad_norm=None, max_bytes=200_000)
     plain = Levers(microbatch_size=1, regions=regions)
     predicted, measured = peaks(large, plain)
-    lean_predicted, lean_measured = peaks(large, replace(plain, optimizer="in-backward"))
+    lean_predicted, lean_measured = peaks(large, replace(plain, update="in-backward"))
     assert lean_predicted == pytest.approx(lean_measured, rel=0.01)
     assert predicted - lean_predicted == pytest.approx(measured - lean_measured, rel=0.05)
     gradient_bytes = sum(p.nbytes for p in large.model.parameters())
@@ -131,7 +132,7 @@ def fail(*_: Any) -> None:
 def test_small_gradients_wait_and_are_used_together(monkeypatch: pytest.MonkeyPatch) -> None:
     made, updated = wide(monkeypatch)
     parameters = list(made.model.parameters())
-    with applied(Levers(microbatch_size=2, optimizer="in-backward"), made) as step:
+    with applied(Levers(microbatch_size=2, update="in-backward"), made) as step:
         most = 0
 
         def count(_: Any) -> None:
@@ -149,7 +150,7 @@ def test_small_gradients_wait_and_are_used_together(monkeypatch: pytest.MonkeyPa
 
 def test_an_error_in_the_backward_pass_leaves_no_gradient_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     made, updated = wide(monkeypatch, fails=True)
-    with applied(Levers(microbatch_size=2, optimizer="in-backward"), made) as step:
+    with applied(Levers(microbatch_size=2, update="in-backward"), made) as step:
         with pytest.raises(MemoryError):
             step(made.batch)
     assert updated  # the error came after some parameters had been updated
@@ -159,7 +160,7 @@ def test_an_error_in_the_backward_pass_leaves_no_gradient_that_waits(monkeypatch
 def test_gradients_are_shown_and_used_by_nobody() -> None:
     made = workload()
     weights = [p.detach().clone() for p in made.model.parameters()]
-    with applied(Levers(microbatch_size=4, optimizer="in-backward"), made) as step:
+    with applied(Levers(microbatch_size=4, update="in-backward"), made) as step:
         _, gradients = step.gradients(made.batch)
     assert len(gradients) == len(weights)
     assert all(torch.equal(a, b) for a, b in zip(weights, made.model.parameters(), strict=True))
@@ -179,7 +180,7 @@ def test_a_loss_or_gradients_that_can_not_be_used_are_told_of(
 ) -> None:
     made = dataclasses.replace(workload(), loss_fn=loss_fn)
     weights = [p.detach().clone() for p in made.model.parameters()]
-    with applied(Levers(microbatch_size=4, optimizer="in-backward"), made) as step, pytest.raises(error, match=text):
+    with applied(Levers(microbatch_size=4, update="in-backward"), made) as step, pytest.raises(error, match=text):
         step(made.batch)
     unchanged = all(torch.equal(a, b) for a, b in zip(weights, made.model.parameters(), strict=True))
     assert unchanged == ("updated already" not in text)
@@ -202,7 +203,7 @@ class Reentrant(nn.Module):
 def test_gradients_that_arrive_in_parts_are_refused() -> None:
     model = Reentrant()
     made = Workload(model, torch.ones(2, 4), lambda m, x: m(x), torch.optim.SGD(model.parameters(), lr=0.1))
-    with applied(Levers(microbatch_size=batch_size_of(made.batch), optimizer="in-backward"), made) as step:
+    with applied(Levers(microbatch_size=batch_size_of(made.batch), update="in-backward"), made) as step:
         with pytest.raises(PlanError, match="got its gradient twice"):
             step(made.batch)
 
@@ -226,7 +227,7 @@ def test_large_states_are_moved_once_each_way_and_states_that_were_there_go_on()
     with applied(Levers(microbatch_size=4), made) as step:
         step(made.batch)
     large = sum(v.nbytes for values in made.optimizer.state.values() for v in values.values() if v.nbytes >= 2**16)
-    with applied(Levers(microbatch_size=4, optimizer="offloaded"), made) as step:
+    with applied(Levers(microbatch_size=4, optimizer_state="offloaded"), made) as step:
         held = {id(v) for values in made.optimizer.state.values() for v in values.values()}
         with Moved() as moved:
             step(made.batch)
@@ -238,7 +239,7 @@ def test_large_states_are_moved_once_each_way_and_states_that_were_there_go_on()
 def test_a_training_goes_on_from_either_kind_of_checkpoint(tmp_path: Path) -> None:
     sizes = {"vocabulary_size": 1024}
     plan = memfit.plan(workload(**sizes), budget="1GiB", numerics="exact", precisions=["32-true"], points=1)
-    offloaded = replace(plan, levers=replace(plan.levers, optimizer="offloaded"), frontier=[])
+    offloaded = replace(plan, levers=replace(plan.levers, optimizer_state="offloaded"), frontier=[])
     weights = []
     for folder, first, second in (("a", plan, plan), ("b", offloaded, plan), ("c", plan, offloaded)):
         torch.manual_seed(0)

@@ -20,6 +20,7 @@ from memfit.levers import applied
 from memfit.recipes import byte_lm
 from memfit.workload import Workload, fingerprint
 from tests.measuring import peaks
+from tests.update_settings import update_settings
 
 LEVERS: list[OptimizerLever] = ["adamw-8bit", "adafactor"]
 EIGHT_BITS = Levers(microbatch_size=2, optimizer="adamw-8bit")
@@ -144,13 +145,25 @@ def plan() -> Plan:
     return memfit.plan(workload(), budget="1GiB", numerics="exact", precisions=["32-true"], points=1)
 
 
-def with_optimizer(plan: Plan, lever: OptimizerLever) -> Plan:
-    return replace(plan, levers=replace(plan.levers, optimizer=lever), allowed="changed", frontier=[])
+def with_settings(plan: Plan, *values: str) -> Plan:
+    return replace(plan, levers=replace(plan.levers, **update_settings(*values)), allowed="changed", frontier=[])
 
 
-@pytest.mark.parametrize("lever", ["adamw-8bit", pytest.param("adafactor", marks=pytest.mark.ci), "in-backward"])
-def test_a_training_is_resumed_bitwise(lever: OptimizerLever, plan: Plan, tmp_path: Path) -> None:
-    planned, weights = with_optimizer(plan, lever), []
+@pytest.mark.parametrize(
+    "values",
+    [
+        ("adamw-8bit",),
+        pytest.param(("adafactor",), marks=pytest.mark.ci),
+        ("in-backward",),
+        ("in-backward", "adamw-8bit"),
+        ("in-backward", "adamw-8bit", "offloaded"),
+        pytest.param(("in-backward", "adafactor"), marks=pytest.mark.ci),
+        pytest.param(("in-backward", "offloaded"), marks=pytest.mark.ci),
+    ],
+    ids=" ".join,
+)
+def test_a_training_is_resumed_bitwise(values: tuple[str, ...], plan: Plan, tmp_path: Path) -> None:
+    planned, weights = with_settings(plan, *values), []
     for folder, stops in (("whole", [6]), ("resumed", [3, 6])):
         torch.manual_seed(0)
         for stop in stops:
@@ -162,7 +175,7 @@ def test_a_training_is_resumed_bitwise(lever: OptimizerLever, plan: Plan, tmp_pa
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(plan: Plan, tmp_path: Path) -> None:
-    memfit.train(with_optimizer(plan, "adafactor"), workload(), out=tmp_path / "run", steps=2)
+    memfit.train(with_settings(plan, "adafactor"), workload(), out=tmp_path / "run", steps=2)
     with pytest.raises(CheckpointError, match=r"state of Adafactor.*levers\.optimizer"):
         memfit.train(plan, workload(), out=tmp_path / "run", steps=3, resume=True)
 

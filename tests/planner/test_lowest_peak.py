@@ -120,6 +120,7 @@ def by_hand(made: Workload, plan: Plan) -> Iterator[Levers]:
     blocks = [fqn for fqn, _ in made.model.named_modules() if fqn and fqn.rpartition(".")[2].isdigit()]
     near = [replace(own, precision=precision) for precision in PRECISIONS]
     near += [replace(own, optimizer=optimizer) for optimizer in get_args(OptimizerLever)]
+    near += [replace(own, update="in-backward"), replace(own, update="after")]
     near += [replace(own, microbatch_size=each) for each in sorted({1, 2, size // 2 or 1, size})]
     near += [replace(own, lean=lean) for lean in ((), ("*",))]
     chunked = [ChunkedLoss(head=head, rows=16) for head in linear[-1:]]

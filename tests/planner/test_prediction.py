@@ -14,12 +14,13 @@ from torch import nn
 
 from memfit.cost import kernels_bytes, roofline
 from memfit.hardware import find_device
-from memfit.ir import Levers, OptimizerLever, Precision, Region, Trace
+from memfit.ir import Levers, Precision, Region, Trace
 from memfit.planner import Captures, StepVariant, capture_levers, captured_through, predict
 from memfit.workload import Workload, batch_size_of
 from tests.gpus import AMPERE
 from tests.models import BUILDERS, COSTS, plain_trace, squared_error, transformer
 from tests.pipeline.test_plan import Caching
+from tests.update_settings import update_settings
 
 DEVICE = find_device("cpu")
 CHOICES: tuple[tuple[Precision, int, tuple[str, ...]], ...] = (
@@ -55,12 +56,12 @@ def test_captures_are_those_of_each_by_itself(name: str) -> None:
 @pytest.mark.parametrize(
     ("optimizer", "precision"), [("in-backward", "32-true"), ("as-is", "bf16-true"), ("as-is", "16-mixed")]
 )
-def test_what_changes_the_optimizers_state_starts_without(optimizer: OptimizerLever, precision: Precision) -> None:
+def test_what_changes_the_optimizers_state_starts_without(optimizer: str, precision: Precision) -> None:
     workload = dataclasses.replace(transformer(layers=1), bf16_updates="master-weights", max_grad_norm=None)
     captures = Captures(workload, DEVICE)
     plain = Levers(microbatch_size=batch_size_of(workload.batch))
     captures(plain)
-    levers = Levers(precision=precision, microbatch_size=plain.microbatch_size, optimizer=optimizer)
+    levers = Levers(precision=precision, microbatch_size=plain.microbatch_size, **update_settings(optimizer))
     assert captures(levers) == capture_levers(workload, levers, DEVICE)
     assert captures(plain) == capture_levers(workload, plain, DEVICE)
 

@@ -31,6 +31,7 @@ from memfit.recomputation import checking, checkpointed
 from memfit.recomputation.probe import Expected, _sums, checksum, report
 from memfit.report.summary import proof_text
 from memfit.workload import Workload
+from tests.update_settings import update_settings
 
 
 class Opaque:
@@ -114,7 +115,7 @@ def unproven(made: Workload, regions: tuple[Region, ...], **levers: Any) -> Plan
 
 @pytest.mark.parametrize("optimizer", ["as-is", "in-backward"])
 def test_the_first_step_refuses_what_differs_and_updates_nothing(optimizer: str) -> None:
-    plan = unproven(workload(2), (Region(("1", "2")), Region(("4",))), optimizer=optimizer)
+    plan = unproven(workload(2), (Region(("1", "2")), Region(("4",))), **update_settings(optimizer))
     assert not plan.is_proven
     made = workload(2)
     before = [p.detach().clone() for p in made.model.parameters()]
@@ -136,7 +137,7 @@ class Later(Opaque):
 
 @pytest.mark.parametrize("optimizer", ["as-is", "in-backward"])
 def test_only_the_first_step_is_checked_and_it_changes_nothing(optimizer: str) -> None:
-    plan = unproven(workload(), (Region(("1", "2")), Region(("4",))), optimizer=optimizer)
+    plan = unproven(workload(), (Region(("1", "2")), Region(("4",))), **update_settings(optimizer))
     assert is_exact(plan, workload)
 
     def later() -> Workload:

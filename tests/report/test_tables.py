@@ -155,8 +155,10 @@ def test_levers_are_told_with_their_classes(plan: Plan) -> None:
     ]
     text = shown(plan_table(plan), width=160)
     assert all(text.count(row.setting) == 1 for row in lever_rows(plan))
-    assert levers_text(with_levers(plan, replace(levers, optimizer="in-backward"))) == (
-        "tf32, optimizer in-backward, microbatch 6, chunked loss, norms recomputed, 2 regions, 1 offloaded"
+    together = replace(levers, optimizer="as-is", update="in-backward", optimizer_state="offloaded")
+    assert levers_text(with_levers(plan, together)) == (
+        "tf32, optimizer offloaded, optimizer in-backward, microbatch 6, chunked loss, norms recomputed, 2 regions,"
+        " 1 offloaded"
     )
 
 
@@ -171,6 +173,9 @@ def test_different_points_are_told_apart(plan: Plan) -> None:
         {"chunked_loss": ChunkedLoss(head="head", rows=128)},
         {"lean": ("*",)},
         *({"optimizer": name} for name in get_args(OptimizerLever) if name != "as-is"),
+        {"update": "in-backward"},
+        {"optimizer_state": "offloaded"},
+        {"update": "in-backward", "optimizer_state": "offloaded"},
     ]
     every = [replace(Levers(microbatch_size=16), **change) for change in changes]
     points = [replace(plan.frontier[0], levers=x, uses=lever_uses(LeversOn(x, 16))) for x in every]

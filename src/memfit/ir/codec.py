@@ -46,7 +46,16 @@ def decode(data: bytes, kind: type[T], *, source: str, error: type[UsageError] =
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as e:
-        raise error(f"{source} is not a valid {noun}: {e}") from e
+        advice = next((f". What to do: {text}" for why, text in _advice.items() if why in str(e)), "")
+        raise error(f"{source} is not a valid {noun}: {e}{advice}") from e
+
+
+_advice: dict[str, str] = {}
+
+
+def advise(why: str, text: str) -> None:
+    """Have errors of records that are not valid say what to do, where msgspec's message says a certain why."""
+    _advice[why] = text
 
 
 def read(path: str | Path, kind: type[T], *, error: type[UsageError] = PlanError) -> T:

@@ -11,11 +11,17 @@ from typing import Literal, get_args
 
 import msgspec
 
+from memfit.errors import PlanError
+from memfit.ir import codec
 from memfit.ir.codec import Shown
 
 Precision = Literal["32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true"]
 CompilerLever = Literal["none", "inductor", "inductor-channels-last"]
-OptimizerLever = Literal["as-is", "in-backward", "fused", "offloaded", "adamw-8bit", "adafactor"]
+OptimizerLever = Literal["as-is", "fused", "adamw-8bit", "adafactor"]
+UpdateTime = Literal["after", "in-backward"]
+StatePlace = Literal["on-device", "offloaded"]
+UpdateSetting = Literal["as-is", "fused", "adamw-8bit", "adafactor", "in-backward", "offloaded"]
+"""A way of updating parameters that may be tried: values of `Levers.optimizer`, `.update` and `.optimizer_state`."""
 Numerics = Literal["exact", "reordered", "reduced", "changed"]
 NUMERICS: tuple[Numerics, ...] = get_args(Numerics)
 """Numerics classes, from the strictest to the freest."""
@@ -125,15 +131,21 @@ class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         chunked_loss: Chunks of a language model's loss; None computes the loss whole.
         lean: FQNs of normalisations, activations and dropouts that recompute their outputs in the backward pass; *
             matches anything.
-        optimizer: The update of parameters: "as-is" by the user's optimizer, "in-backward" as soon as each gradient is
-            computed, "fused" by its fused step, "offloaded" with its states in the host's memory, "adamw-8bit" or
-            "adafactor" by these optimizers, with less state.
+        optimizer: The optimizer that updates the parameters: "as-is" the user's, "fused" the user's by its fused step,
+            "adamw-8bit" or "adafactor" these, with less state.
         compiler: The compiler of the model and the loss: "none", "inductor" (`torch.compile`), or
             "inductor-channels-last", with the channels of convolutions last. The compiled code then recomputes regions;
             their names are the module calls of its graphs.
         sharding: How ranks share the step; None for one process. With ranks, `microbatch_size` is of one rank's
             samples.
         own_checkpointing: The model's own gradient checkpointing, of transformers: "as-is", or "off".
+        update: When each parameter is updated: "after" the backward pass, or "in-backward" as soon as its gradient is
+            computed, which is then freed.
+        optimizer_state: Where the optimizer's state is between updates: "on-device", or "offloaded" to the host's
+            memory.
+
+    Raises:
+        PlanError: `optimizer` has a value that another field has now.
     """
 
     precision: Precision = "32-true"
@@ -145,6 +157,22 @@ class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     compiler: CompilerLever = "none"
     sharding: Sharding | None = None
     own_checkpointing: Literal["as-is", "off"] = "as-is"
+    update: UpdateTime = "after"
+    optimizer_state: StatePlace = "on-device"
+
+    def __post_init__(self) -> None:
+        """Refuse an earlier value, which would be left out silently."""
+        if advice := _MOVED.get(self.optimizer):
+            raise PlanError(f"levers.optimizer={self.optimizer!r} is a setting of its own: {advice}")
+
+
+_MOVED = {
+    "in-backward": "set levers.update to 'in-backward', and levers.optimizer to 'as-is'",
+    "offloaded": "set levers.optimizer_state to 'offloaded', and levers.optimizer to 'as-is'",
+}
+"""What stands in place of values that `Levers.optimizer` had before its settings combined."""
+for _value, _advice in _MOVED.items():
+    codec.advise(f"Invalid enum value '{_value}'", _advice)
 
 
 class LeverUse(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):

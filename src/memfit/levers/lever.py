@@ -6,9 +6,10 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import msgspec
+import torch
 from torch import nn
 
 from memfit.ir import (
@@ -132,6 +133,16 @@ class LeversOn:
     couples_batch: bool = False  # whether the model or the loss couples the samples of a batch
 
 
+class PartialUpdates(Protocol):
+    """Updates some parameters of an optimizer at a time."""
+
+    def update(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
+        """Update some parameters of one of the optimizer's groups from their gradients."""
+
+    def settle(self) -> None:
+        """Wait until what it moved is there, at the end of a step."""
+
+
 @dataclass(frozen=True)
 class Running:
     """A step in the making: each lever takes one and hands one on."""
@@ -140,6 +151,7 @@ class Running:
     options: StepOptions
     mesh: DeviceMesh | None = None  # of the ranks that share the step; None for those of the default process group
     is_part: bool = False  # whether the batch is one rank's part
+    partial: PartialUpdates | None = None  # how some parameters are updated; None for the optimizer's step for them
 
 
 Rung = Callable[[Setting, Levers], tuple[Levers, str]]
@@ -229,6 +241,10 @@ class Lever(ABC):
     def changes_state(self, levers: Levers) -> bool:
         """Tell whether the optimizer holds another state under it."""
         return False
+
+    def state_bytes(self, state_bytes: int) -> int:
+        """Return the most bytes that the optimizer's state has under it, of those that the user's optimizer has."""
+        return state_bytes
 
     def host_bytes(self, state_bytes: int, host_budget_bytes: int) -> int:
         """Return the host memory that it takes, with an optimizer's state of some size, within what levers may take."""

@@ -1,4 +1,7 @@
-"""Ways of updating the parameters: the base of the levers that `Levers.optimizer` sets, and three of them.
+"""Ways of updating the parameters: the base of their levers, and three of them.
+
+Which optimizer updates (`Levers.optimizer`), where its state is (`Levers.optimizer_state`) and when it updates
+(`Levers.update`) are levers that combine: each takes the step as those before it left it, in that order.
 
 - The optimizer in the backward pass uses each gradient as soon as it is there, and frees it: they are never all in
   memory. Autograd tells when a parameter's gradient is complete (`Tensor.register_post_accumulate_grad_hook`); the
@@ -13,7 +16,8 @@
 - Optimizer states in host memory, for GPUs, each come to the device for their parameter's update only. The optimizer
   takes its step for one parameter at a time, with the same operators as in its whole step, so that the weights are
   bitwise the same. States are copied to the device before, and back after, in the order of the computation; host memory
-  is pinned. On the CPU the host's memory is the device's, and nothing is saved.
+  is pinned. On the CPU the host's memory is the device's, and nothing is saved. In the backward pass, states come as
+  their parameter's gradient does.
 """
 
 from __future__ import annotations
@@ -35,8 +39,8 @@ import torch
 from memfit import workload
 from memfit._torch import replaced
 from memfit.errors import PlanError
-from memfit.ir import Device, Levers, OptimizerLever, Trace
-from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, Running, Setting
+from memfit.ir import Device, Levers, Trace, UpdateSetting
+from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, PartialUpdates, Running, Setting
 from memfit.levers.microbatches import MICROBATCHES
 from memfit.recomputation import is_worth_moving
 from memfit.workload import Workload
@@ -51,56 +55,58 @@ _FUSED_KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.
 _FUSED_ON = {"fused": True, "foreach": False}
 _BEFORE_FUSED = weakref.WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, Any]]]()
 """What the groups of optimizers had before memfit switched their fused steps on."""
-_UPDATING: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerLever] = weakref.WeakKeyDictionary()
-"""The lever that is applied to an optimizer at present."""
+_UPDATING: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[UpdateSetting]] = weakref.WeakKeyDictionary()
+"""The settings that are applied to an optimizer at present."""
 _INSTEAD = {
-    "bf16-true": "use 'bf16-mixed', or set levers.optimizer to 'as-is'",
-    "16-mixed": "use 'bf16-mixed', or set levers.optimizer to 'as-is'",
-    Circumstance.CLIPPING: "set Workload.max_grad_norm=None, or levers.optimizer to 'as-is'",
-    Circumstance.FOREIGN_OPTIMIZER: "use an optimizer of torch.optim, or set levers.optimizer to 'as-is'",
-    Circumstance.GRADIENT_HOOKS: "set levers.optimizer to 'as-is'",
-    Circumstance.OPTIMIZER_HOOKS: "set levers.optimizer to 'as-is', or call the hooks' code after the step",
-    Circumstance.JITTOR: "set levers.optimizer to 'as-is'",
-    MICROBATCHES: "set levers.microbatch_size to the whole batch, or levers.optimizer to 'as-is'",
-    Circumstance.NO_LINK: "name a GPU with a known link_bytes_per_second, or set levers.optimizer to 'as-is'",
-    Circumstance.SEVERAL_OPTIMIZERS: "use one optimizer with several groups, or set levers.optimizer to 'as-is'",
+    "bf16-true": "use 'bf16-mixed', or set {off}",
+    "16-mixed": "use 'bf16-mixed', or set {off}",
+    Circumstance.CLIPPING: "set Workload.max_grad_norm=None, or {off}",
+    Circumstance.FOREIGN_OPTIMIZER: "use an optimizer of torch.optim, or set {off}",
+    Circumstance.GRADIENT_HOOKS: "set {off}",
+    Circumstance.OPTIMIZER_HOOKS: "set {off}, or call the hooks' code after the step",
+    Circumstance.JITTOR: "set {off}",
+    MICROBATCHES: "set levers.microbatch_size to the whole batch, or {off}",
+    Circumstance.NO_LINK: "name a GPU with a known link_bytes_per_second, or set {off}",
+    Circumstance.SEVERAL_OPTIMIZERS: "use one optimizer with several groups, or set {off}",
 }
 """What to do about a conflict with a way of updating parameters."""
+_OFF = {"optimizer": "as-is", "optimizer_state": "on-device", "update": "after"}
+"""The value of each field that sets a way of updating parameters, where none is set."""
 
 
 class UpdateLever(Lever):
     """A way of updating the parameters, tried where no plan with the user's own optimizer as it is is cheap.
 
     Attributes:
-        value: Of `Levers.optimizer`.
+        value: Of its field.
     """
 
     field = "optimizer"
-    value: ClassVar[OptimizerLever]
+    value: ClassVar[UpdateSetting]
 
     def is_used(self, on: LeversOn) -> bool:
-        return on.levers.optimizer == self.value
+        return bool(getattr(on.levers, self.field) == self.value)
 
     def words(self, on: LeversOn) -> tuple[str, str]:
         return self.value, f"optimizer {self.value}"
 
     def is_applied(self, workload: Workload) -> bool:
-        return _UPDATING.get(workload.optimizer) == self.value
+        return self.value in _UPDATING.get(workload.optimizer, ())
 
     @contextlib.contextmanager
     def apply(self, levers: Levers, running: Running) -> Iterator[Running]:
-        optimizer = running.workload.optimizer
-        if optimizer in _UPDATING:
+        applied = _UPDATING.setdefault(running.workload.optimizer, set())
+        if self.value in applied:
             raise PlanError(
-                f"levers.optimizer={_UPDATING[optimizer]!r} is applied to Workload.optimizer already: call close() on"
-                " the earlier step first"
+                f"levers.{self.field}={self.value!r} is applied to Workload.optimizer already: call close() on the"
+                " earlier step first"
             )
-        _UPDATING[optimizer] = self.value
+        applied.add(self.value)
         try:
             with self.updating(running) as changed:
                 yield changed
         finally:
-            del _UPDATING[optimizer]
+            applied.remove(self.value)
 
     @abc.abstractmethod
     def updating(self, running: Running) -> AbstractContextManager[Running]:
@@ -110,8 +116,8 @@ class UpdateLever(Lever):
         return True
 
     def fallback(self, base: Levers) -> Levers:
-        """Return a combination with it."""
-        return msgspec.structs.replace(base, optimizer=self.value)
+        """Return a combination with it, beside the settings of other fields."""
+        return msgspec.structs.replace(base, **{self.field: self.value})
 
     def most_saved_bytes(self, trace: Trace) -> int:
         """Return a bound on the bytes that it saves of a step."""
@@ -121,10 +127,13 @@ class UpdateLever(Lever):
         return self.fallback(levers), self.value
 
 
-def update_conflicts(name: str, reasons: Mapping[str, str], *own: Conflict) -> tuple[Conflict, ...]:
+def update_conflicts(
+    name: str, reasons: Mapping[str, str], *own: Conflict, field: str = "optimizer"
+) -> tuple[Conflict, ...]:
     """Return the conflicts of a way of updating parameters: its own, those of some reasons, and Jittor's."""
     reasons = {**reasons, Circumstance.JITTOR: "this lever needs PyTorch"}
-    return *own, *(Conflict(name, other, why, _INSTEAD[other]) for other, why in reasons.items())
+    off = f"levers.{field} to '{_OFF[field]}'"
+    return *own, *(Conflict(name, other, why, _INSTEAD[other].format(off=off)) for other, why in reasons.items())
 
 
 def state_bytes(trace: Trace) -> int:
@@ -155,10 +164,26 @@ def restricted(
         optimizer.param_groups, group["params"] = groups, before
 
 
+class OptimizerStep:
+    """An optimizer's own step, for some of its parameters."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def update(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
+        """Take the step for some parameters of one group."""
+        with restricted(self._optimizer, group, parameters):
+            self._optimizer.step()
+
+    def settle(self) -> None:
+        """Wait for nothing."""
+
+
 class OptimizerInBackward(UpdateLever):
     """Each parameter updated as soon as its gradient is there, which is then freed."""
 
     name = IN_BACKWARD
+    field = "update"
     rungs = (IN_BACKWARD,)
     value = "in-backward"
     conflicts = update_conflicts(
@@ -177,11 +202,12 @@ class OptimizerInBackward(UpdateLever):
             ),
             Circumstance.FOREIGN_OPTIMIZER: "its step may use gradients of other parameters",
         },
+        field=field,
     )
 
     @contextlib.contextmanager
     def updating(self, running: Running) -> Iterator[Running]:
-        with contextlib.closing(InBackward(running.workload.optimizer)) as updating:
+        with contextlib.closing(InBackward(running.workload.optimizer, running.partial)) as updating:
             yield dataclasses.replace(running, options=dataclasses.replace(running.options, in_backward=updating))
 
     def most_saved_bytes(self, trace: Trace) -> int:
@@ -190,10 +216,15 @@ class OptimizerInBackward(UpdateLever):
 
 
 class InBackward:
-    """Takes the steps of an optimizer of `torch.optim` in the backward pass, while `taken` is entered."""
+    """Takes the steps of an optimizer in the backward pass, while `taken` is entered.
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+    Args:
+        optimizer: One that updates each parameter by itself.
+        partial: How it updates some of its parameters; None for a step of its own.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, partial: PartialUpdates | None = None) -> None:
+        self._partial = partial or OptimizerStep(optimizer)
         self._groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         self._handles = [p.register_post_accumulate_grad_hook(self._update) for p in self._groups if p.requires_grad]
         self._norms: dict[torch.Tensor, torch.Tensor] = {}
@@ -218,6 +249,7 @@ class InBackward:
                 yield
                 with self._lock:
                     self._use()
+                self._partial.settle()
             finally:
                 for parameter in self._waiting:  # where an error came before they were used
                     parameter.grad = None
@@ -239,8 +271,7 @@ class InBackward:
             if parameter in self._arrived:
                 raise PlanError(
                     f"a parameter of shape {tuple(parameter.shape)} got its gradient twice in one backward pass, as"
-                    " under reentrant checkpointing, and the first one was used already: set levers.optimizer to"
-                    " 'as-is'"
+                    " under reentrant checkpointing, and the first one was used already: set levers.update to 'after'"
                 )
             self._arrived.add(parameter)
             self._waiting.append(parameter)
@@ -259,8 +290,7 @@ class InBackward:
             self._norms[parameter] = torch.linalg.vector_norm(gradient, dtype=dtype)
             waiting.setdefault(id(self._groups[parameter]), []).append(parameter)
         for parameters in waiting.values():
-            with restricted(self._optimizer, self._groups[parameters[0]], parameters):
-                self._optimizer.step()
+            self._partial.update(self._groups[parameters[0]], parameters)
             for parameter in parameters:
                 parameter.grad = None
         self._waiting, self._waiting_bytes = [], 0
@@ -344,6 +374,7 @@ class OffloadedOptimizer(UpdateLever):
     """Optimizer states in pinned host memory between updates."""
 
     name = OFFLOADED
+    field = "optimizer_state"
     rungs = (OFFLOADED,)
     value = "offloaded"
     conflicts = update_conflicts(
@@ -355,38 +386,46 @@ class OffloadedOptimizer(UpdateLever):
             Circumstance.OPTIMIZER_HOOKS: "they would run once per parameter, not once per step",
             Circumstance.FOREIGN_OPTIMIZER: "its step may use states of other parameters",
         },
+        field=field,
     )
 
     @contextlib.contextmanager
     def updating(self, running: Running) -> Iterator[Running]:
         with contextlib.closing(OffloadedState(running.workload.optimizer)) as state:
-            yield dataclasses.replace(running, options=dataclasses.replace(running.options, update=state.step))
+            options = dataclasses.replace(running.options, update=state.step)
+            yield dataclasses.replace(running, options=options, partial=state)
 
     def host_bytes(self, state_bytes: int, host_budget_bytes: int) -> int:
         return state_bytes
 
 
 class OffloadedState:
-    """Keeps the states of an optimizer of `torch.optim`, those that it has too, in host memory between its steps."""
+    """Keeps the states of an optimizer, those that it has too, in host memory between its steps.
+
+    Args:
+        optimizer: One that updates each parameter by itself.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._hosts: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
         for parameter in list(optimizer.state):
             self._send(parameter)
-        self._settle()
+        self.settle()
 
     def step(self) -> None:
         """Update every parameter that has a gradient."""
         for group in self._optimizer.param_groups:
-            for parameter in list(group["params"]):
-                if parameter.grad is None:
-                    continue
-                self._fetch(parameter)
-                with restricted(self._optimizer, group, [parameter]):
-                    self._optimizer.step()
-                self._send(parameter)
-        self._settle()
+            self.update(group, [parameter for parameter in group["params"] if parameter.grad is not None])
+        self.settle()
+
+    def update(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
+        """Update some parameters of one group, one after the other, each with its states on its device meanwhile."""
+        for parameter in parameters:
+            self._fetch(parameter)
+            with restricted(self._optimizer, group, [parameter]):
+                self._optimizer.step()
+            self._send(parameter)
 
     def close(self) -> None:
         """Bring the states back to their parameters' devices."""
@@ -422,7 +461,7 @@ class OffloadedState:
                 workload.transfers.wait(host)
                 values[name] = host
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait until what was sent is there: others read it without asking the device."""
         device = next((p.device for group in self._optimizer.param_groups for p in group["params"]), None)
         if device is not None and device.type != "cpu":

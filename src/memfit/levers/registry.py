@@ -36,17 +36,15 @@ from memfit.workload import Loop, LoopWorkload, Workload, fingerprint, generator
 if TYPE_CHECKING:  # distributed packages take a second to import
     from torch.distributed.device_mesh import DeviceMesh
 
-UPDATES: tuple[UpdateLever, ...] = (
-    OptimizerInBackward(),
-    FusedOptimizer(),
-    OffloadedOptimizer(),
-    AdamW8bit(),
-    Adafactor(),
-)
+_OPTIMIZERS: tuple[UpdateLever, ...] = (FusedOptimizer(), AdamW8bit(), Adafactor())
+_OFFLOADED, _IN_BACKWARD = OffloadedOptimizer(), OptimizerInBackward()
+UPDATES: tuple[UpdateLever, ...] = (_IN_BACKWARD, _OPTIMIZERS[0], _OFFLOADED, *_OPTIMIZERS[1:])
 """Ways of updating the parameters, those of the lowest price first."""
 LEVERS: tuple[Lever, ...] = (
     Precision(),
-    *UPDATES,
+    *_OPTIMIZERS,  # what is updated by, then where its state is, then when
+    _OFFLOADED,
+    _IN_BACKWARD,
     Microbatches(),
     ChunkedLossLever(),
     Lean(),
@@ -127,8 +125,14 @@ def check_lever_names(used: Collection[str], allowed: Numerics = "exact", where:
 
 
 def lever_host_bytes(levers: Levers, state_bytes: int, host_budget_bytes: int) -> dict[str, int]:
-    """Return the host memory that levers take, by name; each leaves less of the budget to the next."""
+    """Return the host memory that levers take, by name; each leaves less of the budget to the next.
+
+    Args:
+        state_bytes: Of the user's optimizer.
+    """
     taken: dict[str, int] = {}
+    for lever in used_whole(levers):
+        state_bytes = lever.state_bytes(state_bytes)
     for lever in used_whole(levers):
         left = max(0, host_budget_bytes - sum(taken.values()))
         taken[lever.name] = lever.host_bytes(state_bytes, left)
@@ -138,7 +142,7 @@ def lever_host_bytes(levers: Levers, state_bytes: int, host_budget_bytes: int) -
 def lever_rungs() -> Iterator[tuple[str, Rung]]:
     """Yield the rungs of the ladder, in the advised order."""
     for kind in _ADVISED:
-        for lever in LEVERS:
+        for lever in dict.fromkeys((*UPDATES, *LEVERS)):
             if isinstance(lever, kind):
                 yield from ((name, functools.partial(lever.rung, name)) for name in lever.rungs)
 

@@ -35,6 +35,7 @@ _HOOKS = "they belong to your own optimizer, and its step does not run"
 _ADAFACTOR_RATE = 1e-2
 _PAIRS = (("exp_avg", "1"), ("exp_avg_sq", "2"))  # of states: AdamW's name, and the number in bitsandbytes' names
 _BLOCK = 256
+_FOLLOWS = "memfit_follows"  # in a group: the number of the user's group whose settings it has
 
 Optimizer = torch.optim.Optimizer
 
@@ -51,12 +52,17 @@ class _ReplacedOptimizer(UpdateLever):
         kind, convert = (
             (_bitsandbytes().optim.AdamW8bit, _as_adamw) if is_8bit else (torch.optim.Adafactor, _as_adafactor)
         )
-        made: Any = kind([{"params": list(group["params"]), **convert(group)} for group in optimizer.param_groups])
+        made: Any = kind(
+            [
+                {"params": list(group["params"]), _FOLLOWS: index, **convert(group)}
+                for index, group in enumerate(optimizer.param_groups)
+            ]
+        )
         made.memfit_stands_for = type(optimizer).__qualname__
 
         def follow(*_: Any) -> None:
-            for group, followed in zip(made.param_groups, optimizer.param_groups, strict=True):
-                group.update(convert(followed))
+            for group in made.param_groups:  # of which a step may see some only
+                group.update(convert(optimizer.param_groups[group[_FOLLOWS]]))
             mark_as_stepped(optimizer)
 
         made.register_step_pre_hook(follow)
@@ -91,6 +97,9 @@ class AdamW8bit(_ReplacedOptimizer):
             ADAMW_8BIT, NO_BITSANDBYTES, "bitsandbytes provides this optimizer", "pip install 'memfit[optimizers]'"
         ),
     )
+
+    def state_bytes(self, state_bytes: int) -> int:
+        return -(-state_bytes // 2)  # a quarter of that of fp32 weights, half of that of bf16 ones
 
     def circumstances(self, workload: Workload, device: Device | None) -> set[str]:
         missing = {NO_BITSANDBYTES} if importlib.util.find_spec("bitsandbytes") is None else set()
@@ -159,7 +168,8 @@ def _take_over(made: Any, optimizer: Optimizer) -> None:
             for name, number in _PAIRS:
                 held = state[f"state{number}"]
                 if held.dtype is torch.uint8:
-                    codes, found = quantise(values[name].contiguous(), code=state[f"qmap{number}"], blocksize=_BLOCK)
+                    given = values[name].to(torch.float32).contiguous()
+                    codes, found = quantise(given, code=state[f"qmap{number}"], blocksize=_BLOCK)
                     held.copy_(codes)
                     state[f"absmax{number}"].copy_(found.absmax)
                 else:
@@ -169,7 +179,7 @@ def _take_over(made: Any, optimizer: Optimizer) -> None:
 
 
 def _give_back(made: Any, optimizer: Optimizer) -> None:
-    """Put the state of an AdamW of 8 bits into the user's optimizer, in fp32."""
+    """Put the state of an AdamW of 8 bits into the user's optimizer, in the parameters' dtype."""
     dequantise = _bitsandbytes().functional.dequantize_blockwise
     for parameter, state in made.state.items():
         if not state.get("step"):  # memory ran out before it was whole
@@ -180,5 +190,5 @@ def _give_back(made: Any, optimizer: Optimizer) -> None:
             if held.dtype is torch.uint8:
                 scales, codes = state[f"absmax{number}"], state[f"qmap{number}"]
                 held = dequantise(held, absmax=scales, code=codes, blocksize=_BLOCK)
-            values[name] = held.to(torch.float32).reshape(parameter.shape)
+            values[name] = held.to(parameter.dtype).reshape(parameter.shape)
         optimizer.state[parameter] = values

@@ -43,14 +43,15 @@ class SharedByRanks(Lever):
             SHARDING,
             IN_BACKWARD,
             "gradients are used before the ranks have averaged them",
-            "set levers.optimizer to 'as-is'; with 'zero2' and 'zero3' each rank keeps a share of gradients and state",
+            "set levers.update to 'after'; with 'zero2' and 'zero3' each rank keeps a share of gradients and state",
         ),
         *(
             Conflict(
                 OF_WEIGHTS,
                 other,
                 "it updates whole weights, and each rank has only a share",
-                "use levers.optimizer 'as-is', precision 'bf16-mixed', or levers.sharding.mode 'ddp'",
+                "use levers.optimizer 'as-is', levers.optimizer_state 'on-device', precision 'bf16-mixed', or"
+                " levers.sharding.mode 'ddp'",
             )
             for other in (OFFLOADED, ADAMW_8BIT, ADAFACTOR, "bf16-true", Circumstance.SEVERAL_OPTIMIZERS)
         ),

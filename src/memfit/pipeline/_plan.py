@@ -15,7 +15,7 @@ from memfit.errors import UsageError
 from memfit.foundations import Progress, parse_budget, read_budget, silent
 from memfit.hardware import find_device
 from memfit.hardware import precisions as precisions_of
-from memfit.ir import NUMERICS, CompilerLever, Mode, Numerics, OptimizerLever, Plan, Precision, Sharding, allows
+from memfit.ir import NUMERICS, CompilerLever, Mode, Numerics, Plan, Precision, Sharding, UpdateSetting, allows
 from memfit.levers import (
     ACTIVATION_OFFLOAD,
     COMPILATION,
@@ -47,7 +47,7 @@ def plan(
     device: str | torch.device | None = None,
     numerics: Numerics = "reordered",
     precisions: Sequence[Precision] | None = None,
-    optimizers: Sequence[OptimizerLever] | None = None,
+    optimizers: Sequence[UpdateSetting] | None = None,
     world_size: int | None = None,
     sharding: Mode | Literal["auto"] = "auto",
     engine: Sharding | None = None,
@@ -77,8 +77,8 @@ def plan(
             the frontier only.
         host_budget: Pinned host memory for activations and optimizer states: bytes, or a string with a unit. None for
             none.
-        optimizers: Ways of updating the parameters that may be tried where no other plan is cheap (`Levers.optimizer`);
-            None for all that `numerics` allows.
+        optimizers: Ways of updating the parameters that may be tried where no other plan is cheap, alone and together:
+            values of `Levers.optimizer`, `.optimizer_state` and `.update`; None for all that `numerics` allows.
         world_size: Ranks that share the step (≥ 1); None for those of the process group that this process has joined,
             1 outside of one. The batch of the workload is the global one, of which each rank runs its part; the budget
             and what is predicted are those of the rank that holds most. In a process group all ranks call this: the

@@ -60,6 +60,7 @@ from memfit.planner.candidate_search import (
 )
 from memfit.planner.captured_steps import CapturedSteps, DeferredCandidates, Request, size_between
 from memfit.planner.confirmation import Confirmation, Excluded, refusal_notes
+from memfit.planner.fallback_stacks import expected_to_fit
 from memfit.planner.measured_steps import CODE_SECONDS, ChosenPlan, measured_choice, unmeasured, why_not_here
 from memfit.solver import SIMPLER_WITHIN, Combination, frontier, refusals
 from memfit.workload import LoopWorkload, fingerprint
@@ -327,7 +328,8 @@ class _Assembly:
     def _of_all(self, seconds: float) -> Confirmed | None:
         """Return the fastest plan that fits of whatever the levers allow, however little each saves; None for none.
 
-        What is left untried after that can't hold less than the leanest step found: no fallback saves as much.
+        What is left untried after that can't hold less than the leanest step found: no fallback saves as much, alone or
+        beside others.
         """
         steps = self.steps
         steps.tries_all = True
@@ -343,6 +345,46 @@ class _Assembly:
                 if floor_bytes < lowest_bytes and self._can_be_tried(levers):
                     added += self._search_too(steps.captured([levers]))
             best = self._fastest(added, seconds / 4, best)
+        return best or self._stacked(seconds)
+
+    def _stacked(self, seconds: float) -> Confirmed | None:
+        """Return the fastest plan that fits of several fallbacks together, captured one by one until one fits.
+
+        First come those that fit if each saves what it saves alone, the cheapest first; then all that may hold less
+        than the leanest step found.
+        """
+        share, tried = seconds / len(self.combinations), set[Levers]()
+
+        def lowest(combination: Combination) -> int:
+            return combination.solver.leanest(share).peak_bytes
+
+        def next_levers() -> Levers | None:
+            allowed, target = self.limits.allow(self.combinations), self.limits.peak_bytes
+            found = {c.levers: functools.partial(lowest, c) for c in allowed}
+            order = [
+                stack
+                for base in self._bases()
+                for stack in expected_to_fit(base.levers, self.request.fallbacks, found, target)
+            ]
+            least = min(map(lowest, allowed))
+            floors = [
+                (
+                    c.solver.peak_floor_bytes - lever.most_saved_bytes(self.steps.traces[c.levers]),
+                    index,
+                    lever.fallback(c.levers),
+                )
+                for index, c in enumerate(allowed)
+                for lever in self.request.fallbacks
+            ]
+            order += [
+                levers for floor_bytes, _, levers in sorted(floors, key=lambda found: found[:2]) if floor_bytes < least
+            ]
+            return next((levers for levers in order if levers not in tried and self._can_be_tried(levers)), None)
+
+        best: Confirmed | None = None
+        while best is None and (levers := next_levers()) is not None:
+            tried.add(levers)
+            best = self._fastest(self._search_too(self.steps.captured([levers])), seconds / 4)
         return best
 
     def _beside(self, point: Candidate) -> list[Confirmed]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from memfit.foundations import CommandOption
-from memfit.ir import CardPrice, Mode, Numerics, OptimizerLever, Precision, Sharding
+from memfit.ir import CardPrice, Mode, Numerics, Precision, Sharding, UpdateSetting
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +85,7 @@ class PlanOptions:
     precisions: Annotated[
         Sequence[Precision] | None, CommandOption(PRECISIONS_HELP, name="precision", kind=Sequence[AnyPrecision])
     ] = None
-    optimizers: Sequence[OptimizerLever] | None = None
+    optimizers: Sequence[UpdateSetting] | None = None
     world_size: Annotated[int | None, CommandOption(_RANKS_HELP, min=1, default=1)] = None
     sharding: Annotated[Mode | Literal["auto"], CommandOption(_SHARDING_HELP, kind=_Searched)] = "auto"
     engine: Sharding | None = None

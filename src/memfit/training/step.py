@@ -486,7 +486,7 @@ class Step:
                 raise NonFiniteError(
                     f"the gradient norm is {norm} at step {self.steps} (loss {loss:g}), and the weights are updated"
                     " already, since each gradient is used in the backward pass: resume from a checkpoint, lower the"
-                    " learning rate, or set levers.optimizer to 'as-is', which checks gradients before the update",
+                    " learning rate, or set levers.update to 'after', which checks gradients before the update",
                     step=self.steps,
                     value=norm,
                 )

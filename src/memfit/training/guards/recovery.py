@@ -338,7 +338,7 @@ class Rollback:
                     tensor.copy_(copy)
                 self._optimizer.state.clear()
                 self._optimizer.state.update(self._state)
-                for group, before in zip(self._optimizer.param_groups, self._groups, strict=True):
+                for group, before in self._groups:
                     group.update(before)
             for module, name, tensor, copy in self._buffers or ():
                 own_buffers(module)[name] = tensor.copy_(copy)
@@ -376,7 +376,7 @@ class Rollback:
         self._has_begun = self._has_updated = self._is_guarded = False
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._groups: list[dict[str, Any]] = []
+        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []  # that a step saw, and their settings
         self._state: dict[torch.Tensor, dict[str, Any]] = {}
 
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -395,7 +395,8 @@ class Rollback:
         if changes_in_place:
             self._versions = [(tensor, version_of(tensor)) for tensor in tensors]
         if changes_in_place or self._copies:
-            self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            groups = optimizer.param_groups
+            self._groups = [(group, {k: v for k, v in group.items() if k != "params"}) for group in groups]
             self._state = {parameter: dict(values) for parameter, values in optimizer.state.items()}
         if self._is_guarded and ranks.size > 1:
             ranks.agree(True)
