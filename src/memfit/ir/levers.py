@@ -134,6 +134,7 @@ class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         sharding: How ranks share the step; None for one process. With ranks, `microbatch_size` is of one rank's
             samples.
         own_checkpointing: The model's own gradient checkpointing, of transformers: "as-is", or "off".
+        allocator: The settings of the GPU's allocator: "as-is", or with "expandable-segments".
     """
 
     precision: Precision = "32-true"
@@ -145,6 +146,7 @@ class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     compiler: CompilerLever = "none"
     sharding: Sharding | None = None
     own_checkpointing: Literal["as-is", "off"] = "as-is"
+    allocator: Literal["as-is", "expandable-segments"] = "as-is"
 
 
 class LeverUse(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
