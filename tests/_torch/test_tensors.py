@@ -241,6 +241,14 @@ def test_take_snapshot_has_segments_and_traces() -> None:
     assert {"segments", "device_traces"} <= taken.keys() and taken["segments"]
 
 
+def test_settings_of_the_allocator_are_read_and_changed_while_a_process_runs() -> None:
+    before = _torch.allocator_settings()
+    _torch.set_allocator_settings("expandable_segments:True")
+    assert "expandable_segments:True" in _torch.allocator_settings()
+    _torch.set_allocator_settings("expandable_segments:False")
+    assert "expandable_segments:True" not in _torch.allocator_settings() and "expandable_segments:True" not in before
+
+
 @pytest.mark.gpu
 def test_is_initialized_once_a_device_was_used() -> None:
     torch.ones(1, device="cuda")

@@ -60,6 +60,7 @@ USED: dict[str, dict[str, Any]] = {
     "sharding": {**CUT, "sharding": Sharding(world_size=2, mode="ddp")},
     "compilation": {"compiler": "inductor"},
     "own gradient checkpointing": {"own_checkpointing": "off"},
+    "expandable segments": {"allocator": "expandable-segments"},
 }
 """For each lever, what it is used by."""
 HEAD_INSIDE = "a region around the head of the logits"
@@ -166,7 +167,7 @@ def test_each_tells_its_use_and_goes_without_it(lever: Any) -> None:
     assert lever.names(on.levers) <= lever_names(on)
 
 
-NOT_ON_THIS_MODEL = {"microbatches", "compilation", "sharding", "own gradient checkpointing"}
+NOT_ON_THIS_MODEL = {"microbatches", "compilation", "sharding", "own gradient checkpointing", "expandable segments"}
 
 
 @pytest.mark.parametrize("name", [name for name in USED if name not in NOT_ON_THIS_MODEL])

@@ -131,6 +131,20 @@ def take_snapshot(device: torch.device) -> Any:
     return torch.cuda.memory._snapshot(device)
 
 
+def allocator_settings() -> str:
+    """Return the settings of the accelerator's allocator that this process was given last, as text."""
+    return str(torch._C._accelerator_getAllocatorSettings())
+
+
+def set_allocator_settings(text: str) -> None:
+    """Change settings of the accelerator's allocator; those that are left out stay as they are.
+
+    Raises:
+        RuntimeError: It refuses them.
+    """
+    torch._C._accelerator_setAllocatorSettings(text)
+
+
 def is_initialized(kind: str) -> bool:
     """Tell whether this process has initialized a kind of accelerator, and so has random generators there."""
     module = torch.get_device_module(kind)

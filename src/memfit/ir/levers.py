@@ -139,6 +139,7 @@ class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         sharding: How ranks share the step; None for one process. With ranks, `microbatch_size` is of one rank's
             samples.
         own_checkpointing: The model's own gradient checkpointing, of transformers: "as-is", or "off".
+        allocator: The settings of the GPU's allocator: "as-is", or with "expandable-segments".
         update: When each parameter is updated: "after" the backward pass, or "in-backward" as soon as its gradient is
             computed, which is then freed.
         optimizer_state: Where the optimizer's state is between updates: "on-device", or "offloaded" to the host's
@@ -157,6 +158,7 @@ class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     compiler: CompilerLever = "none"
     sharding: Sharding | None = None
     own_checkpointing: Literal["as-is", "off"] = "as-is"
+    allocator: Literal["as-is", "expandable-segments"] = "as-is"
     update: UpdateTime = "after"
     optimizer_state: StatePlace = "on-device"
 

@@ -20,6 +20,7 @@ from .registry import LEVERS as LEVERS
 from .registry import Switch as Switch
 from .registry import applied as applied
 from .registry import applied_to_copy as applied_to_copy
+from .registry import as_captured as as_captured
 from .registry import candidates_of as candidates_of
 from .registry import check_as_given as check_as_given
 from .registry import check_combination as check_combination
@@ -30,6 +31,7 @@ from .registry import circumstances as circumstances
 from .registry import compiles as compiles
 from .registry import conflict_table as conflict_table
 from .registry import described_loop as described_loop
+from .registry import device_under as device_under
 from .registry import draws_otherwise as draws_otherwise
 from .registry import has_gradient_hooks as has_gradient_hooks
 from .registry import host_bytes_of as host_bytes_of

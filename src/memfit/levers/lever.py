@@ -170,6 +170,7 @@ class Lever(ABC):
     )
     draws_otherwise: ClassVar[bool] = False  # a step draws as many random numbers, and as likely, but other ones
     frees_modules: ClassVar[bool] = False  # modules may be recomputed under it that the step as it is keeps to itself
+    is_captured: ClassVar[bool] = True  # a step is another one under it; else the device runs the same one otherwise
     waits: ClassVar[bool] = False  # a step is captured without it first: where that one is slow, it is left out
     rungs: ClassVar[tuple[str, ...]] = ()  # the names of those that it makes of the ladder
     numerics_class: ClassVar[Numerics] = "exact"  # where that does not depend on the step
@@ -233,6 +234,10 @@ class Lever(ABC):
         """Tell whether it is on a workload's model or optimizer at present."""
         return False
 
+    def on_device(self, levers: Levers, device: Device) -> Device:
+        """Return the device as steps run on it under levers."""
+        return device
+
     @contextlib.contextmanager
     def lifted(self, workload: Workload) -> Iterator[None]:
         """Take what is not switchable of it off the model's modules and the optimizer, until the context is left."""
@@ -259,6 +264,10 @@ class Lever(ABC):
             NotOffered: It adds none.
         """
         return wanted
+
+    def beside(self, levers: Levers, device: Device) -> list[Levers]:
+        """Return the same levers with it, to try where a captured step does not fit: for one that is not captured."""
+        return []
 
     def notes(self, step: Setting, levers: Levers) -> list[str]:
         """Return what a plan that uses it says of it, besides its setting."""

@@ -20,6 +20,7 @@ from memfit.errors import PlanError, PlanMismatchError, WorkloadError
 from memfit.foundations import format_bytes
 from memfit.hardware import pins_memory
 from memfit.ir import Candidate, Device, Levers, LeverUse, Numerics, Plan, allows, at_point
+from memfit.levers.allocator import Allocator
 from memfit.levers.checkpointing import ActivationOffload, Checkpointing, Compilation, Lean
 from memfit.levers.chunked_loss import ChunkedLossLever
 from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, Rung, Running, met
@@ -53,6 +54,7 @@ LEVERS: tuple[Lever, ...] = (
     SharedByRanks(),
     Compilation(),
     OwnCheckpointing(),
+    Allocator(),
 )
 CONFLICTS: tuple[Conflict, ...] = tuple(conflict for lever in LEVERS for conflict in lever.conflicts)
 """Everything else combines."""
@@ -97,6 +99,18 @@ def draws_otherwise(levers: Levers) -> bool:
 def uncompiled(levers: Levers) -> Levers:
     """Return levers with compilers left out."""
     return _without(levers, levers.microbatch_size, lambda lever: lever.compiles)
+
+
+def as_captured(levers: Levers) -> Levers:
+    """Return levers without those that leave a captured step as it is."""
+    return _without(levers, levers.microbatch_size, lambda lever: not lever.is_captured)
+
+
+def device_under(levers: Levers, device: Device) -> Device:
+    """Return a device as steps run on it under some levers."""
+    for lever in used_whole(levers):
+        device = lever.on_device(levers, device)
+    return device
 
 
 def without_switched(levers: Levers, batch_size: int) -> Levers:

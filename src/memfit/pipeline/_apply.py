@@ -26,6 +26,7 @@ from memfit.levers import (
     check_as_given,
     check_lever_names,
     check_plan,
+    device_under,
     host_bytes_of,
     lever_names,
     without_switched,
@@ -180,7 +181,8 @@ def _write_predicted_snapshot(switch: Switch, plan: Plan, batch: Any, path: Path
 
     Nothing is measured: an operator's workspace counts where it is known already, and each event takes a microsecond.
     """
-    workload, device = dataclasses.replace(switch.step.workload, batch=batch), find_device(plan.device)
+    workload = dataclasses.replace(switch.step.workload, batch=batch)
+    device = device_under(plan.levers, find_device(plan.device))
     with switch.lifted():
         trace = capture_levers(workload, replace(plan.levers, regions=()), device)
     known = known_workspace_bytes()

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from memfit._torch import replaced
 from memfit.cost import code_seconds, kernels_of
 from memfit.errors import PlanError, RecomputationError
-from memfit.foundations import __version__, format_seconds
+from memfit.foundations import __version__, format_bytes, format_seconds
 from memfit.ir import (
     OTHER_DRAWS,
     Candidate,
@@ -25,8 +25,10 @@ from memfit.ir import (
     Proof,
     Regions,
     Solution,
+    Trace,
     bytes_of_plain,
     freest,
+    levers_key,
     uses_text,
 )
 from memfit.levers import (
@@ -35,6 +37,7 @@ from memfit.levers import (
     LeversOn,
     NotOffered,
     UpdateLever,
+    as_captured,
     circumstances,
     compiles,
     draws_otherwise,
@@ -98,6 +101,8 @@ class _Assembly:
         self.notes: list[str] = list(request.findings.notes)
         self.excluded = request.findings.excluded
         self.solving_seconds = 0.0
+        self.as_run: dict[Levers, Levers] = {}  # with those that leave a captured step as it is, and lower its peak
+        self.gains: dict[Levers, str] = {}  # by them, in words
         self.wanted: list[Levers] = []
         self.is_renewed = False  # whether the search was begun again, by times that were measured anew
 
@@ -207,7 +212,9 @@ class _Assembly:
         chosen = self._choose()
         self.notes += refusal_notes(refusals(Regions(self.steps.traces[self._freed(chosen.point.levers)])))
         progress("solve", total, total)
-        return held_against(self._frontier(chosen), chosen, self.limits, self._confirm)
+        self.chosen, points = held_against(self._frontier(chosen), chosen, self.limits, self._confirm)
+        points = [self._as_run(point) if point.is_captured else point for point in points]
+        return self.chosen._replace(point=self._as_run(self.chosen.point)), points
 
     def _freed(self, levers: Levers) -> Levers:
         """Return the levers of the plain step, with those that free modules for regions where a plan uses them."""
@@ -259,7 +266,7 @@ class _Assembly:
             self._confirm,
             seconds,
             self._beside,
-            advice=Advice(batch, self._savings, self._as_is.peak_upper_bytes),
+            advice=Advice(batch, self._savings, self._as_is.peak_upper_bytes, self._as_run),
         )
 
     def _fastest(
@@ -447,12 +454,32 @@ class _Assembly:
 
     def _confirm(self, candidate: Candidate) -> Prediction:
         """Predict a plan from a capture of the step with the plan applied."""
-        return self.steps.prediction_of(self.confirmation.confirmed(candidate.levers))
+        return self._on_device(candidate, self.confirmation.confirmed(candidate.levers))
+
+    def _on_device(self, candidate: Candidate, trace: Trace) -> Prediction:
+        """Predict a captured plan; where it does not fit, with the levers under which the device holds least for it."""
+        steps = self.steps
+        plain = best = steps.prediction_of(trace, candidate.levers)
+        for lever in LEVERS if not self.limits.fit(plain) else ():
+            for levers in lever.beside(candidate.levers, self.request.device):
+                prediction = steps.prediction_of(trace, levers)
+                if prediction.peak_upper_bytes < best.peak_upper_bytes:
+                    best, self.as_run[candidate.levers] = prediction, levers
+                    less = format_bytes(plain.peak_upper_bytes - best.peak_upper_bytes)
+                    added = ", ".join(use.setting for use in steps.uses(levers) if use not in candidate.uses)
+                    self.gains[levers] = f"{added}: at most {less} less than without"
+        return best
+
+    def _as_run(self, point: Candidate) -> Candidate:
+        """Return a point with the levers that it was predicted with."""
+        levers = self.as_run.get(point.levers, point.levers)
+        uses = self.steps.uses(levers)
+        return point if levers == point.levers else replace(point, levers=levers, uses=uses, numerics=freest(uses))
 
     def _confirm_another(self, candidate: Candidate) -> Prediction | None:
         """Predict a plan in the same way; None where it can't be applied, since there is one that can."""
         if not candidate.levers.regions:
-            return self.steps.predicted(candidate.levers)
+            return self._on_device(candidate, self.steps.trace(candidate.levers))
         try:
             return self._confirm(candidate)
         except Excluded:
@@ -461,7 +488,9 @@ class _Assembly:
     def _proof(self, plan: Confirmed) -> Proof:
         """Hold a plan's recomputation against the user's step; raise `Excluded` where it differs."""
         seconds = plan.prediction.step_seconds
-        return self.confirmation.proof(plan.point.levers, self._as_is, seconds, self.request.progress)
+        levers = plan.point.levers
+        proof = self.confirmation.proof(as_captured(levers), self._as_is, seconds, self.request.progress)
+        return replace(proof, levers=levers_key(levers)) if proof.levers else proof
 
     def measured(self, predicted: ChosenPlan) -> ChosenPlan:
         """Return the plan that is fastest as it runs here, of those that the prediction can't tell apart."""
@@ -479,7 +508,8 @@ class _Assembly:
 
         def near() -> list[Confirmed]:  # with measure="auto" those only whose code is made in time
             error, confirm = self.steps.costs.step_error, self._confirm_another
-            found = near_ties(self.combinations, self.limits, chosen, confirm, step_error=error, way=compiles)
+            found = near_ties(self.combinations, self.limits, self.chosen, confirm, step_error=error, way=compiles)
+            found = [plan._replace(point=self._as_run(plan.point)) for plan in found]
             total, kept = 0.0, list[Confirmed]()
             for plan in found:
                 seconds = self._code_seconds(plan.point.levers) if measure == "auto" else 0.0
@@ -565,6 +595,7 @@ class _Assembly:
                 " compiled steps predict no faster plan there"
             )
         bare = replace(levers, regions=())
+        notes += [note for run, note in self.gains.items() if run == levers]
         notes += [note for lever in used_levers(steps.on(levers)) for note in lever.notes(steps, bare)]
         notes += steps.failures.notes()
         if engine is not None:

@@ -74,6 +74,8 @@ class Advice:
     savings: Callable[[Levers, int], Sequence[Saving]] = lambda *_: []
     """Returns what else would save of a plan of some levers and peak, the most first."""
     plain_bytes: int | None = None  # that the step needs as it is; None where that is not known
+    as_run: Callable[[Candidate], Candidate] = lambda point: point
+    """Returns a point with the levers that it was predicted with."""
 
 
 Beside = Callable[[Candidate], Sequence[Confirmed]]
@@ -252,9 +254,10 @@ def _infeasible(
     to_do.append(f"make {advice.batch} smaller, or the model")
     verdict = infeasible_verdict(budget_bytes, needed_bytes, plain_bytes=advice.plain_bytes, is_proven=is_proven)
     is_least = "needs" if is_proven else "that memfit found needs"
+    used = uses_text(advice.as_run(leanest.point).uses)
     return InfeasibleError(
         f"{verdict}\nNo plan with numerics={limits.numerics!r} {is_least} less than this one:"
-        f" {uses_text(leanest.point.uses)}. Its peak is {'; '.join(place_lines(prediction))}.\nWhat to do:"
+        f" {used}. Its peak is {'; '.join(place_lines(prediction))}.\nWhat to do:"
         f" {'; '.join(to_do)}",
         budget_bytes=budget_bytes,
         lowest_peak_bytes=needed_bytes,

@@ -46,7 +46,9 @@ from memfit.levers import (
     LeversOn,
     NotOffered,
     UpdateLever,
+    as_captured,
     compiles,
+    device_under,
     lever_host_bytes,
     lever_names,
     lever_uses,
@@ -154,6 +156,10 @@ class CapturedSteps:
         """Capture the step with some levers, of shared ones on paper; tell whether that is possible."""
         if levers in self.traces:
             return True
+        if (same := as_captured(levers)) != levers:
+            is_captured = self._is_captured(same)
+            self.traces |= {levers: self.traces[same]} if is_captured else {}
+            return is_captured
         alone = replace(levers, sharding=None)
         if (trace := self.traces.get(alone) or self.failures.capture(alone)) is None:
             return False
@@ -164,11 +170,12 @@ class CapturedSteps:
 
     def predicted(self, levers: Levers) -> Prediction:
         if levers not in self._predictions:
-            self._predictions[levers] = self.prediction_of(self.trace(levers))
+            self._predictions[levers] = self.prediction_of(self.trace(levers), levers)
         return self._predictions[levers]
 
-    def prediction_of(self, trace: Trace) -> Prediction:
-        return predict(trace, self._costs_of([trace]), self.device, tokens_per_sample(self.workload.batch))[0]
+    def prediction_of(self, trace: Trace, levers: Levers) -> Prediction:
+        device = device_under(levers, self.device)
+        return predict(trace, self._costs_of([trace]), device, tokens_per_sample(self.workload.batch))[0]
 
     def captured(self, wanted: Sequence[Levers]) -> list[Levers]:
         """Capture the step with combinations of levers, and measure its operators; return the ones that work."""

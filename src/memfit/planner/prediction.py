@@ -30,7 +30,7 @@ from memfit.ir import (
     throughput,
     unfused,
 )
-from memfit.levers import check_lever_names, circumstances
+from memfit.levers import check_lever_names, circumstances, device_under
 from memfit.planner.captures import capture_levers
 from memfit.ranks import of_engine
 from memfit.recomputation import FUSED_ERROR
@@ -127,8 +127,9 @@ def predict(
 
 def predicted_under(plan: Plan, workload: Workload, levers: Levers | None = None) -> tuple[Prediction, Trace]:
     """Capture a step under a plan that was made for others, or under levers in place of its own, and predict it."""
-    device = find_device(plan.device)
-    trace = of_engine(capture_levers(workload, levers or plan.levers, device), plan.engine)
+    levers = levers or plan.levers
+    device = device_under(levers, find_device(plan.device))
+    trace = of_engine(capture_levers(workload, levers, device), plan.engine)
     return predict(trace, costs_of([trace], device), device)[0], trace
 
 
