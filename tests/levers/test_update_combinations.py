@@ -58,6 +58,8 @@ def trained(workload: Workload, values: Sequence[str], steps: int = 3, **levers:
         ("adamw-8bit", ("in-backward",)),
         ("adamw-8bit", ("offloaded",)),
         ("adamw-8bit", ("in-backward", "offloaded")),
+        ("adamw-4bit", ("in-backward",)),
+        ("adamw-4bit", ("in-backward", "offloaded")),
         ("adafactor", ("in-backward",)),
         ("adafactor", ("in-backward", "offloaded")),
     ],
@@ -80,7 +82,13 @@ def test_offloaded_states_of_any_optimizer_are_used_in_the_backward_pass(kind: A
 
 
 @pytest.mark.parametrize(
-    "values", [("in-backward", "adamw-8bit"), ("in-backward", "adafactor"), ("in-backward", "fused")]
+    "values",
+    [
+        ("in-backward", "adamw-8bit"),
+        ("in-backward", "adamw-4bit"),
+        ("in-backward", "adafactor"),
+        ("in-backward", "fused"),
+    ],
 )
 def test_peaks_are_predicted(values: tuple[str, ...]) -> None:
     made = language_model(n_layer=3, d_model=128, context=8, batch_size=1)

@@ -17,10 +17,10 @@ from memfit.ir.codec import Shown
 
 Precision = Literal["32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true"]
 CompilerLever = Literal["none", "inductor", "inductor-channels-last"]
-OptimizerLever = Literal["as-is", "fused", "adamw-8bit", "adafactor"]
+OptimizerLever = Literal["as-is", "fused", "adamw-8bit", "adamw-4bit", "adafactor"]
 UpdateTime = Literal["after", "in-backward"]
 StatePlace = Literal["on-device", "offloaded"]
-UpdateSetting = Literal["as-is", "fused", "adamw-8bit", "adafactor", "in-backward", "offloaded"]
+UpdateSetting = Literal["as-is", "fused", "adamw-8bit", "adamw-4bit", "adafactor", "in-backward", "offloaded"]
 """A way of updating parameters that may be tried: values of `Levers.optimizer`, `.update` and `.optimizer_state`."""
 Numerics = Literal["exact", "reordered", "reduced", "changed"]
 NUMERICS: tuple[Numerics, ...] = get_args(Numerics)
@@ -132,7 +132,7 @@ class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         lean: FQNs of normalisations, activations and dropouts that recompute their outputs in the backward pass; *
             matches anything.
         optimizer: The optimizer that updates the parameters: "as-is" the user's, "fused" the user's by its fused step,
-            "adamw-8bit" or "adafactor" these, with less state.
+            "adamw-8bit", "adamw-4bit" or "adafactor" these, with less state.
         compiler: The compiler of the model and the loss: "none", "inductor" (`torch.compile`), or
             "inductor-channels-last", with the channels of convolutions last. The compiled code then recomputes regions;
             their names are the module calls of its graphs.

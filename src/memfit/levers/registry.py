@@ -20,6 +20,8 @@ from memfit.errors import PlanError, PlanMismatchError, WorkloadError
 from memfit.foundations import format_bytes
 from memfit.hardware import pins_memory
 from memfit.ir import Candidate, Device, Levers, LeverUse, Numerics, Plan, allows, at_point
+from memfit.levers.adamw_4bit import AdamW4bit
+from memfit.levers.adamw_8bit import AdamW8bit
 from memfit.levers.allocator import Allocator
 from memfit.levers.checkpointing import ActivationOffload, Checkpointing, Compilation, Lean
 from memfit.levers.chunked_loss import ChunkedLossLever
@@ -28,7 +30,7 @@ from memfit.levers.microbatches import Microbatches, microbatch_size_of
 from memfit.levers.own_checkpointing import OwnCheckpointing
 from memfit.levers.parameter_updates import FusedOptimizer, OffloadedOptimizer, OptimizerInBackward, UpdateLever
 from memfit.levers.precision import Precision
-from memfit.levers.replaced_optimizer import Adafactor, AdamW8bit
+from memfit.levers.replaced_optimizer import Adafactor
 from memfit.levers.shared_by_ranks import SharedByRanks
 from memfit.recomputation import checking, foreign_generators, preserved
 from memfit.training import Optimizers, Step, StepOptions, check_supported, in_order_of
@@ -37,7 +39,7 @@ from memfit.workload import Loop, LoopWorkload, Workload, fingerprint, generator
 if TYPE_CHECKING:  # distributed packages take a second to import
     from torch.distributed.device_mesh import DeviceMesh
 
-_OPTIMIZERS: tuple[UpdateLever, ...] = (FusedOptimizer(), AdamW8bit(), Adafactor())
+_OPTIMIZERS: tuple[UpdateLever, ...] = (FusedOptimizer(), AdamW8bit(), AdamW4bit(), Adafactor())
 _OFFLOADED, _IN_BACKWARD = OffloadedOptimizer(), OptimizerInBackward()
 UPDATES: tuple[UpdateLever, ...] = (_IN_BACKWARD, _OPTIMIZERS[0], _OFFLOADED, *_OPTIMIZERS[1:])
 """Ways of updating the parameters, those of the lowest price first."""

@@ -10,9 +10,11 @@ from msgspec.structs import replace
 
 from memfit.errors import PlanError
 from memfit.ir import Levers, Numerics, Sharding
+from memfit.levers.adamw_4bit import ADAMW_4BIT
+from memfit.levers.adamw_8bit import ADAMW_8BIT
 from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, Running, Setting
 from memfit.levers.parameter_updates import IN_BACKWARD, OFFLOADED
-from memfit.levers.replaced_optimizer import ADAFACTOR, ADAMW_8BIT
+from memfit.levers.replaced_optimizer import ADAFACTOR
 
 SHARDING = "sharding"
 OF_WEIGHTS = "sharding of weights"
@@ -53,7 +55,7 @@ class SharedByRanks(Lever):
                 "use levers.optimizer 'as-is', levers.optimizer_state 'on-device', precision 'bf16-mixed', or"
                 " levers.sharding.mode 'ddp'",
             )
-            for other in (OFFLOADED, ADAMW_8BIT, ADAFACTOR, "bf16-true", Circumstance.SEVERAL_OPTIMIZERS)
+            for other in (OFFLOADED, ADAMW_8BIT, ADAMW_4BIT, ADAFACTOR, "bf16-true", Circumstance.SEVERAL_OPTIMIZERS)
         ),
         Conflict(
             ON_HOST, Circumstance.NO_LINK, "host and device share their memory", "set levers.sharding.offload to false"
