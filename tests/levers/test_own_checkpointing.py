@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import warnings
@@ -217,3 +218,27 @@ def test_a_copy_runs_as_its_model_does() -> None:
 
 def test_a_plan_file_keeps_it(plan: Plan, tmp_path: Path) -> None:
     assert Plan.load(plan.save(tmp_path / "plan.json")).levers == plan.levers
+
+
+@pytest.mark.ci
+def test_a_loop_under_fit_keeps_its_losses_within_less_than_its_own_checkpoints_hold() -> None:
+    def looped(budget: int | None) -> list[float]:
+        workload = own()
+        model, optimizer = workload.model, workload.optimizer
+        torch.manual_seed(1)
+        losses = []
+        around = contextlib.nullcontext() if budget is None else memfit.fit(model, optimizer, budget=budget)
+        with around as fitted:
+            for _ in range(3):
+                loss = model(**workload.batch).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+        if fitted is not None:
+            assert fitted.plan.levers.own_checkpointing == "off" and fitted.plan.levers.regions
+        assert all(layer._gradient_checkpointing_func.keywords == SAFE for layer in model.model.layers)
+        return losses
+
+    budget = int(0.97 * memfit.estimate(own()).peak_bytes)
+    assert looped(budget) == looped(None)

@@ -40,7 +40,7 @@ from memfit.ranks import (
     with_share_of_update,
 )
 from memfit.report import stages, with_bars, write_chrome_trace, write_snapshot
-from memfit.workload import Workload, precision_label, samples_of, tokens_per_sample
+from memfit.workload import Workload, padding_note, precision_label, samples_of, tokens_per_sample
 
 _PASSES = ("forward", "backward", "recompute")
 
@@ -88,7 +88,9 @@ def estimate(
         OutputError: A file can't be written, which is found out first.
         CaptureError: The step can't be captured.
     """
-    return estimated(workload, options_of(EstimateOptions, locals()), progress=progress)
+    found = estimated(workload, options_of(EstimateOptions, locals()), progress=progress)
+    note = padding_note(workload.batch)
+    return found if note is None else replace(found, notes=[*found.notes, note])
 
 
 def estimated(workload: Workload, options: EstimateOptions, *, progress: Progress) -> Prediction:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+import msgspec
 import torch
 
 from memfit import ir, levers, planner
@@ -32,7 +33,7 @@ from memfit.pipeline.verbs import checked, verb
 from memfit.planner import Findings, Measure, PlanOptions, Request, assemble, check_precision, options_of
 from memfit.ranks import SEARCHED, SingleProcess, check_same, each, launched_size, once
 from memfit.report import stages, with_bars
-from memfit.workload import Workload, samples_of
+from memfit.workload import Workload, padding_note, samples_of
 
 _COMPILERS: tuple[CompilerLever, ...] = ("inductor", "inductor-channels-last")
 
@@ -117,7 +118,9 @@ def plan(
         raise UsageError(f"measure={measure!r} is unknown: use 'auto', True or False")
     if measure == "auto" and os.environ.get("MEMFIT_MEASURE") == "no":
         options = replace(options, measure=False)
-    return planned(workload, options, progress=progress)
+    found = planned(workload, options, progress=progress)
+    note = padding_note(workload.batch)
+    return found if note is None else msgspec.structs.replace(found, notes=[*found.notes, note])
 
 
 def planned(
