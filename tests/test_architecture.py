@@ -225,6 +225,7 @@ PUBLIC_ARGUMENTS = {
     *("memfit.pipeline._estimate.estimate", "memfit.pipeline._fit.fit", "memfit.pipeline._fleet.fleet"),
     *("memfit.pipeline._plan.plan", "memfit.pipeline._train.train"),
     *("memfit.recipes.brain.brain_segmentation", "memfit.recipes.clips.video", "memfit.recipes.language.byte_lm"),
+    *("memfit.recipes.adapters.finetune", "memfit.recipes.adapters.sentence_encoder"),
     *("memfit.structure.compound_scaling.scale", "memfit.structure.convolutions.separable_convolutions"),
     *("memfit.structure.distillation.distill", "memfit.structure.pruning.prune"),
     "memfit.integrations.lightning.__init__",

@@ -156,6 +156,10 @@ MISSING = {
         "from memfit.recipes import brain_segmentation\nbrain_segmentation(channels=(4, 8))",
     ),
     "nibabel": ("brain", "from memfit.recipes import load_slabs\nload_slabs(4)"),
+    "peft": (
+        "finetune",
+        "from memfit.recipes import finetune\nfinetune(n_layer=1, d_model=32, n_head=2, context=32, base_steps=0)",
+    ),
     "sklearn": ("examples", "import memfit\nmemfit.load_workload('examples/digits_resnet.py:workload')"),
     "tensorboard": ("tensorboard", "from memfit.training.runs.log import require_tensorboard\nrequire_tensorboard()"),
     "tensorflow": ("keras", "import sys, types\nsys.modules['keras'] = types.ModuleType('keras')\nimport memfit.keras"),

@@ -60,9 +60,9 @@ def model_of(shape: Shape, tokens: int, lora: bool) -> nn.Module:
         import peft
 
         settings = peft.LoraConfig(r=shape.rank, lora_alpha=2 * shape.rank, target_modules=list(ADAPTED))
-        return peft.get_peft_model(model, settings).train()
-    trained: nn.Module = model
-    return trained
+        model = peft.get_peft_model(model, settings).train()
+    made: nn.Module = model
+    return made
 
 
 def llama(shape: Shape, tokens: int, *, lora: bool = False, seed: int = 0) -> Workload:

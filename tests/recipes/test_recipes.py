@@ -22,12 +22,21 @@ SMALL: dict[str, dict[str, Any]] = {
     "brain_segmentation": {
         "patch": (16, 16, 16), "channels": (8, 16, 32), "resolution": 4, "batches_per_epoch": 5,
     },
+    "finetune": {
+        "n_layer": 1, "d_model": 32, "n_head": 2, "context": 32, "batch_size": 4, "base_steps": 3,
+        "batches_per_epoch": 5, "n_validation_windows": 10,
+    },
     "video": {
         "frames": 4, "size": 8, "batch_size": 3, "channels": (4, 8), "resolution": 4, "batches_per_epoch": 3,
         "n_validation_clips": 24,
     },
 }  # fmt: skip
-NEEDS = {"byte_lm": (), "brain_segmentation": ("monai", "nilearn"), "video": ("nilearn",)}
+NEEDS = {
+    "byte_lm": (),
+    "brain_segmentation": ("monai", "nilearn"),
+    "finetune": ("transformers", "peft"),
+    "video": ("nilearn",),
+}
 
 
 def small(name: str, **changes: Any) -> Any:
@@ -59,6 +68,11 @@ LEARNED: dict[str, tuple[dict[str, Any], str, float, float]] = {
         {"batches_per_epoch": 40, "batch_size": 4, "patch": (24, 24, 24), "resolution": 2, "learning_rate": 5e-3},
         "dice/mean", 0.6, 0.2,
     ),
+    "finetune": (
+        {"n_layer": 2, "d_model": 64, "context": 64, "batch_size": 16, "base_steps": 120, "learning_rate": 1e-2,
+         "batches_per_epoch": 60, "n_validation_windows": 32},
+        "validation_loss", -2.95, 0.12,
+    ),
     "video": (
         {"frames": 6, "size": 16, "channels": (8, 16, 32), "batch_size": 16, "speed": 2, "batches_per_epoch": 200,
          "resolution": 2, "n_validation_clips": 384},
@@ -77,7 +91,8 @@ def evaluated(workload: Workload) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    "name", ["byte_lm", *(pytest.param(name, marks=pytest.mark.ci) for name in ("brain_segmentation", "video"))]
+    "name",
+    ["byte_lm", "finetune", *(pytest.param(name, marks=pytest.mark.ci) for name in ("brain_segmentation", "video"))],
 )
 def test_training_improves_what_is_evaluated(name: str) -> None:
     torch.manual_seed(0)
@@ -115,6 +130,15 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"learning_rate": -1.0}, "learning_rate=-1.0"),
         *(({name: 0}, f"{name}=0") for name in ("batch_size", "n_residual_units", "batches_per_epoch")),
     ],
+    "finetune": [
+        ({"method": "dora"}, "method='dora' is not one of 'lora', 'full'"),
+        ({"d_model": 36, "n_head": 4}, r"d_model=36 is not a multiple of 2 \* n_head=8"),
+        ({"base_steps": -1}, "base_steps=-1 is negative"),
+        ({"context": 200_000}, "context=200000"),
+        ({"learning_rate": 0.0}, "learning_rate=0.0"),
+        *(({name: 0}, f"{name}=0") for name in ("rank", "n_layer", "n_head", "context", "batch_size")),
+        *(({name: 0}, f"{name}=0") for name in ("batches_per_epoch", "n_validation_windows")),
+    ],
     "video": [
         ({"frames": 1}, "frames=1"),
         ({"size": 7}, "size=7"),
@@ -138,7 +162,7 @@ def test_an_argument_out_of_range_is_named(name: str, changes: dict[str, Any], m
 def test_importing_the_recipes_imports_no_optional_package() -> None:
     code = (
         "import sys; from memfit.recipes import *; "
-        "print(sorted({'monai', 'nilearn', 'nibabel', 'sklearn', 'transformers'} & sys.modules.keys()))"
+        "print(sorted({'monai', 'nilearn', 'nibabel', 'peft', 'sklearn', 'transformers'} & sys.modules.keys()))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

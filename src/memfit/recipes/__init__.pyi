@@ -1,3 +1,8 @@
+from .adapters import METHODS as METHODS
+from .adapters import Encoder as Encoder
+from .adapters import finetune as finetune
+from .adapters import neighbour_loss as neighbour_loss
+from .adapters import sentence_encoder as sentence_encoder
 from .brain import CLASSES as CLASSES
 from .brain import brain_segmentation as brain_segmentation
 from .brain import dice_coefficients as dice_coefficients
@@ -6,6 +11,8 @@ from .brain import segment as segment
 from .clips import MOTIONS as MOTIONS
 from .clips import random_clips as random_clips
 from .clips import video as video
+from .documentation import neighbours as neighbours
+from .documentation import python_documentation as python_documentation
 from .language import ByteLM as ByteLM
 from .language import SeededBatches as SeededBatches
 from .language import byte_lm as byte_lm
