@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import memfit
 from memfit.errors import BudgetError, InfeasibleError, PlanError
 from memfit.hardware import find_device
-from memfit.ir import Candidate, ChunkedLoss, Levers, Plan, Region, Sharding, at_point
+from memfit.ir import Candidate, ChunkedLoss, FrozenWeights, Levers, Plan, Region, Sharding, at_point
 from memfit.levers import (
     CONFLICTS,
     LEVERS,
@@ -53,6 +53,7 @@ USED: dict[str, dict[str, Any]] = {
     "microbatches": CUT,
     "chunked loss": {"chunked_loss": ChunkedLoss(head="head", rows=4)},
     "lean norms and activations": {"lean": ("*",)},
+    "frozen weights in fewer bits": {"frozen_weights": FrozenWeights(quantizer="int8")},
     "activation checkpointing": {"regions": (Region(("blocks.0",)),)},
     "activation offload": {"regions": (Region(("blocks.0",), offload=True),)},
     **{name: {"optimizer": value} for name, value in UPDATES.items()},
@@ -164,9 +165,15 @@ def test_each_tells_its_use_and_goes_without_it(lever: Any) -> None:
     assert lever.names(on.levers) <= lever_names(on)
 
 
-@pytest.mark.parametrize("name", [name for name in USED if name not in ("microbatches", "compilation", "sharding")])
+@pytest.mark.parametrize(
+    "name",
+    [n for n in USED if n not in ("microbatches", "compilation", "sharding", "frozen weights in fewer bits")],
+)
 def test_none_is_applied_twice(name: str, plan: Plan) -> None:
-    """But microbatches and compilation, which leave the model as it is, and sharding, which needs ranks."""
+    """But microbatches and compilation, which leave the model as it is, and sharding, which needs ranks.
+
+    Nothing of this model is frozen: `test_quantized_weights.py` has one.
+    """
     if name == "AdamW with 8-bit states":
         pytest.importorskip("bitsandbytes")
     workload, edited = planned(), under(plan, **USED[name])
@@ -239,7 +246,7 @@ def named_levers(source: str) -> list[str]:
     names = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and (
-            node.attr in ("chunked_loss", "lean")
+            node.attr in ("chunked_loss", "lean", "frozen_weights")
             or (node.attr in ("optimizer", "compiler") and "levers" in ast.unparse(node.value))
         ):
             names.append(f"{ast.unparse(node)}, line {node.lineno}")
@@ -257,7 +264,7 @@ def test_a_name_of_a_lever_is_found(source: str) -> None:
 
 
 def test_nothing_but_the_levers_names_one() -> None:
-    files = [p for p in SRC.rglob("*.py") if p.parent.name != "levers" and p != SRC / "ir" / "plan.py"]
+    files = [p for p in SRC.rglob("*.py") if p.parent.name != "levers" and p != SRC / "ir" / "levers.py"]
     named = {str(p.relative_to(SRC)): names for p in files if (names := named_levers(p.read_text()))}
     assert named == {}
 

@@ -158,6 +158,7 @@ class Lever(ABC):
     )
     draws_otherwise: ClassVar[bool] = False  # a step draws as many random numbers, and as likely, but other ones
     waits: ClassVar[bool] = False  # a step is captured without it first: where that one is slow, it is left out
+    rounds_weights: ClassVar[bool] = False  # a step computes with other weights than the model's
     rungs: ClassVar[tuple[str, ...]] = ()  # the names of those that it makes of the ladder
     numerics_class: ClassVar[Numerics] = "exact"  # where that does not depend on the step
     conflicts: ClassVar[tuple[Conflict, ...]] = ()  # what it does not go with
@@ -228,6 +229,10 @@ class Lever(ABC):
     def changes_state(self, levers: Levers) -> bool:
         """Tell whether the optimizer holds another state under it."""
         return False
+
+    def round_weights(self, levers: Levers, model: nn.Module) -> None:
+        """Give a copy of a model the weights that a step computes with under it, where these are others."""
+        raise NotImplementedError(f"{self.name} rounds no weights")
 
     def host_bytes(self, state_bytes: int, host_budget_bytes: int) -> int:
         """Return the host memory that it takes, with an optimizer's state of some size, within what levers may take."""

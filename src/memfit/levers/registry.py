@@ -26,6 +26,7 @@ from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, Rung, R
 from memfit.levers.microbatches import Microbatches, microbatch_size_of
 from memfit.levers.parameter_updates import FusedOptimizer, OffloadedOptimizer, OptimizerInBackward, UpdateLever
 from memfit.levers.precision import Precision
+from memfit.levers.quantized_weights import QuantizedWeights
 from memfit.levers.replaced_optimizer import Adafactor, AdamW8bit
 from memfit.levers.shared_by_ranks import SharedByRanks
 from memfit.recomputation import checking, foreign_generators, preserved
@@ -49,6 +50,7 @@ LEVERS: tuple[Lever, ...] = (
     Microbatches(),
     ChunkedLossLever(),
     Lean(),
+    QuantizedWeights(),
     Checkpointing(),
     ActivationOffload(),
     SharedByRanks(),
@@ -82,6 +84,11 @@ def lever_names(on: LeversOn) -> set[str]:
 def recomputes(levers: Levers) -> bool:
     """Tell whether levers have modules run again in the backward pass, which their code may do otherwise."""
     return any(lever.recomputes and lever.switches(levers) for lever in used_whole(levers))
+
+
+def rounding(levers: Levers) -> list[Lever]:
+    """Return the levers that have a step compute with rounded weights."""
+    return [lever for lever in used_whole(levers) if lever.rounds_weights]
 
 
 def compiles(levers: Levers) -> bool:
