@@ -22,6 +22,7 @@ from memfit.cli.app import app
 from memfit.ir import (
     Candidate,
     ChunkedLoss,
+    FrozenWeights,
     Levers,
     MeasuredStep,
     Plan,
@@ -37,6 +38,7 @@ RECORDS: tuple[type[msgspec.Struct], ...] = (
     Levers,
     Region,
     ChunkedLoss,
+    FrozenWeights,
     Prediction,
     Throughput,
     Solution,

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import memfit
 from memfit.errors import BudgetError, InfeasibleError, PlanError
 from memfit.hardware import find_device
-from memfit.ir import Candidate, ChunkedLoss, Levers, Plan, Region, Sharding, at_point
+from memfit.ir import Candidate, ChunkedLoss, FrozenWeights, Levers, Plan, Region, Sharding, at_point
 from memfit.levers import (
     CONFLICTS,
     LEVERS,
@@ -54,6 +54,7 @@ USED: dict[str, dict[str, Any]] = {
     "microbatches": CUT,
     "chunked loss": {"chunked_loss": ChunkedLoss(head="head", rows=4)},
     "lean norms and activations": {"lean": ("*",)},
+    "frozen weights in fewer bits": {"frozen_weights": FrozenWeights(quantizer="int8")},
     "activation checkpointing": {"regions": (Region(("blocks.0",)),)},
     "activation offload": {"regions": (Region(("blocks.0",), offload=True),)},
     **{name: update_settings(value) for name, value in UPDATES.items()},
@@ -167,12 +168,15 @@ def test_each_tells_its_use_and_goes_without_it(lever: Any) -> None:
     assert lever.names(on.levers) <= lever_names(on)
 
 
-NOT_ON_THIS_MODEL = {"microbatches", "compilation", "sharding", "own gradient checkpointing", "expandable segments"}
+NOT_ON_THIS_MODEL = {
+    *("microbatches", "compilation", "sharding", "own gradient checkpointing", "expandable segments"),
+    "frozen weights in fewer bits",
+}
 
 
 @pytest.mark.parametrize("name", [name for name in USED if name not in NOT_ON_THIS_MODEL])
 def test_none_is_applied_twice(name: str, plan: Plan) -> None:
-    """But those that leave a model as it is, or this one, which does not checkpoint itself; sharding needs ranks."""
+    """But those that leave a model as it is, or this one, where nothing is frozen; sharding needs ranks."""
     if name == "AdamW with 8-bit states":
         pytest.importorskip("bitsandbytes")
     workload, edited = planned(), under(plan, **USED[name])
@@ -249,7 +253,7 @@ def named_levers(source: str) -> list[str]:
     names = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and (
-            node.attr in ("chunked_loss", "lean")
+            node.attr in ("chunked_loss", "lean", "frozen_weights")
             or (
                 node.attr in ("optimizer", "compiler", "update", "optimizer_state")
                 and "levers" in ast.unparse(node.value)

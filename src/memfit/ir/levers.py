@@ -28,6 +28,7 @@ NUMERICS: tuple[Numerics, ...] = get_args(Numerics)
 Mode = Literal["ddp", "zero1", "zero2", "zero3"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 Reduces = Literal["each", "last"]
+Quantizer = Literal["nf4", "int8"]
 _MIB = 2**20
 Keep = tuple[str, ...]
 """Operators whose outputs a region keeps, each as "overload#occurrence" within one call of the region."""
@@ -121,6 +122,18 @@ class ChunkedLoss(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rows: int
 
 
+class FrozenWeights(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The bits of matrices that do not train.
+
+    Attributes:
+        quantizer: "nf4" for 4 bits a number, whose scales are quantised too, or "int8" for 8 bits, by blocks.
+        kept: FQNs of `nn.Linear` that stay as they are, as the one that makes the logits.
+    """
+
+    quantizer: Quantizer
+    kept: tuple[str, ...] = ()
+
+
 class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of a plan.
 
@@ -138,6 +151,7 @@ class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
             their names are the module calls of its graphs.
         sharding: How ranks share the step; None for one process. With ranks, `microbatch_size` is of one rank's
             samples.
+        frozen_weights: The bits of matrices that do not train; None for as many as they have.
         own_checkpointing: The model's own gradient checkpointing, of transformers: "as-is", or "off".
         allocator: The settings of the GPU's allocator: "as-is", or with "expandable-segments".
         update: When each parameter is updated: "after" the backward pass, or "in-backward" as soon as its gradient is
@@ -157,6 +171,7 @@ class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     optimizer: OptimizerLever = "as-is"
     compiler: CompilerLever = "none"
     sharding: Sharding | None = None
+    frozen_weights: FrozenWeights | None = None
     own_checkpointing: Literal["as-is", "off"] = "as-is"
     allocator: Literal["as-is", "expandable-segments"] = "as-is"
     update: UpdateTime = "after"

@@ -42,6 +42,7 @@ from .registry import lever_uses as lever_uses
 from .registry import lower_candidates as lower_candidates
 from .registry import lowered as lowered
 from .registry import recomputes as recomputes
+from .registry import rounding as rounding
 from .registry import switched as switched
 from .registry import uncompiled as uncompiled
 from .registry import used_levers as used_levers

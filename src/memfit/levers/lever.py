@@ -172,6 +172,7 @@ class Lever(ABC):
     frees_modules: ClassVar[bool] = False  # modules may be recomputed under it that the step as it is keeps to itself
     is_captured: ClassVar[bool] = True  # a step is another one under it; else the device runs the same one otherwise
     waits: ClassVar[bool] = False  # a step is captured without it first: where that one is slow, it is left out
+    rounds_weights: ClassVar[bool] = False  # a step computes with other weights than the model's
     rungs: ClassVar[tuple[str, ...]] = ()  # the names of those that it makes of the ladder
     numerics_class: ClassVar[Numerics] = "exact"  # where that does not depend on the step
     conflicts: ClassVar[tuple[Conflict, ...]] = ()  # what it does not go with
@@ -250,6 +251,10 @@ class Lever(ABC):
     def state_bytes(self, state_bytes: int) -> int:
         """Return the most bytes that the optimizer's state has under it, of those that the user's optimizer has."""
         return state_bytes
+
+    def round_weights(self, levers: Levers, model: nn.Module) -> None:
+        """Give a copy of a model the weights that a step computes with under it, where these are others."""
+        raise NotImplementedError(f"{self.name} rounds no weights")
 
     def host_bytes(self, state_bytes: int, host_budget_bytes: int) -> int:
         """Return the host memory that it takes, with an optimizer's state of some size, within what levers may take."""

@@ -30,6 +30,7 @@ from memfit.levers.microbatches import Microbatches, microbatch_size_of
 from memfit.levers.own_checkpointing import OwnCheckpointing
 from memfit.levers.parameter_updates import FusedOptimizer, OffloadedOptimizer, OptimizerInBackward, UpdateLever
 from memfit.levers.precision import Precision
+from memfit.levers.quantized_weights import QuantizedWeights
 from memfit.levers.replaced_optimizer import Adafactor
 from memfit.levers.shared_by_ranks import SharedByRanks
 from memfit.recomputation import checking, foreign_generators, preserved
@@ -51,6 +52,7 @@ LEVERS: tuple[Lever, ...] = (
     Microbatches(),
     ChunkedLossLever(),
     Lean(),
+    QuantizedWeights(),
     Checkpointing(),
     ActivationOffload(),
     SharedByRanks(),
@@ -86,6 +88,11 @@ def lever_names(on: LeversOn) -> set[str]:
 def recomputes(levers: Levers) -> bool:
     """Tell whether levers have modules run again in the backward pass, which their code may do otherwise."""
     return any(lever.recomputes and lever.switches(levers) for lever in used_whole(levers))
+
+
+def rounding(levers: Levers) -> list[Lever]:
+    """Return the levers that have a step compute with rounded weights."""
+    return [lever for lever in used_whole(levers) if lever.rounds_weights]
 
 
 def compiles(levers: Levers) -> bool:

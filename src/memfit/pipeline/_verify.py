@@ -37,6 +37,7 @@ from memfit.levers import (
     draws_otherwise,
     lever_uses,
     recomputes,
+    rounding,
 )
 from memfit.pipeline.placement import check_runs_here, place_of, rank_place, ranks_of
 from memfit.pipeline.verbs import checked, verb
@@ -137,6 +138,9 @@ def _held(plan: Plan, workload: Workload, ranks: SingleProcess, progress: Progre
         ran = _counting(tell, "planned step", 4 if is_again else 3)
         given, own_buffers = _gradients(workload, plan.levers, place, quiet=quiet)
         ran()
+        rounded = None
+        if rounding(plan.levers):
+            rounded, _ = _gradients(workload, plain, place, quiet=quiet, rounded=plan.levers)
         differing = probe_regions(workload, plan.levers, place) if is_again else {}
         ran(is_again)
         peak, reserved = _peaks(workload, plan.levers, place, ran)
@@ -154,9 +158,21 @@ def _held(plan: Plan, workload: Workload, ranks: SingleProcess, progress: Progre
         failures.append(
             "the plan is of class exact, but the loss or a gradient is not bit-identical to the plain step's"
         )
-    failures += _numerics_failures(found, TOLERANCE[plan.numerics])
+    if rounded is None:
+        failures += _numerics_failures(found, TOLERANCE[plan.numerics])
+    else:  # what rounding weights changes is shown, and that nothing else does is proven
+        names = {lever.name for lever in rounding(plan.levers)}
+        briefs = [use.brief for use in plan.uses if use.name in names]
+        others = freest(use for use in plan.uses if use.name not in names)
+        held = _compared(plan, given, rounded, peak, reserved, [], plain_measured_peak_bytes=plain_peak)
+        failures += _numerics_failures(held, max(TOLERANCE[others], ROUNDING), others)
+        notes.append(
+            f"the planned step was compared with the plain step under {' and '.join(briefs)} too: the loss differs by"
+            f" {held.loss_difference:.1e} and the gradients by {held.gradient_difference:.1e}. The other differences"
+            " come from the rounded weights"
+        )
     progress("prediction", 1, 1)
-    return replace(found, failures=failures)
+    return replace(found, failures=failures, notes=notes)
 
 
 def _counting(progress: Progress, step: str, total: int) -> Callable[..., None]:
@@ -173,10 +189,16 @@ def _counting(progress: Progress, step: str, total: int) -> Callable[..., None]:
 
 
 def _gradients(
-    workload: Workload, levers: Levers, place: torch.device, *, quiet: bool = False
+    workload: Workload, levers: Levers, place: torch.device, *, quiet: bool = False, rounded: Levers | None = None
 ) -> tuple[Outcome, Tensors]:
-    """Return the outcome and the buffers after one step that updates nothing, on the CPU."""
+    """Return the outcome and the buffers after one step that updates nothing, on the CPU.
+
+    With `rounded`, the copy has the weights that a step under those levers computes with.
+    """
     copied = real_copy(workload, place)
+    if rounded is not None:
+        for lever in rounding(rounded):
+            lever.round_weights(rounded, copied.model)
     if quiet:
         for module in copied.model.modules():
             if not isinstance(module, NormBase):
@@ -378,14 +400,15 @@ def same_gradient(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.equal(one.indices(), other.indices()) and torch.equal(one.values(), other.values())
 
 
-def _numerics_failures(found: Verification, tolerance: float) -> list[str]:
+def _numerics_failures(found: Verification, tolerance: float, numerics: Numerics | None = None) -> list[str]:
     """Return in what the planned step differs from the plain one by more than a tolerance, relative."""
     missing = [g.parameter for g in found.gradients if g.relative == math.inf]
     failures = [f"no gradient for {', '.join(missing)}"] if missing else []
     for what, difference in (("loss", found.loss_difference), ("gradients", found.gradient_difference)):
         if not difference <= tolerance:
             failures.append(
-                f"{what}: {difference:.2e} from the plain step's, and class {found.numerics} allows {tolerance:g}"
+                f"{what}: {difference:.2e} from the plain step's, and class {numerics or found.numerics} allows"
+                f" {tolerance:g}"
             )
     return failures
 

@@ -495,6 +495,8 @@ def fingerprint(workload: Workload) -> str:
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     first: dict[int, str] = {}
     for name, t in named:
+        if hasattr(t, "memfit_made"):  # by a step, beside what the model has
+            continue
         dtype = getattr(t, "memfit_dtype", t.dtype)  # the original one of weights that a step holds in another
         parts.append(f"{name}={first.setdefault(id(t), name)}:{tuple(t.shape)}:{dtype}:{t.requires_grad}")
     if not workload.batch_varies:
