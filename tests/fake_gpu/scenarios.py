@@ -40,7 +40,7 @@ from tests.update_settings import update_settings
 SCENARIOS: dict[str, Callable[[], None]] = {}
 
 
-IN_CI: set[str] = {"offload planned", "optimizer states planned"}
+IN_CI: set[str] = {"offload planned", "optimizer states planned", "optimizer settings together"}
 """Scenarios that repeat others with another model, and whole plans: CI runs them."""
 
 
@@ -187,6 +187,29 @@ def optimizer_states_planned() -> None:
     assert 0.9 * moved_seconds < more_seconds < 1.5 * moved_seconds
     assert planned.classes.get("optimizer states in host memory") == "exact"
     assert planned.predicted.peak_upper_bytes <= budget
+
+
+@scenario("optimizer settings together")
+def optimizer_settings_together() -> None:
+    """States in the host's memory that come in the backward pass: neither whole gradients nor states are there."""
+    sizes = {"n_layer": 4, "d_model": 512, "n_head": 8, "context": 32, "batch_size": 1}
+    workload = byte_lm(**sizes, max_bytes=100_000, dropout=0.0, max_grad_norm=None)  # type: ignore[arg-type]
+    found_device, whole, peaks = find_device("rtx-3090"), Levers(microbatch_size=1), {}
+    for values in ((), ("in-backward",), ("offloaded",), ("in-backward", "offloaded"), ("in-backward", "adamw-8bit")):
+        trace = capture_levers(workload, replace(whole, **update_settings(*values)), found_device)
+        peaks[values] = predict(trace, roofline([trace], found_device), found_device)[0].peak_bytes
+    both, alone = peaks["in-backward", "offloaded"], min(peaks["in-backward",], peaks["offloaded",])
+    assert both < 0.7 * alone and peaks["in-backward", "adamw-8bit"] < 0.6 * peaks["in-backward",]
+    settings = {
+        "device": "rtx-3090",
+        "numerics": "exact",
+        "precisions": ["32-true"],
+        "points": 1,
+        "host_budget": "1GiB",
+    }
+    planned = plan(workload, budget=int(0.95 * alone), time_limit_seconds=0.5, **settings)  # type: ignore[arg-type]
+    assert {"optimizer states in host memory", "optimizer in the backward pass"} <= planned.classes.keys()
+    assert planned.predicted.peak_upper_bytes <= planned.budget_bytes and planned.numerics == "exact"
 
 
 def mlp() -> nn.Module:

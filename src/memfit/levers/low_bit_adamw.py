@@ -21,7 +21,9 @@ from memfit.workload import Workload
 NOT_ADAMW = "an optimizer other than AdamW, or Adam without weight decay"
 LEAST_NUMBERS = 4096
 """A tensor of fewer numbers keeps states of 32 bits."""
-_PIECE_ON_CPU, _PIECE = 2**18, 2**24  # numbers: kernels of accelerators take some microseconds each to launch
+_LEAST_ON_CPU, _LEAST = 2**16, 2**24  # numbers of a piece: kernels of accelerators take microseconds each to launch
+_MOST_PIECES = 32  # of a parameter: each is some twenty operators
+_BLOCKS = 256  # numbers: pieces cut no block of so many
 
 
 class LowBitAdamW(ReplacedOptimizer):
@@ -53,7 +55,8 @@ def adamw_conflicts(name: str, *own: Conflict) -> tuple[Conflict, ...]:
 
 def pieces(parameter: torch.Tensor) -> Iterator[tuple[int, int]]:
     """Yield the first and the last number, exclusive, of each piece that a parameter is updated by."""
-    count, size = parameter.numel(), _PIECE_ON_CPU if parameter.device.type == "cpu" else _PIECE
+    count, least = parameter.numel(), _LEAST_ON_CPU if parameter.device.type == "cpu" else _LEAST
+    size = max(least, -(-count // (_MOST_PIECES * _BLOCKS)) * _BLOCKS)
     for start in range(0, count, size):
         yield start, min(start + size, count)
 
