@@ -154,8 +154,8 @@ def test_a_forward_of_the_users_own_is_used_and_restored() -> None:
         ),
         ([Region(("blocks.1",), (), True, "nowhere")], PlanMismatchError, "prefetch"),
         ([Region(("blocks.1",), (), False, "blocks.2")], PlanError, "offload=False"),
-        ([Region(("blocks.1",), offload=True), Region(("blocks.1.f",))], PlanError, "can't be nested"),
-        ([Region(("blocks.1",)), Region(("blocks.1.f",), offload=True)], PlanError, "can't be nested"),
+        ([Region(("blocks.1",)), Region(("blocks.1.f",), offload=True)], PlanError, "nothing in host memory"),
+        ([blocks(1, 2), Region(("blocks.1",), offload=True)], PlanError, "nothing in host memory"),
     ],
 )
 def test_regions_that_cannot_be_are_refused(regions: list[Region], error: type[Exception], text: str) -> None:

@@ -64,6 +64,13 @@ OFFLOADED = {
     "a run": [offloaded(1, 2, keep=(f"{ADDMM}#2",), prefetch="blocks.3")],
     "beside other regions": [Region(("blocks.1",)), offloaded(2, prefetch="blocks.3"), Region(("blocks.3",))],
     "the first, with nothing to move": [offloaded(0)],
+    "around a region": [offloaded(1, prefetch="blocks.2"), Region(("blocks.1.f",)), offloaded(2, prefetch="blocks.3")],
+    "a run around its modules": [offloaded(1, 2, 3, prefetch="blocks.4"), *(Region((f"blocks.{i}",)) for i in (1, 2))],
+    "around runs, copied back late": [
+        offloaded(2),
+        Region(("blocks.2.f.0", "blocks.2.f.1")),
+        Region(("blocks.2.f.2",)),
+    ],
 }
 ALL = NESTED | {f"offloaded: {name}": regions for name, regions in OFFLOADED.items()}
 loss_of_many = functools.partial(loss, samples=1024)  # whose inputs of blocks are the least that is moved

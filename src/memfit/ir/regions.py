@@ -20,7 +20,8 @@ With offload, what is kept waits in host memory:
    copy.
 2. It is copied back before the recomputation: when the backward pass enters the module `Region.prefetch`, or when the
    recomputation starts. The recomputation waits for copies that are not complete.
-3. The copy is held until the end of the recomputation, or of autograd's save of it.
+3. The copy is held until the end of the recomputation, of autograd's save of it, or of the recomputation of the last
+   region inside that takes it as an argument. Regions inside keep nothing in host memory themselves.
 
 Copies run at the link's rate, one after the other in each direction, and both directions at the same time.
 """
@@ -140,6 +141,7 @@ class Transfer:
         landed: The last forward operator at which the copy to the host holds it.
         fetched: The backward operator just before which it is copied back; -1 when the recomputation starts.
         death: The last backward operator at which the recomputation's saves hold it; -1 if none does.
+        taken_by: The last inner region call to run again that takes it as an argument: it lives until then.
     """
 
     storage: int
@@ -147,6 +149,7 @@ class Transfer:
     landed: int
     fetched: int
     death: int
+    taken_by: RegionCall | None = None
 
 
 class Regions:
@@ -279,14 +282,9 @@ class Regions:
         depth: int = 0,
     ) -> Iterator[Recomputation]:
         """Yield the recomputations of a region call, which keeps operators, and of those inside it, which keep none."""
-        children = [c for c in inside if not any(self.contains(other, c) for other in inside)]
+        children = self._outermost(inside)
         saves = self.trace.saves
-        elsewhere = {save for child in children for save in child.saves}
-        own = [index for index in region.saves if index not in elsewhere]
-        taken = [i for child in children for i in child.saves if saves[i].storage in child.inputs]
-        deaths = self._deaths([*own, *taken])
-        in_order = sorted(children, key=lambda child: child.recompute_at)
-        taken_by = {storage: child for child in in_order for storage in child.inputs}
+        own, deaths, taken_by = self._holders(region, children)
         ends = [region.start, *(child.start for child in children), *(saves[index].at for index in own)]
         cut = min(max(ends), region.stop)
         copies = tuple(
@@ -299,6 +297,22 @@ class Regions:
         for child in children:
             within = [c for c in inside if self.contains(child, c)]
             yield from self.recomputations(child, frozenset(), within, depth + 1)
+
+    def _outermost(self, regions: Sequence[RegionCall]) -> list[RegionCall]:
+        return [one for one in regions if not any(self.contains(other, one) for other in regions)]
+
+    def _holders(
+        self, region: RegionCall, children: Sequence[RegionCall]
+    ) -> tuple[list[int], dict[int, int], dict[int, RegionCall]]:
+        """Return what holds storages of a recomputation: its own saves, and by storage the last operator and region.
+
+        The operator is that at which saves hold it; the region is the last one inside to run again with it.
+        """
+        elsewhere = {save for child in children for save in child.saves}
+        own = [index for index in region.saves if index not in elsewhere]
+        taken = [i for child in children for i in child.saves if self.trace.saves[i].storage in child.inputs]
+        in_order = sorted(children, key=lambda child: child.recompute_at)
+        return own, self._deaths([*own, *taken]), {s: child for child in in_order for s in child.inputs}
 
     def _deaths(self, saves: Iterable[int]) -> dict[int, int]:
         """Return the last operator at which saves hold a storage, by the storage."""
@@ -330,13 +344,15 @@ class Regions:
         added: npt.NDArray[np.int64] = np.cumsum(change)[:-1] + np.array(runs, np.int64)
         return added
 
-    def transfers(self, region: RegionCall, kept: frozenset[int], prefetch: str) -> tuple[Transfer, ...]:
-        """Return the storages of a region call that wait in host memory."""
+    def transfers(
+        self, region: RegionCall, kept: frozenset[int], prefetch: str, inside: Sequence[RegionCall] = ()
+    ) -> tuple[Transfer, ...]:
+        """Return the storages of a region call, with others inside, that wait in host memory."""
         trace = self.trace
         later = next((call for call in self.later_siblings(region) if trace.fqn_of(call) == prefetch), -1)
         start = self.backward_start.get(later, -1)
         fetched = start if start < region.recompute_at else -1
-        deaths = self._deaths(region.saves)
+        _, deaths, taken_by = self._holders(region, self._outermost(inside))
         moved: dict[int, Transfer] = {}
         for call in region.calls:
             start, end = trace.calls[call].start, trace.calls[call].end
@@ -344,7 +360,9 @@ class Regions:
             outputs = [s for op in sorted(kept) if start <= op < end for s in trace.births[op]]
             for storage in (*arguments, *outputs):
                 if trace.storages[storage].nbytes >= LEAST_BYTES and storage not in moved:
-                    moved[storage] = Transfer(storage, call, end - 1, fetched, deaths.get(storage, -1))
+                    moved[storage] = Transfer(
+                        storage, call, end - 1, fetched, deaths.get(storage, -1), taken_by.get(storage)
+                    )
         return tuple(moved.values())
 
     def host_bytes(self, moved: Sequence[Transfer]) -> int:

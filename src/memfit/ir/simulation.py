@@ -91,14 +91,13 @@ class Replay:
         named = {call: region for region in regions for call in self.regions.calls_of(region.modules)}
         outermost = [call for call in named if not any(self.regions.contains(outer, call) for outer in named)]
         self.kept = {call: self.regions.kept_ops(call, named[call].keep) for call in outermost}
-        self.moved = {
-            call: self.regions.transfers(call, self.kept[call], named[call].prefetch)
-            for call in outermost
-            if named[call].offload
-        }
+        self.moved: dict[RegionCall, tuple[Transfer, ...]] = {}
         found: list[Recomputation] = []
         for region in outermost:
             inside = [call for call in named if self.regions.contains(region, call)]
+            if named[region].offload:
+                prefetch = named[region].prefetch
+                self.moved[region] = self.regions.transfers(region, self.kept[region], prefetch, inside)
             found += self.regions.recomputations(region, self.kept[region], inside)
         self.recomputations = sorted(found, key=lambda again: again.order)
         self.points: list[tuple[int, Recomputation | None]] = []
@@ -152,7 +151,10 @@ class Replay:
             for move in self.moved.get(region, ()):  # what is copied back from host memory
                 first = self.position[move.fetched - 1] + 1 if move.fetched >= 0 else start
                 death = self.position[move.death] if move.death >= 0 else -1
-                add(move.storage, first, max(self.segment_end[region], death))
+                last = max(self.segment_end[region], death)
+                if move.taken_by is not None:
+                    last = max(last, self.segment_end[move.taken_by])
+                add(move.storage, first, last)
             if state_bytes:  # of the generator: from each call until the last save dies, and while it recomputes
                 for index in region.calls:
                     first, last = self.position[trace.calls[index].start], self.position[region.end]

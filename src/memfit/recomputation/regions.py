@@ -102,10 +102,11 @@ def _check(modules: Mapping[str, nn.Module], regions: Sequence[Region]) -> None:
     for (inner, region), (outer, around) in itertools.permutations(named, 2):
         if outer not in enclosing(inner):
             continue
-        if region is not around and (region.offload or around.offload):
+        is_within_run = inner == outer and len(region.modules) < len(around.modules)
+        if region is not around and region.offload and (inner != outer or is_within_run):
             raise PlanError(
-                f"the plan checkpoints {inner!r} within {outer!r}, and offloads one of them: an offloaded region can't"
-                " be nested. Set its offload to False, or remove one of the two from levers.regions"
+                f"the plan checkpoints {inner!r} within {outer!r}, and offloads {inner!r}: a region within another one"
+                " keeps nothing in host memory. Set its offload to False, or remove one of the two from levers.regions"
             )
         if inner == outer and len(region.modules) == len(around.modules):
             raise PlanError(f"the plan checkpoints {inner!r} twice: remove it from one region of levers.regions")

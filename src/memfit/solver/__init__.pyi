@@ -1,3 +1,4 @@
+from .alike import uniform as uniform
 from .candidates import Ints as Ints
 from .candidates import Option as Option
 from .candidates import Worth as Worth

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,6 +28,7 @@ from memfit.ir import (
 Ints = npt.NDArray[np.int64]
 _LEAST_SHARE = 0.002
 _NESTED_LEAST_SHARE = 0.05
+_ALIKE = 5.0  # times what one module of those alike holds, they must hold for it to count as more
 _KEEP_SETS = 768
 _MOST_KEEP_SETS, _LEAST_KEEP_SETS = 128, 5
 _LONGEST_CHAIN = 24
@@ -59,6 +61,11 @@ class Option:
     def is_whole(self) -> bool:
         """Whether one module is recomputed as a whole, once."""
         return self.regions == (Region(self.modules[:1]),)
+
+
+def pattern(fqn: str) -> str:
+    """Return a module's name without its numbers, as modules alike have it."""
+    return re.sub(r"\d+", "#", fqn)
 
 
 def refusals(regions: Regions) -> dict[str, str]:
@@ -119,6 +126,8 @@ class _Finder:
         self.forward_bytes = sum(s.nbytes for s in trace.storages if s.category == "activations")
         self.mutated = {m for op in trace.ops for m in op.mutates}
         self.keeps_like: dict[tuple[object, ...], list[Keep]] = {}
+        self.droppable_bytes: dict[tuple[str, ...], int] = {}
+        self.alike = Counter[tuple[object, ...]]()  # runs of modules with the same names but for numbers, and bytes
 
     def options(self) -> Iterator[Option]:
         singles = self._worthwhile((fqn,) for fqn in self.regions.calls if fqn in self.allowed)
@@ -130,7 +139,7 @@ class _Finder:
         for modules in runs:
             yield self._option((Region(modules),))
         for modules in (*singles, *runs):
-            if self._droppable_bytes(modules) >= _NESTED_LEAST_SHARE * self.forward_bytes:
+            if self._share(modules) >= _NESTED_LEAST_SHARE:
                 inside = self._inside(modules, singles)
                 if len(inside) > 1:
                     yield self._option((Region(modules), *(Region(each) for each in inside)))
@@ -139,15 +148,16 @@ class _Finder:
         """Yield options with their kept tensors in host memory; only some of the options that keep operators.
 
         Options that keep only arguments also come with late copies back: when the region is recomputed, which waits.
+        Regions inside take what was copied back, and keep nothing in host memory themselves.
         """
         some: dict[tuple[str, ...], set[Keep]] = {}
-        for region in (option.regions[0] for option in resident if len(option.regions) == 1):
+        for region, *inside in (option.regions for option in resident):
             first = self.regions.calls_of(region.modules)[0]
             if region.modules not in some:
                 some[region.modules] = {(), *self._keeps(first, _OFFLOADED_KEEP_SETS)}
             if region.keep in some[region.modules]:
                 for prefetch in dict.fromkeys((self._prefetch(region), *(() if region.keep else ("",)))):
-                    option = self._option((replace(region, offload=True, prefetch=prefetch),))
+                    option = self._option((replace(region, offload=True, prefetch=prefetch), *inside))
                     if option.transfers:
                         yield option
 
@@ -171,21 +181,37 @@ class _Finder:
     def _worthwhile(self, runs: Iterator[tuple[str, ...]], seen: Collection[object] = ()) -> list[tuple[str, ...]]:
         worthwhile: list[tuple[str, ...]] = []
         extents = set(seen)
-        for modules in runs:
+        found = list(runs)
+        self.alike.update(map(self._kind, found))
+        for modules in found:
             extent = self._extent(modules)
-            if extent not in extents and self._droppable_bytes(modules) >= _LEAST_SHARE * self.forward_bytes:
+            if extent not in extents and self._share(modules) >= _LEAST_SHARE:
                 extents.add(extent)
                 worthwhile.append(modules)
         return worthwhile
+
+    def _share(self, modules: tuple[str, ...]) -> float:
+        """Return the share of the forward pass's bytes that a run holds.
+
+        Of a deep model each module holds little, and those alike nearly everything: a part of what they hold counts.
+        """
+        apart = self.alike[self._kind(modules)] / len(modules)  # runs of repeated modules overlap
+        alike = max(1.0, apart / _ALIKE)
+        return self._droppable_bytes(modules) * alike / max(1, self.forward_bytes)
+
+    def _kind(self, modules: tuple[str, ...]) -> tuple[object, ...]:
+        return *map(pattern, modules), self._droppable_bytes(modules)
 
     def _extent(self, modules: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
         return tuple((r.start, r.stop) for r in self.regions.calls_of(modules))
 
     def _droppable_bytes(self, modules: tuple[str, ...]) -> int:
-        storages, saves = self.trace.storages, self.trace.saves
-        calls = self.regions.calls_of(modules)
-        born = {saves[s].storage for r in calls for s in r.saves if storages[saves[s].storage].birth >= r.start}
-        return sum(storages[s].nbytes for s in born)
+        if modules not in self.droppable_bytes:
+            storages, saves = self.trace.storages, self.trace.saves
+            calls = self.regions.calls_of(modules)
+            born = {saves[s].storage for r in calls for s in r.saves if storages[saves[s].storage].birth >= r.start}
+            self.droppable_bytes[modules] = sum(storages[s].nbytes for s in born)
+        return self.droppable_bytes[modules]
 
     def _runs(self) -> Iterator[tuple[str, ...]]:
         """Yield runs of modules called one after the other; of long chains, only some."""
@@ -239,7 +265,12 @@ class _Finder:
         seconds += sum(self.regions.repeats_of(r.region) * r.overhead_seconds(self.costs) for r in reruns)
         if not chosen[0].offload:
             return Option(chosen, kept, reruns, seconds)
-        moved = {call: self.regions.transfers(call, kept[call], chosen[0].prefetch) for call in calls}
+        moved = {
+            call: self.regions.transfers(
+                call, kept[call], chosen[0].prefetch, [c for c in inside if self.regions.contains(call, c)]
+            )
+            for call in calls
+        }
         seconds += sum(
             self.regions.repeats_of(call) * self.regions.stall_seconds(self.costs, self.seconds, call, moved[call])
             for call in calls

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from time import perf_counter, thread_time
@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.foundations import safe_point
+from memfit.solver.alike import Uniform, uniform
 from memfit.solver.candidates import Ints
 from memfit.solver.problem import Problem
 
@@ -148,6 +149,8 @@ _TIE = 1e-4  # MiB by which the slowest choice of a peak counts more than the fa
 _LEAST_KERNEL = 16
 _TAKEN = 1e-9
 _LEANER = (0.75, 0.5)
+_MANY_OPTIONS = 500  # from which on modules that are alike are first treated alike
+_UNIFORM_SECONDS = 2.0  # of time for that, beside the limit: building such a problem takes longer
 EXACT, FINE, COARSE = 1e-4, 1e-3, 5e-3
 """Relative gaps at which the solver stops: the last tenths of a percent of the step's time take longest."""
 
@@ -232,7 +235,11 @@ class Solver:
             floor = self.peak_floor_bytes
             leaner = self._relaxed_for(int(floor + share * (budget_bytes - floor)), deadline)
             relaxed = relaxed if leaner is None else replace(relaxed, x=relaxed.x + leaner.x)
-        best, bound = self._best(goal, relaxed, self._known(budget_bytes), tolerance, deadline)
+        known = self._known(budget_bytes)
+        if known is None or self.problem.seconds(known) * (1 - tolerance) > relaxed.value / goal.scale:
+            deadline += self._take_uniform(lambda solver: solver.fastest(budget_bytes, COARSE, _UNIFORM_SECONDS))
+            known = self._known(budget_bytes)
+        best, bound = self._best(goal, relaxed, known, tolerance, deadline)
         if best is None:  # only the leanest choice can be found in time
             self.leanest(max(_LEAST_SECONDS, time_limit_seconds / 2))
             best = self._known(budget_bytes)
@@ -277,6 +284,7 @@ class Solver:
             self._lowest = replace(nothing, bound=float(nothing.peak_bytes))
             return self._lowest
         goal = self._goal(None)
+        self._take_uniform(lambda solver: solver.leanest(_UNIFORM_SECONDS))
         deadline = thread_time() + time_limit_seconds
         relaxed = self._relaxed(goal, deadline) or _Relaxed(0.0, np.ones(self._n_x), np.zeros(self._n_x))
         start = min(self._found, key=lambda x: self._value(goal, x))
@@ -388,6 +396,21 @@ class Solver:
             solution = _Relaxed(result.value, result.x[: self._n_x], reduced, near)
             if not self._take_up(self._active, peaks, allowed + 1024) or thread_time() > deadline:
                 return solution
+
+    def _take_uniform(self, solved: Callable[[Solver], Choice | None]) -> float:
+        """Add a choice in which modules that are alike have the same option to those found; return the time taken."""
+        start = thread_time()
+        if self._uniform is not None:
+            whole, solver = self._uniform
+            choice = solved(solver)
+            if choice is not None:
+                self._found.append(whole.spread(choice.x, self._n_x))
+        return thread_time() - start
+
+    @cached_property
+    def _uniform(self) -> tuple[Uniform, Solver] | None:
+        found = uniform(self.problem) if self._n_x >= _MANY_OPTIONS else None
+        return None if found is None else (found, Solver(found.problem))
 
     def _nothing_to_choose(self) -> Choice:
         return self._choice(np.zeros(0, np.int64), self.problem.plain_seconds)

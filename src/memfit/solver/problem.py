@@ -260,6 +260,7 @@ class _Builder:
         for transfer in self.options[j].transfers_of(region):
             first = self._place(transfer.fetched - 1) + 1 if transfer.fetched >= 0 else gap
             last = max(gap, self._place(transfer.death) if transfer.death >= 0 else -1)
+            last = max(last, gaps[transfer.taken_by]) if transfer.taken_by is not None else last
             self._mark(self.x[j], first, last, self.trace.storages[transfer.storage].nbytes)
 
     def _place(self, op: int) -> int:
