@@ -92,7 +92,7 @@ def test_a_note_has_what_would_be_left() -> None:
     ):
         assert part in note
     single = padding_note(masked((100,)))
-    assert single is not None and "microbatches" not in single
+    assert single is not None and "sorted by length into" not in single
 
 
 def test_estimates_and_plans_tell() -> None:

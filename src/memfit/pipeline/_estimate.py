@@ -89,7 +89,7 @@ def estimate(
         CaptureError: The step can't be captured.
     """
     found = estimated(workload, options_of(EstimateOptions, locals()), progress=progress)
-    note = padding_note(workload.batch)
+    note = padding_note(workload.batch) if workload.split is None else None
     return found if note is None else replace(found, notes=[*found.notes, note])
 
 

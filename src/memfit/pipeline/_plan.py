@@ -119,7 +119,7 @@ def plan(
     if measure == "auto" and os.environ.get("MEMFIT_MEASURE") == "no":
         options = replace(options, measure=False)
     found = planned(workload, options, progress=progress)
-    note = padding_note(workload.batch)
+    note = padding_note(workload.batch) if workload.split is None else None
     return found if note is None else msgspec.structs.replace(found, notes=[*found.notes, note])
 
 

@@ -81,9 +81,9 @@ def padding_note(batch: Any) -> str | None:
         )
     return (
         f"{found.share:.0%} of the batch's {found.total:,} tokens are padding (by its {found.source}): the step"
-        f" computes and holds them like others. With all samples {saved}; packed one after the other, {used:,}. memfit"
-        " does neither: sort samples by length before you make batches of them, or pack them"
-        " (transformers.DataCollatorWithFlattening, for models that take position_ids)"
+        f" computes and holds them like others. With all samples {saved}; packed one after the other, {used:,}."
+        " Workload(split=memfit.tools.ByLength()) sorts and cuts microbatches; transformers.DataCollatorWithFlattening"
+        " packs, for models that take position_ids"
     )
 
 
