@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import memfit
+from benchmarks.finetune import __main__ as finetune
 from benchmarks.finetune import curves, figures, measured, paper, peers
 from benchmarks.finetune.models import TINY, llama
 from benchmarks.finetune.stacks import (
@@ -25,8 +29,11 @@ from benchmarks.finetune.stacks import (
     Stack,
     stacked,
 )
+from benchmarks.processes import Output
 from memfit import recipes
 from memfit.capture import measure_peak_bytes, real_copy
+from memfit.errors import InfeasibleError, UsageError
+from memfit.hardware import find_device
 from memfit.ir import Levers
 from memfit.workload import Workload
 
@@ -278,3 +285,58 @@ def test_a_lever_that_this_memfit_has_not_is_left_out() -> None:
     lever = curves.Lever("new", "exact", ({"no_such_field": 1}, {"precision": "bf16-mixed"}))
     assert curves.settings_of(lever, 4) == Levers(microbatch_size=4, precision="bf16-mixed")
     assert curves.settings_of(curves.Lever("new", "exact", ({"no_such_field": 1},)), 4) is None
+
+
+def test_parts_run_apart_and_a_run_that_was_cut_short_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def output_of(command: list[str], timeout_seconds: float) -> Output:
+        asked.append(command[-1])
+        if command[-1] == "lora_8k_gib":
+            return Output([], f"no end within {timeout_seconds:g} s", "")
+        return Output([stack_row("plain", 400)], "exit status 0", "")
+
+    monkeypatch.setattr(finetune, "output_of", output_of)
+    threads, names = torch.get_num_threads(), ["cpu, 4k tokens", "lora_8k_gib"]
+    try:
+        for _ in range(2):
+            cases, summary = finetune.run(False, only=names, minutes=1, rows=tmp_path / "rows")
+            assert summary["small_plain_mib"] == 400 and summary["failed"] == 1
+            assert cases[1] == {"part": "lora_8k_gib", "error_message": "no end within 60 s"}
+    finally:
+        torch.set_num_threads(threads)
+    assert asked == [*names, "lora_8k_gib"], "what ended well is not run again"
+    with pytest.raises(UsageError, match="--only 12k: there are cpu, 4k tokens"):
+        finetune.run(False, only=["12k"])
+
+
+def test_every_setup_is_a_card_of_the_catalogue_and_a_key_of_its_own() -> None:
+    keys = [setup.key for setup in paper.SETUPS]
+    assert len({*keys}) == len(keys) and {"lora_8k_gib", "qlora_8k_gib", "full_8k_gib"} <= {*keys}
+    cards = {device: find_device(device).memory_bytes for device in paper.UNSLOTH}
+    assert [round(nbytes / GIB) for nbytes in cards.values()] == [12, 16, 24, 80]
+    assert paper.UNSLOTH.keys() == paper.HF.keys()
+    assert all(paper.HF[device] < tokens for device, tokens in paper.UNSLOTH.items())
+
+
+def test_a_setup_is_planned_and_its_end_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = paper.SETUPS[0]
+    monkeypatch.setattr(paper, "eight_billion", lambda layers: TINY)
+    told = InfeasibleError("Does not fit", budget_bytes=1, lowest_peak_bytes=7, where="there")
+    budgets: list[Any] = []
+
+    def plan(workload: Workload, budget: Any, **options: Any) -> None:
+        budgets.append(budget)
+        assert options["device"] == setup.device and {p.device.type for p in workload.model.parameters()} == {"meta"}
+        raise told
+
+    monkeypatch.setattr(memfit, "plan", plan)
+    row = paper.lowest(replace(setup, tokens=64), 2)
+    assert (row["lowest_peak_bytes"], row["kind"], row["layers"], row["where"]) == (7, "lowest", 2, "there")
+    monkeypatch.setitem(paper.UNSLOTH, "rtx-4090", 640)
+    rows = list(paper.context("rtx-4090"))
+    assert [row["tokens"] for row in rows] == [640, 320, 160, 64] and not any(row["fits"] for row in rows)
+    assert budgets == [paper._LEAST_BYTES, *["100%"] * 4]
+    monkeypatch.setattr(memfit, "plan", lambda *a, **o: (_ for _ in ()).throw(UsageError("not so")))
+    assert paper.lowest(replace(setup, tokens=64), 2)["error_message"] == "UsageError: not so"
+    assert len(list(paper.context("rtx-4090"))) == 1, "what fails is not tried again with fewer tokens"
