@@ -16,6 +16,7 @@ from benchmarks.distributed import figures as ranks
 from benchmarks.faults import figures as faults
 from benchmarks.faults import verbs
 from benchmarks.field import figures as field
+from benchmarks.finetune import figures as finetune
 from benchmarks.markdown import head, made_by, row
 from benchmarks.packages.zoo import FAMILIES
 from benchmarks.parity import figures as parity
@@ -262,6 +263,10 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "jittor_verdicts": ("parity_jittor", in_jittor.verdicts_table),
     "jittor_uses": ("parity_jittor", in_jittor.uses_table),
     "packages": ("packages", packages_table),
+    "finetune_stacks": ("finetune", finetune.stacks_table),
+    "finetune_paper": ("finetune", finetune.paper_table),
+    "finetune_contexts": ("finetune", finetune.contexts_table),
+    "finetune_curves": ("finetune", finetune.curves_table),
     "field": ("field", field.table),
     "resident": ("resident", resident_table),
     "brain_segmentation": ("brain_segmentation", brain_segmentation_table),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.common import Case
-from benchmarks.finetune import measured, paper
+from benchmarks.finetune import curves, measured, paper
 from benchmarks.markdown import head, made_by, row
 from memfit.foundations import format_bytes
 
@@ -16,6 +16,7 @@ def summarised(cases: Sequence[Case]) -> dict[str, Any]:
     return {
         **measured.summary_of([case for case in cases if "stack" in case]),
         **paper.summary_of([case for case in cases if "setup" in case]),
+        **curves.summary_of([case for case in cases if "recipe" in case]),
         "failed": sum("part" in case for case in cases),
     }
 
@@ -73,3 +74,21 @@ def contexts_table(result: dict[str, Any]) -> str:
         found = f"{max(fitting):,}" if fitting else tried
         lines.append(row((device, found, f"{tokens:,}", f"{paper.HF[device]:,}")))
     return "\n".join([*lines, "", f"{made_by(result)}."])
+
+
+def curves_table(result: dict[str, Any]) -> str:
+    """Return how the recipes train under each lever, beside the plain step with several seeds."""
+    lines = head(
+        ("recipe", "lever", "class", "seed", "loss: first steps", "last steps", "reached", "to the plain step")
+    )
+    for case in (case for case in result["cases"] if "recipe" in case):
+        first, last = case["curve"][0], case["curve"][-1]
+        reached = f"{case['figure'].replace('_', ' ')} {case['reached']:.4f}"
+        equal = "" if case["lever"] == curves.PLAIN else "bit-identical" if case["bitwise"] else _off(case)
+        losses = (f"{first:.4f}", f"{last:.4f}")
+        lines.append(row((case["recipe"], case["lever"], case["numerics"], str(case["seed"]), *losses, reached, equal)))
+    return "\n".join([*lines, "", f"{made_by(result)}."])
+
+
+def _off(case: Case) -> str:
+    return f"at most {case['largest_difference']:.1e} off in a step's loss"

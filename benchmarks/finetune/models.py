@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from memfit import Workload
@@ -42,6 +41,8 @@ def eight_billion(layers: int = 32) -> Shape:
 
 def model_of(shape: Shape, tokens: int, lora: bool) -> nn.Module:
     """Return a Llama in training mode; with `lora`, frozen but for peft's adapters, which are fp32 as by default."""
+    import transformers
+
     config = transformers.LlamaConfig(
         hidden_size=shape.width,
         intermediate_size=shape.inner,

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.finetune import figures, measured, paper, peers
+import memfit
+from benchmarks.finetune import __main__ as finetune
+from benchmarks.finetune import curves, figures, measured, paper, peers
 from benchmarks.finetune.models import TINY, llama
 from benchmarks.finetune.stacks import (
     ALST,
@@ -24,7 +29,12 @@ from benchmarks.finetune.stacks import (
     Stack,
     stacked,
 )
+from benchmarks.processes import Output
+from memfit import recipes
 from memfit.capture import measure_peak_bytes, real_copy
+from memfit.errors import InfeasibleError, UsageError
+from memfit.hardware import find_device
+from memfit.ir import Levers
 from memfit.workload import Workload
 
 GIB, MIB = 2**30, 2**20
@@ -233,3 +243,100 @@ def test_a_model_on_paper_has_no_data() -> None:
     assert {t.device.type for t in workload.batch.values()} == {"cpu"}
     trained = {name.split(".")[-3] for name, p in workload.model.named_parameters() if p.requires_grad}
     assert trained == {"lora_A", "lora_B"}
+
+
+SMALL_TRAINING = curves.Training(
+    "finetune",
+    functools.partial(
+        recipes.finetune,
+        **{"n_layer": 1, "d_model": 32, "n_head": 2, "context": 32, "batch_size": 4, "base_steps": 2},
+        n_validation_windows=8,
+        batches_per_epoch=10,
+    ),
+    ("base_model.model.model.layers.0",),
+    "validation_loss",
+    head="base_model.model.lm_head",
+    seeds=2,
+)
+
+
+def test_levers_train_beside_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curves, "POINTS", 5)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        found = list(curves.rows(SMALL_TRAINING, 10))
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+    by_lever = {row["lever"]: row for row in found if row["seed"] == 0}
+    assert len(found) == len(by_lever) + 1 and len(by_lever[curves.PLAIN]["curve"]) == 5
+    assert by_lever["activation checkpointing"]["bitwise"] and not by_lever["bf16-mixed"]["bitwise"]
+    assert 0 < by_lever["microbatches"]["largest_difference"] < 1e-4 < 10 * by_lever["bf16-mixed"]["largest_difference"]
+    summary = curves.summary_of(found)
+    assert summary["exact_runs"] == summary["exact_runs_with_the_same_bits"] == 2
+    low, high = summary["lora_validation_loss"]
+    assert low < high
+    quantised = {**found[0], "lever": "QLoRA: frozen weights in NF4", "numerics": "reduced", "reached": high}
+    assert curves.summary_of([*found, quantised])["qlora_within_the_spread"] is True
+    assert curves.summary_of([*found, {**quantised, "reached": high + 1}])["qlora_within_the_spread"] is False
+    assert "bit-identical" in figures.curves_table({**RESULT, "cases": found})
+
+
+def test_a_lever_that_this_memfit_has_not_is_left_out() -> None:
+    lever = curves.Lever("new", "exact", ({"no_such_field": 1}, {"precision": "bf16-mixed"}))
+    assert curves.settings_of(lever, 4) == Levers(microbatch_size=4, precision="bf16-mixed")
+    assert curves.settings_of(curves.Lever("new", "exact", ({"no_such_field": 1},)), 4) is None
+
+
+def test_parts_run_apart_and_a_run_that_was_cut_short_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def output_of(command: list[str], timeout_seconds: float) -> Output:
+        asked.append(command[-1])
+        if command[-1] == "lora_8k_gib":
+            return Output([], f"no end within {timeout_seconds:g} s", "")
+        return Output([stack_row("plain", 400)], "exit status 0", "")
+
+    monkeypatch.setattr(finetune, "output_of", output_of)
+    threads, names = torch.get_num_threads(), ["cpu, 4k tokens", "lora_8k_gib"]
+    try:
+        for _ in range(2):
+            cases, summary = finetune.run(False, only=names, minutes=1, rows=tmp_path / "rows")
+            assert summary["small_plain_mib"] == 400 and summary["failed"] == 1
+            assert cases[1] == {"part": "lora_8k_gib", "error_message": "no end within 60 s"}
+    finally:
+        torch.set_num_threads(threads)
+    assert asked == [*names, "lora_8k_gib"], "what ended well is not run again"
+    with pytest.raises(UsageError, match="--only 12k: there are cpu, 4k tokens"):
+        finetune.run(False, only=["12k"])
+
+
+def test_every_setup_is_a_card_of_the_catalogue_and_a_key_of_its_own() -> None:
+    keys = [setup.key for setup in paper.SETUPS]
+    assert len({*keys}) == len(keys) and {"lora_8k_gib", "qlora_8k_gib", "full_8k_gib"} <= {*keys}
+    cards = {device: find_device(device).memory_bytes for device in paper.UNSLOTH}
+    assert [round(nbytes / GIB) for nbytes in cards.values()] == [12, 16, 24, 80]
+    assert paper.UNSLOTH.keys() == paper.HF.keys()
+    assert all(paper.HF[device] < tokens for device, tokens in paper.UNSLOTH.items())
+
+
+def test_a_setup_is_planned_and_its_end_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = paper.SETUPS[0]
+    monkeypatch.setattr(paper, "eight_billion", lambda layers: TINY)
+    told = InfeasibleError("Does not fit", budget_bytes=1, lowest_peak_bytes=7, where="there")
+    budgets: list[Any] = []
+
+    def plan(workload: Workload, budget: Any, **options: Any) -> None:
+        budgets.append(budget)
+        assert options["device"] == setup.device and {p.device.type for p in workload.model.parameters()} == {"meta"}
+        raise told
+
+    monkeypatch.setattr(memfit, "plan", plan)
+    row = paper.lowest(replace(setup, tokens=64), 2)
+    assert (row["lowest_peak_bytes"], row["kind"], row["layers"], row["where"]) == (7, "lowest", 2, "there")
+    monkeypatch.setitem(paper.UNSLOTH, "rtx-4090", 640)
+    rows = list(paper.context("rtx-4090"))
+    assert [row["tokens"] for row in rows] == [640, 320, 160, 64] and not any(row["fits"] for row in rows)
+    assert budgets == [paper._LEAST_BYTES, *["100%"] * 4]
+    monkeypatch.setattr(memfit, "plan", lambda *a, **o: (_ for _ in ()).throw(UsageError("not so")))
+    assert paper.lowest(replace(setup, tokens=64), 2)["error_message"] == "UsageError: not so"
+    assert len(list(paper.context("rtx-4090"))) == 1, "what fails is not tried again with fewer tokens"

@@ -116,7 +116,9 @@ def curve(workload: Workload, levers: Levers | None, steps: int) -> list[float]:
 
 EXACT: dict[str, dict[str, Any]] = {
     "regions": {"regions": (Region(modules=("base_model.model.model.layers.0",)),)},
-    "in-backward": {"optimizer": "in-backward"},
+    "regions of both parts": {
+        "regions": tuple(Region(modules=(f"base_model.model.model.layers.0.{part}",)) for part in ("self_attn", "mlp"))
+    },
 }
 REORDERED: dict[str, dict[str, Any]] = {
     "microbatches": {"microbatch_size": 2},
