@@ -33,6 +33,7 @@ from .levers import Precision as Precision
 from .levers import Reduces as Reduces
 from .levers import Region as Region
 from .levers import Sharding as Sharding
+from .levers import Tiles as Tiles
 from .levers import allows as allows
 from .levers import freest as freest
 from .levers import levers_key as levers_key

@@ -115,6 +115,18 @@ class ChunkedLoss(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rows: int
 
 
+class Tiles(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Token-wise modules that are computed a few tokens at a time, in the forward and in the backward pass.
+
+    Attributes:
+        modules: FQNs of the modules, none within another.
+        tokens: Tokens in a tile (> 0), counted over all samples of a microbatch.
+    """
+
+    modules: tuple[str, ...]
+    tokens: int
+
+
 class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of a plan.
 
@@ -133,6 +145,7 @@ class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
             their names are the module calls of its graphs.
         sharding: How ranks share the step; None for one process. With ranks, `microbatch_size` is of one rank's
             samples.
+        tiles: Modules that are computed a few tokens at a time; None computes all whole.
     """
 
     precision: Precision = "32-true"
@@ -143,6 +156,7 @@ class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     optimizer: OptimizerLever = "as-is"
     compiler: CompilerLever = "none"
     sharding: Sharding | None = None
+    tiles: Tiles | None = None
 
 
 class LeverUse(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):

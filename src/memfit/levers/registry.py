@@ -28,6 +28,7 @@ from memfit.levers.parameter_updates import FusedOptimizer, OffloadedOptimizer, 
 from memfit.levers.precision import Precision
 from memfit.levers.replaced_optimizer import Adafactor, AdamW8bit
 from memfit.levers.shared_by_ranks import SharedByRanks
+from memfit.levers.tiles import TilesLever
 from memfit.recomputation import checking, foreign_generators, preserved
 from memfit.training import Optimizers, Step, StepOptions, check_supported, in_order_of
 from memfit.workload import Loop, LoopWorkload, Workload, fingerprint, generators_of, samples_of
@@ -48,6 +49,7 @@ LEVERS: tuple[Lever, ...] = (
     *UPDATES,
     Microbatches(),
     ChunkedLossLever(),
+    TilesLever(),
     Lean(),
     Checkpointing(),
     ActivationOffload(),
