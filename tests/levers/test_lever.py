@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import memfit
 from memfit.errors import BudgetError, InfeasibleError, PlanError
 from memfit.hardware import find_device
-from memfit.ir import Candidate, ChunkedLoss, FrozenWeights, Levers, Plan, Region, Sharding, at_point
+from memfit.ir import Candidate, ChunkedLoss, FrozenWeights, Levers, Plan, Region, Sharding, Tiles, at_point
 from memfit.levers import (
     CONFLICTS,
     LEVERS,
@@ -53,6 +53,7 @@ USED: dict[str, dict[str, Any]] = {
     "precision": {"precision": "bf16-true"},
     "microbatches": CUT,
     "chunked loss": {"chunked_loss": ChunkedLoss(head="head", rows=4)},
+    "tiles over tokens": {"tiles": Tiles(modules=("blocks.0.mlp",), tokens=8)},
     "lean norms and activations": {"lean": ("*",)},
     "frozen weights in fewer bits": {"frozen_weights": FrozenWeights(quantizer="int8")},
     "activation checkpointing": {"regions": (Region(("blocks.0",)),)},
@@ -253,7 +254,7 @@ def named_levers(source: str) -> list[str]:
     names = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and (
-            node.attr in ("chunked_loss", "lean", "frozen_weights")
+            node.attr in ("chunked_loss", "lean", "frozen_weights", "tiles")
             or (
                 node.attr in ("optimizer", "compiler", "update", "optimizer_state")
                 and "levers" in ast.unparse(node.value)

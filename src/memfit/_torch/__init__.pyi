@@ -88,6 +88,7 @@ from .modules import InstanceNormBase as InstanceNormBase
 from .modules import NormBase as NormBase
 from .modules import all_forward_hooks as all_forward_hooks
 from .modules import apply_as_its_class as apply_as_its_class
+from .modules import backward_hooks as backward_hooks
 from .modules import compiled_call as compiled_call
 from .modules import converted_by as converted_by
 from .modules import count_step as count_step

@@ -39,6 +39,10 @@ all_forward_hooks: Callable[[nn.Module], tuple[MutableMapping[int, Any], ...]] =
     "_forward_hooks_always_called",
 )
 """A module's forward hooks, and the notes about some of them by the same numbers."""
+backward_hooks: Callable[[nn.Module], tuple[Hooks, Hooks]] = operator.attrgetter(
+    "_backward_hooks", "_backward_pre_hooks"
+)
+"""A module's hooks of its backward pass."""
 compiled_call: Callable[[nn.Module], Callable[..., Any] | None] = operator.attrgetter("_compiled_call_impl")
 """The function that a module's call runs after `Module.compile`; None without it."""
 

@@ -34,6 +34,7 @@ from .levers import Precision as Precision
 from .levers import Reduces as Reduces
 from .levers import Region as Region
 from .levers import Sharding as Sharding
+from .levers import Tiles as Tiles
 from .levers import UpdateSetting as UpdateSetting
 from .levers import allows as allows
 from .levers import freest as freest

@@ -122,6 +122,18 @@ class ChunkedLoss(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rows: int
 
 
+class Tiles(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Token-wise modules that are computed a few tokens at a time, in the forward and in the backward pass.
+
+    Attributes:
+        modules: FQNs of the modules, none within another.
+        tokens: Tokens in a tile (> 0), counted over all samples of a microbatch.
+    """
+
+    modules: tuple[str, ...]
+    tokens: int
+
+
 class FrozenWeights(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The bits of matrices that do not train.
 
@@ -151,6 +163,7 @@ class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
             their names are the module calls of its graphs.
         sharding: How ranks share the step; None for one process. With ranks, `microbatch_size` is of one rank's
             samples.
+        tiles: Modules that are computed a few tokens at a time; None computes all whole.
         frozen_weights: The bits of matrices that do not train; None for as many as they have.
         own_checkpointing: The model's own gradient checkpointing, of transformers: "as-is", or "off".
         allocator: The settings of the GPU's allocator: "as-is", or with "expandable-segments".
@@ -171,6 +184,7 @@ class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     optimizer: OptimizerLever = "as-is"
     compiler: CompilerLever = "none"
     sharding: Sharding | None = None
+    tiles: Tiles | None = None
     frozen_weights: FrozenWeights | None = None
     own_checkpointing: Literal["as-is", "off"] = "as-is"
     allocator: Literal["as-is", "expandable-segments"] = "as-is"

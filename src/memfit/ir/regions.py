@@ -42,7 +42,7 @@ import numpy.typing as npt
 
 from memfit.ir.costs import CostTable
 from memfit.ir.levers import Keep
-from memfit.ir.trace import Trace
+from memfit.ir.trace import Save, Trace
 
 LEAST_BYTES = 2**16
 """Smaller storages stay on the device: the launch of a copy costs more than it saves."""
@@ -438,14 +438,21 @@ class Keepers:
         """Return the reasons why a storage outlives its release.
 
         Autograd's saves are lost in a region that allocates the storage again, or that holds it as an argument; any
-        other storage from outside is held elsewhere anyway.
+        other storage from outside is held elsewhere anyway. So are those of a tensor that was unpacked before, as of
+        a part of a saved input in whose backward pass a module runs again.
         """
         trace = self.regions.trace
         birth = trace.storages[storage].birth
         reasons = [Keeper(region.end, frozenset(), region) for region in self._takers[storage]]
+        earlier: list[tuple[Save, frozenset[RegionCall]]] = []
         for index in self.regions.saves_of_storage[storage]:
             save = trace.saves[index]
             lost_in = frozenset(r for r in self.around(save.call) if birth >= r.start or storage in r.inputs)
+            sources = [lost for other, lost in earlier if 0 <= other.unpacked <= save.at <= other.death]
+            if sources:
+                lost_in = lost_in.union(frozenset.intersection(*sources))
+            else:
+                earlier.append((save, lost_in))
             reasons.append(Keeper(save.death, lost_in, None))
         return reasons
 

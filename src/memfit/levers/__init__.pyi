@@ -50,3 +50,4 @@ from .registry import used_whole as used_whole
 from .registry import without_switched as without_switched
 from .shared_by_ranks import SHARDING as SHARDING
 from .shared_by_ranks import sharding_text as sharding_text
+from .token_wise import why_not_token_wise as why_not_token_wise

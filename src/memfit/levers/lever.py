@@ -289,3 +289,7 @@ class Lever(ABC):
     def recomputing(self, levers: Levers, costs: CostTable) -> tuple[set[str], CostTable]:
         """Return the modules that can't be recomputed where it is used, and the costs of a step's operators then."""
         return set(), costs
+
+    def reruns(self, levers: Levers) -> tuple[str, ...]:
+        """Return modules that it runs again in the backward pass from their inputs alone: regions may lie around."""
+        return ()

@@ -33,6 +33,7 @@ from memfit.levers.precision import Precision
 from memfit.levers.quantized_weights import QuantizedWeights
 from memfit.levers.replaced_optimizer import Adafactor
 from memfit.levers.shared_by_ranks import SharedByRanks
+from memfit.levers.tiles import TilesLever
 from memfit.recomputation import checking, foreign_generators, preserved
 from memfit.training import Optimizers, Step, StepOptions, check_supported, in_order_of
 from memfit.workload import Loop, LoopWorkload, Workload, fingerprint, generators_of, samples_of
@@ -51,6 +52,7 @@ LEVERS: tuple[Lever, ...] = (
     _IN_BACKWARD,
     Microbatches(),
     ChunkedLossLever(),
+    TilesLever(),
     Lean(),
     QuantizedWeights(),
     Checkpointing(),

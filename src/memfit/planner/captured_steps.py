@@ -233,9 +233,11 @@ class CapturedSteps:
         """Return the problem of choosing regions, none of them of excluded modules, under levers without regions."""
         trace = self.traces[levers]
         regions, costs = Regions(trace), self._costs(trace)
+        reruns = set[str]()
         for lever in used_levers(self.on(levers)):
             out, costs = lever.recomputing(levers, costs)
             excluded |= out
+            reruns |= set(lever.reruns(levers))
         engine = self.request.options.engine
         excluded |= around(engine.units or ()) if engine is not None else frozenset()
         # Copies whose rate is not known have no price, and are not proposed.
@@ -243,7 +245,7 @@ class CapturedSteps:
         offload = (
             self.host_budget_bytes > 0 and costs.link_bytes_per_second > 0 and not met(CONFLICTS, used, self.numerics)
         )
-        choices = options(regions, costs, excluded, offload=offload)
+        choices = options(regions, costs, excluded, offload=offload, reruns=reruns)
         problem = build(regions, costs, choices, max(0, self.host_bytes_left(levers)))
         return Combination(levers, problem, self.uses)
 

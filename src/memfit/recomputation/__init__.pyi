@@ -1,6 +1,8 @@
+from .call_state import CallState as CallState
 from .call_state import foreign_generators as foreign_generators
 from .call_state import mapped as mapped
 from .call_state import preserved as preserved
+from .call_state import running_again as running_again
 from .compiled_loss import CompiledLoss as CompiledLoss
 from .compiled_loss import PlannedBackend as PlannedBackend
 from .compiled_loss import unwatched as unwatched

@@ -22,6 +22,7 @@ from memfit.ir import (
     RegionCall,
     Regions,
     Transfer,
+    enclosing,
     pareto,
 )
 
@@ -68,8 +69,13 @@ def pattern(fqn: str) -> str:
     return re.sub(r"\d+", "#", fqn)
 
 
-def refusals(regions: Regions) -> dict[str, str]:
-    """Return the reasons why modules can't be checkpointed, by FQN: their side effects would happen twice."""
+def refusals(regions: Regions, reruns: Collection[str] = ()) -> dict[str, str]:
+    """Return the reasons why modules can't be checkpointed, by FQN: their side effects would happen twice.
+
+    Args:
+        reruns: FQNs of modules that run again in the backward pass by themselves, and save only what they are given:
+            regions around them are as those around any other module.
+    """
     trace = regions.trace
 
     def writes(op: Op, region: RegionCall) -> bool:  # to a storage from before, but for running statistics
@@ -80,7 +86,8 @@ def refusals(regions: Regions) -> dict[str, str]:
         )
 
     refused: dict[str, str] = {}
-    checkpointed = {trace.modules[c.module].fqn for c in trace.calls if c.phase == "recompute"}
+    again = {trace.modules[c.module].fqn for c in trace.calls if c.phase == "recompute"}
+    checkpointed = {fqn for fqn in again if enclosing(fqn).isdisjoint(reruns)}
     for fqn, calls in regions.calls.items():
         if any(f"{fqn}.".startswith(f"{other}.") or other.startswith(f"{fqn}.") for other in checkpointed):
             refused[fqn] = "is checkpointed by the model itself"
@@ -99,7 +106,12 @@ def refusals(regions: Regions) -> dict[str, str]:
 
 
 def options(
-    regions: Regions, costs: CostTable, excluded: Collection[str] = (), *, offload: bool = False
+    regions: Regions,
+    costs: CostTable,
+    excluded: Collection[str] = (),
+    *,
+    offload: bool = False,
+    reruns: Collection[str] = (),
 ) -> list[Option]:
     """Return every option to checkpoint each allowed region that holds enough bytes.
 
@@ -109,17 +121,20 @@ def options(
 
     Args:
         excluded: FQNs of modules to leave out.
+        reruns: As `refusals` has them.
     """
-    finder = _Finder(regions, costs, excluded)
+    finder = _Finder(regions, costs, excluded, reruns)
     resident = list(finder.options())
     return [*resident, *finder.offloading(resident)] if offload else resident
 
 
 class _Finder:
-    def __init__(self, regions: Regions, costs: CostTable, excluded: Collection[str]) -> None:
+    def __init__(
+        self, regions: Regions, costs: CostTable, excluded: Collection[str], reruns: Collection[str] = ()
+    ) -> None:
         self.regions, self.trace, self.costs = regions, regions.trace, costs
         trace = regions.trace
-        refused = refusals(regions)
+        refused = refusals(regions, reruns)
         self.allowed = {fqn for fqn in regions.calls if fqn and fqn not in refused and fqn not in excluded}
         self.seconds, self.workspace = costs.op_seconds(trace), costs.op_workspaces(trace).tolist()
         self.weighted = self.seconds * trace.repeats
