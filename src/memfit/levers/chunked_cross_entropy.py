@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memfit.errors import UsageError
-from memfit.levers.row_chunks import Rows, add_to_weight, knows_values, wide
+from memfit.levers.row_chunks import RowSet, add_to_weight, knows_values, wide
 from memfit.levers.row_expressions import Product
 
 
 @dataclass(frozen=True, eq=False)
-class Targets:
+class RowTargets:
     """The targets of rows of logits, and how they count."""
 
     classes: Tensor  # [rows, 1]
@@ -31,13 +31,13 @@ class Targets:
     smoothing: float
     with_gradients: bool
 
-    def pieces(self, rows: int) -> list[Rows]:
+    def pieces(self, rows: int) -> list[RowSet]:
         """Return the rows of each chunk. Those that don't count are left out where that makes fewer chunks."""
         at = np.arange(len(self.valid))
         if knows_values(self.valid):
             counted = np.flatnonzero(self.valid[:, 0].cpu().numpy())
             at = counted if -(-len(counted) // rows) < -(-len(at) // rows) else at
-        return [Rows(at[start : start + rows]) for start in range(0, len(at), rows)]
+        return [RowSet(at[start : start + rows]) for start in range(0, len(at), rows)]
 
 
 class LossOfChunks(torch.autograd.Function):
@@ -45,7 +45,7 @@ class LossOfChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, product: Product, targets: Targets
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, product: Product, targets: RowTargets
     ) -> Tensor:
         dtype = product.dtype
         with torch.autocast(hidden.device.type, enabled=False):
@@ -80,14 +80,14 @@ class LossOfChunks(torch.autograd.Function):
         return *scaled, None, None
 
 
-def _loss_of_rows(logs: Tensor, rows: Rows, targets: Targets) -> Tensor:
+def _loss_of_rows(logs: Tensor, rows: RowSet, targets: RowTargets) -> Tensor:
     """Return the summed loss of rows from the logarithms of their probabilities."""
     target, valid, smoothing = rows.of(targets.classes), rows.of(targets.valid), targets.smoothing
     loss = -(1 - smoothing) * (logs.gather(1, target) * valid).sum()
     return loss - smoothing / logs.shape[1] * (logs.sum(1, keepdim=True) * valid).sum() if smoothing else loss
 
 
-def _gradient_of_rows(logs: Tensor, rows: Rows, targets: Targets) -> Tensor:
+def _gradient_of_rows(logs: Tensor, rows: RowSet, targets: RowTargets) -> Tensor:
     """Return the gradient of rows' losses by their logits, in place of the logarithms of their probabilities."""
     target, smoothing = rows.of(targets.classes), targets.smoothing
     found = logs.exp_().scatter_add_(1, target, torch.full_like(target, smoothing - 1, dtype=logs.dtype))
@@ -95,13 +95,13 @@ def _gradient_of_rows(logs: Tensor, rows: Rows, targets: Targets) -> Tensor:
 
 
 def _add_gradients(
-    gradients: Sequence[Tensor | None], rows: Rows, by_logits: Tensor, piece: Tensor, weight: Tensor, valid: Tensor
+    gradients: Sequence[Tensor | None], rows: RowSet, by_logits: Tensor, piece: Tensor, weight: Tensor, valid: Tensor
 ) -> None:
     """Add what rows give to the gradients of input, weight and bias. Rows that are not valid give nothing."""
     by_hidden, by_weight, by_bias = gradients
     if by_hidden is not None:
         rows.put(by_hidden, (by_logits @ weight) * valid)
     if by_weight is not None:
-        add_to_weight(by_weight, by_logits, lambda: piece * valid)
+        add_to_weight(by_weight, by_logits, piece, valid)
     if by_bias is not None:
         by_bias += (by_logits.t() @ valid).squeeze(1)

@@ -20,8 +20,8 @@ from memfit.capture import external_modules, is_compiled
 from memfit.errors import PlanError, PlanMismatchError
 from memfit.foundations import format_bytes
 from memfit.ir import ChunkedLoss, CostTable, Levers, Trace, enclosing
-from memfit.levers.deferred_logits import deferred
 from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, NotOffered, Setting, least_bytes
+from memfit.levers.logit_functions import deferred
 from memfit.levers.precision import Casting
 from memfit.levers.row_expressions import Product
 from memfit.solver import SIMPLER_WITHIN
@@ -178,8 +178,9 @@ def _chunks(logits: _Logits, workload: Workload, trace: Trace, *, tries_all: boo
     the head's weight takes, which is there beside them; of a head that is not trained, a quarter of that.
     """
     modules = dict(workload.model.named_modules())
-    before = [call for call in trace.calls if call.end <= logits.op and call.phase == "forward"]
-    for call in reversed(before):
+    calls = [call for call in trace.calls if call.phase == "forward"]
+    before = [call for call in calls if call.end <= logits.op]
+    for call in [*reversed(before), *calls]:  # those of a reference that ran first have none before
         fqn = trace.modules[call.module].fqn
         head = modules[fqn]
         if can_defer(head) and head.out_features == logits.classes:

@@ -8,7 +8,6 @@ gradients. Rows whose gradients are all zero, as those that a mask takes out of 
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,11 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
 
 from memfit._torch import current_mode_stack, is_fake, tree_map
 from memfit.errors import UsageError
 from memfit.levers.row_expressions import (
     EXPRESSIONS,
+    Applied,
     Expression,
     Index,
     Item,
@@ -54,6 +56,10 @@ class _Ref(NamedTuple):
 
 
 _OF_ROWS = ("vectors", "numbers")
+
+
+def _is_ref(value: Any) -> bool:
+    return type(value) is _Ref
 
 
 @dataclass(eq=False)
@@ -88,7 +94,7 @@ class _Group:
                 stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled() and step.tracks))
                 if step.autocast is not None:
                     stack.enter_context(torch.autocast(device, step.autocast, cache_enabled=False))
-                args, kwargs = tree_map(of, (step.args, step.kwargs), is_leaf=lambda a: type(a) is _Ref)
+                args, kwargs = tree_map(of, (step.args, step.kwargs), is_leaf=_is_ref)
                 table[_Ref("step", number)] = step.function(*args, **kwargs)
             del args, kwargs
             for ref in step.spent:
@@ -97,7 +103,7 @@ class _Group:
         return [table[ref] for _, ref in self.results]
 
 
-class Rows:
+class RowSet:
     """Some rows of tensors, to be taken and put."""
 
     def __init__(self, at: Index) -> None:
@@ -150,8 +156,8 @@ class _Part(NamedTuple):
     """Values of a group that are computed with a chunk."""
 
     group: _Group
-    places: Rows  # of their rows in the chunk
-    values: Rows  # their own places
+    places: RowSet  # of their rows in the chunk
+    values: RowSet  # their own places
     is_all: bool  # whether they are of all rows of the chunk, in turn
 
 
@@ -182,43 +188,37 @@ class Chunks:
     def _compile(self, group: _Group, wanted: Sequence[tuple[int, Expression]], known: dict[int, Any]) -> None:
         """Write the steps of a group's results, each expression once."""
         refs: dict[int, _Ref] = {}
+        group.results = [(number, self._written(group, expression, refs, known)) for number, expression in wanted]
         last: dict[_Ref, int] = {}
-
-        def of(value: Any) -> Any:
-            if not isinstance(value, EXPRESSIONS):
-                return value
-            if id(value) not in refs:
-                refs[id(value)] = written(value)
-            return refs[id(value)]
-
-        def step(made: _Step) -> _Ref:
-            group.steps.append(made)
-            used: list[_Ref] = []
-            tree_map(
-                lambda a: used.append(a) if type(a) is _Ref else None,
-                (made.args, made.kwargs),
-                is_leaf=lambda a: type(a) is _Ref,
-            )
-            last.update(dict.fromkeys(used, len(group.steps) - 1))
-            return _Ref("step", len(group.steps) - 1)
-
-        def written(value: Any) -> _Ref:
-            if isinstance(value, Leaf):
-                return _Ref("head", self._head(value, known))
-            if isinstance(value, PerRow | Shared):
-                kind = "shared" if isinstance(value, Shared) else "numbers" if value.is_flat else "vectors"
-                ref = _Ref(kind, self._place(value.tensor, value.version, known))
-                if ref not in group.inputs:
-                    group.inputs.append(ref)
-                return ref
-            if isinstance(value, Item):
-                return step(_Step(operator.getitem, (of(value.of), value.place), {}, True, None))
-            args, kwargs = tree_map(of, (value.args, value.kwargs))
-            return step(_Step(value.function, args, kwargs, value.tracks, value.autocast))
-
-        group.results = [(number, of(expression)) for number, expression in wanted]
+        for number, step in enumerate(group.steps):
+            used = tree_leaves((step.args, step.kwargs), is_leaf=_is_ref)
+            last.update({ref: number for ref in used if _is_ref(ref)})
         for ref, number in last.items():
             group.steps[number].spent.append(ref)
+
+    def _written(self, group: _Group, value: Any, refs: dict[int, _Ref], known: dict[int, Any]) -> Any:
+        """Return where an argument's value will be; write the steps that make it."""
+        if not isinstance(value, EXPRESSIONS):
+            return value
+        if id(value) in refs:
+            return refs[id(value)]
+        if isinstance(value, Leaf):
+            ref = _Ref("head", self._head(value, known))
+        elif isinstance(value, PerRow | Shared):
+            kind = "shared" if isinstance(value, Shared) else "numbers" if value.is_flat else "vectors"
+            ref = _Ref(kind, self._place(value.tensor, value.version, known))
+            if ref not in group.inputs:
+                group.inputs.append(ref)
+        else:
+            given = ((value.of, value.place), {}) if isinstance(value, Item) else (value.args, value.kwargs)
+            args, kwargs = tree_map(lambda a: self._written(group, a, refs, known), given)
+            step = _Step(operator.getitem, args, kwargs, True, None)
+            if isinstance(value, Applied):
+                step = _Step(value.function, args, kwargs, value.tracks, value.autocast)
+            group.steps.append(step)
+            ref = _Ref("step", len(group.steps) - 1)
+        refs[id(value)] = ref
+        return ref
 
     def _place(self, tensor: Tensor, version: int, known: dict[int, Any]) -> int:
         if version_of(tensor) != version:
@@ -243,7 +243,7 @@ class Chunks:
         number: int = known[id(product)]
         return number
 
-    def _pieces(self, groups: Sequence[tuple[_Group, Index, Index]]) -> Iterator[tuple[Rows, list[_Part]]]:
+    def _pieces(self, groups: Sequence[tuple[_Group, Index, Index]]) -> Iterator[tuple[RowSet, list[_Part]]]:
         """Yield chunks of the rows that some groups need, and the groups' values of each."""
         needed = np.unique(np.concatenate([rows for _, rows, _ in groups]))
         for start in range(0, len(needed), self.rows):
@@ -254,8 +254,8 @@ class Chunks:
                 if first < last:
                     places = np.searchsorted(at, rows[first:last])
                     is_all = len(places) == len(at) and bool((np.diff(places) == 1).all())
-                    parts.append(_Part(group, Rows(places), Rows(order[first:last]), is_all))
-            yield Rows(at), parts
+                    parts.append(_Part(group, RowSet(places), RowSet(order[first:last]), is_all))
+            yield RowSet(at), parts
 
     def values(self) -> list[Tensor]:
         """Return the outputs' values, [rows] or [rows, size] each."""
@@ -270,9 +270,7 @@ class Chunks:
             logits = [head.logits(rows.of(head.hidden).to(head.dtype)) for head in given.heads]
             while parts:
                 part = parts.pop(0)
-                table: dict[_Ref, Any] = {ref: given.value(ref, part) for ref in part.group.inputs}
-                for number in range(len(logits)):
-                    table[_Ref("head", number)] = logits[number] if part.is_all else part.places.of(logits[number])
+                table = given.table(part, logits)
                 if not parts:
                     logits.clear()  # they go when they are used
                 results = part.group.run(table, self.device)
@@ -288,36 +286,71 @@ class Chunks:
     def backward(self, tensors: Sequence[Tensor], grads: Sequence[Any], needs: Sequence[bool]) -> list[Tensor | None]:
         """Return the gradients of the tensors from those of the outputs."""
         given = _Given(self, tensors, needs)
-        found = given.zeros()
+        found: list[Any] = given.zeros()
         for rows, parts in self._pieces(self._counted(grads)):
             pieces = [rows.of(head.hidden).to(head.dtype) for head in given.heads]
+            with torch.enable_grad():  # the graph is followed to the logits, not through them
+                logits = [
+                    head.logits(piece.detach().requires_grad_(head.is_needed))
+                    for head, piece in zip(given.heads, pieces, strict=True)
+                ]
             by_logits: list[Any] = [None] * len(pieces)
-            for part in parts:
-                for number, found_here in enumerate(self._by_logits(given, part, pieces, grads, found)):
-                    if found_here is None:
-                        continue
-                    if part.is_all:
-                        by_logits[number] = found_here if by_logits[number] is None else by_logits[number] + found_here
+            is_alone = len(parts) == 1 and parts[0].is_all
+            while parts:
+                part = parts.pop(0)
+                with torch.enable_grad():
+                    table = given.table(part, logits)
+                if not parts:
+                    logits.clear()
+                made = self._gradients(part, table, grads)
+                while made:
+                    ref, gradient = made.popitem()
+                    if ref.kind == "head":
+                        if by_logits[ref.number] is None and not is_alone:
+                            by_logits[ref.number] = gradient.new_zeros((len(rows.at), gradient.shape[1]))
+                        if is_alone:
+                            by_logits[ref.number] = gradient
+                        else:
+                            part.places.add(by_logits[ref.number], gradient)
+                    elif ref.kind == "shared":
+                        found[ref.number].add_(gradient)
                     else:
-                        if by_logits[number] is None:
-                            by_logits[number] = found_here.new_zeros((len(rows.at), found_here.shape[1]))
-                        part.places.add(by_logits[number], found_here)
-                    del found_here
+                        gradient = gradient[:, None] if ref.kind == "numbers" else gradient
+                        part.values.add(_by_rows(found[ref.number]), gradient)
+                    del gradient
             for number, head in enumerate(given.heads):
                 by_rows, by_logits[number] = by_logits[number], None
                 if by_rows is None:
                     continue
-                places = self.heads[number]
-                into = found[places.hidden]
-                if into is not None:
-                    rows.add(into.view(-1, into.shape[-1]), by_rows @ head.weight)
-                by_weight, piece = found[places.weight], pieces[number]
+                by_hidden, by_weight, by_bias = (None if n is None else found[n] for n in self.heads[number][:3])
+                if by_hidden is not None:
+                    rows.add(_by_rows(by_hidden), by_rows @ head.weight)
                 if by_weight is not None:
-                    add_to_weight(by_weight, by_rows, functools.partial(operator.pos, piece))
-                if places.bias is not None and found[places.bias] is not None:
-                    found[places.bias] += by_rows.sum(0)
+                    add_to_weight(by_weight, by_rows, pieces[number])
+                if by_bias is not None:
+                    by_bias += by_rows.sum(0)
                 del by_rows
         return [None if f is None else f.to(tensor.dtype) for f, tensor in zip(found, tensors, strict=True)]
+
+    def _gradients(self, part: _Part, table: dict[_Ref, Any], grads: Sequence[Any]) -> dict[_Ref, Tensor]:
+        """Return the gradients of what a chunk's values are made of, which goes from the table once it is used."""
+        wanted = [ref for ref, value in table.items() if value.requires_grad]
+        edges = [get_gradient_edge(table[ref]) for ref in wanted]  # which don't hold the logits
+        with torch.enable_grad():
+            results = part.group.run(table, self.device)
+        table.clear()
+        given = [
+            (result, part.values.of(grads[number]))
+            for (number, _), result in zip(part.group.results, results, strict=True)
+            if grads[number] is not None and result.requires_grad
+        ]
+        del results
+        if not given or not edges:
+            return {}
+        outs, upstream = zip(*given, strict=True)
+        del given
+        made = torch.autograd.grad(outs, edges, upstream, allow_unused=True)
+        return {ref: gradient for ref, gradient in zip(wanted, made, strict=True) if gradient is not None}
 
     def _counted(self, grads: Sequence[Any]) -> list[tuple[_Group, Index, Index]]:
         """Return the rows of groups whose values have gradients; those that are all zero are left out where known."""
@@ -334,55 +367,10 @@ class Chunks:
             counted.append((group, rows, order))
         return counted
 
-    def _by_logits(
-        self,
-        given: _Given,
-        part: _Part,
-        pieces: Sequence[Tensor],
-        grads: Sequence[Any],
-        found: Sequence[Any],
-    ) -> list[Tensor | None]:
-        """Return the gradients of a chunk's logits from a group's values; those of other arguments are added."""
-        group, table = part.group, dict[_Ref, Any]()
-        edges, takers = [], []  # the gradients that are made, and who takes each
-        with torch.enable_grad():
-            for ref in group.inputs:
-                value = given.value(ref, part, takes_gradient=True)
-                if value.requires_grad:
-                    edges.append(torch.autograd.graph.get_gradient_edge(value))
-                    takers.append(ref)
-                table[ref] = value
-            for number, (head, piece) in enumerate(zip(given.heads, pieces, strict=True)):
-                piece = piece if part.is_all else part.places.of(piece)
-                # As a function's result: its edge does not hold it, so that it may go once it is used.
-                logits = head.logits(piece.detach().requires_grad_(head.is_needed))
-                if head.is_needed:
-                    edges.append(torch.autograd.graph.get_gradient_edge(logits))
-                    takers.append(_Ref("head", number))
-                table[_Ref("head", number)] = logits
-                del logits
-            results = group.run(table, self.device)
-        del table
-        outs, upstream = [], []
-        for (number, _), result in zip(group.results, results, strict=True):
-            if grads[number] is not None and result.requires_grad:
-                outs.append(result)
-                upstream.append(part.values.of(grads[number]))
-        del results, result
-        by_logits: list[Any] = [None] * len(pieces)
-        if outs and edges:
-            made = list(torch.autograd.grad(outs, edges, upstream, allow_unused=True))
-            for ref, gradient in zip(takers, made, strict=True):
-                if gradient is None:
-                    continue
-                if ref.kind == "head":
-                    by_logits[ref.number] = gradient
-                elif ref.kind == "shared":
-                    found[ref.number].add_(gradient)
-                else:
-                    into = found[ref.number].view(-1, found[ref.number].shape[-1])
-                    part.values.add(into, gradient[:, None] if ref.kind == "numbers" else gradient)
-        return by_logits
+
+def _by_rows(tensor: Tensor) -> Tensor:
+    """Return a tensor that has a part for each row, [rows, size]."""
+    return tensor.reshape(-1, tensor.shape[-1])
 
 
 def whole_value(expression: Expression, rows: Index, of: Callable[[Tensor], Tensor]) -> Tensor:
@@ -391,13 +379,13 @@ def whole_value(expression: Expression, rows: Index, of: Callable[[Tensor], Tens
     (group,) = chunks.groups
     with torch.autocast(chunks.device, enabled=False):
         given = _Given(chunks, [of(tensor) for tensor in chunks.tensors])
-        part = _Part(group, Rows(group.rows), Rows(group.order), True)
-        table: dict[_Ref, Any] = {ref: given.value(ref, part) for ref in group.inputs}
-        for number, head in enumerate(given.heads):
-            table[_Ref("head", number)] = head.logits(part.places.of(head.hidden).to(head.dtype))
+        part = _Part(group, RowSet(group.rows), RowSet(group.order), True)
+        logits = [head.logits(part.places.of(head.hidden).to(head.dtype)) for head in given.heads]
+        table = given.table(part, logits)
+        del logits
         (value,) = group.run(table, chunks.device)
     in_turn = np.arange(len(rows))
-    return value if (group.order == in_turn).all() else Rows(np.argsort(group.order)).of(value)
+    return value if (group.order == in_turn).all() else RowSet(np.argsort(group.order)).of(value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -424,18 +412,21 @@ class _Given:
             weight = tensors[places.weight].to(places.dtype)
             bias = None if places.bias is None else tensors[places.bias].to(places.dtype)
             is_needed = any(self._needs[place] for place in places[:3] if place is not None)
-            hidden = tensors[places.hidden].reshape(-1, weight.shape[1])
+            hidden = _by_rows(tensors[places.hidden])
             self.heads.append(_CastHead(hidden, weight, bias, places.dtype, is_needed))
         by_row = {ref.number for group in chunks.groups for ref in group.inputs if ref.kind in _OF_ROWS}
-        self._by_row = {number: tensors[number].reshape(-1, tensors[number].shape[-1]) for number in by_row}
+        self._by_row = {number: _by_rows(tensors[number]) for number in by_row}
 
-    def value(self, ref: _Ref, part: _Part, *, takes_gradient: bool = False) -> Tensor:
-        """Return an argument, for a part of the rows; with a gradient of its own where one is needed."""
-        value = part.values.of(self._by_row[ref.number]) if ref.kind in _OF_ROWS else self._tensors[ref.number]
-        value = value[:, 0] if ref.kind == "numbers" else value
-        if not (takes_gradient and self._needs[ref.number]):
-            return value
-        return value.detach().requires_grad_()
+    def table(self, part: _Part, logits: Sequence[Tensor]) -> dict[_Ref, Any]:
+        """Return what a part of the rows' values are made of, with gradients of their own where they are needed."""
+        table = dict[_Ref, Any]()
+        for ref in part.group.inputs:
+            value = part.values.of(self._by_row[ref.number]) if ref.kind in _OF_ROWS else self._tensors[ref.number]
+            value = value[:, 0] if ref.kind == "numbers" else value
+            table[ref] = value.detach().requires_grad_() if self._needs[ref.number] else value
+        for number, whole in enumerate(logits):
+            table[_Ref("head", number)] = whole if part.is_all else part.places.of(whole)
+        return table
 
     def zeros(self) -> list[Tensor | None]:
         """Return what the gradients are added to."""
@@ -472,12 +463,12 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def add_to_weight(by_weight: Tensor, by_logits: Tensor, piece: Callable[[], Tensor]) -> None:
-    """Add what rows of the head's input give to the gradient of its weight."""
+def add_to_weight(by_weight: Tensor, by_logits: Tensor, piece: Tensor, valid: Tensor | None = None) -> None:
+    """Add what rows of the head's input give to the gradient of its weight; those that are not valid give nothing."""
     if by_weight.dtype == by_logits.dtype:
-        by_weight.addmm_(by_logits.t(), piece())
+        by_weight.addmm_(by_logits.t(), piece if valid is None else piece * valid)
         return
     # The product is rounded to fewer bits before it is added: a part of the classes each.
     classes = max(_LEAST_CLASSES, -(-len(by_weight) // _PARTS))
     for part, of_part in zip(by_weight.split(classes), by_logits.split(classes, 1), strict=True):
-        part += of_part.t() @ piece()
+        part += of_part.t() @ (piece if valid is None else piece * valid)

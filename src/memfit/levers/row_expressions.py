@@ -173,30 +173,39 @@ def tracked_tensors(expression: Expression) -> list[Tensor]:
 
 def of_other_rows(expression: Expression, change: Callable[[Tensor], Tensor]) -> Expression:
     """Return an expression of other rows: its arguments are changed, [..., size] each."""
-    done: dict[int, Any] = {}
+    changed: Expression = _Rewriting(change)(expression)
+    return changed
 
-    def of(value: Any) -> Any:
+
+class _Rewriting:
+    """A function that changes expressions.
+
+    An object and not a closure that refers to itself, which would hold the tensors until a garbage collection.
+    """
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        self._change = change
+        self._done: dict[int, Any] = {}
+
+    def __call__(self, value: Any) -> Any:
         if not isinstance(value, EXPRESSIONS):
             return value
-        if id(value) not in done:
-            done[id(value)] = anew(value)
-        return done[id(value)]
+        if id(value) not in self._done:
+            self._done[id(value)] = self._anew(value)
+        return self._done[id(value)]
 
-    def anew(value: Any) -> Any:
+    def _anew(self, value: Any) -> Any:
         if isinstance(value, PerRow):
-            return replace(value, tensor=change(value.tensor))
+            return replace(value, tensor=self._change(value.tensor))
         if isinstance(value, Item):
-            inner = of(value.of)
+            inner = self(value.of)
             return value if inner is value.of else replace(value, of=inner)
         if isinstance(value, Applied):
-            if all(of(each) is each for each in expressions_in((value.args, value.kwargs))):
+            if all(self(each) is each for each in expressions_in((value.args, value.kwargs))):
                 return value  # the same for all rows, which share it then
-            args, kwargs = tree_map(of, (value.args, value.kwargs))
+            args, kwargs = tree_map(self, (value.args, value.kwargs))
             return replace(value, args=args, kwargs=kwargs)
         return value
-
-    changed: Expression = of(expression)
-    return changed
 
 
 class Output(NamedTuple):
