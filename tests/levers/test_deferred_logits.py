@@ -64,17 +64,35 @@ def weights_of(y: Tensor) -> Tensor:
     return (y.float() + 1).requires_grad_()
 
 
-def by_trl(name: str, *args: Any, **kwargs: Any) -> Any:
-    utils = pytest.importorskip("trl.trainer.utils")
-    return getattr(utils, name)(*args, **kwargs)
+def selective_log_softmax(x: Any, index: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return the log-probabilities of chosen classes, in the two ways of TRL's function of that name."""
+    x = x / temperature if temperature != 1.0 else x
+    is_single = index.dim() == x.dim() - 1
+    index = index[..., None] if is_single else index
+    if x.dtype in (torch.float32, torch.float64):
+        selected = torch.gather(x, dim=-1, index=index)
+        logs = selected - torch.stack([torch.logsumexp(row, dim=-1) for row in x]).unsqueeze(-1)
+    else:
+        rows = [F.log_softmax(row, dim=-1).gather(dim=-1, index=at) for row, at in zip(x, index, strict=True)]
+        logs = torch.stack(rows)
+    return logs.squeeze(-1) if is_single else logs
+
+
+def entropy_from_logits(x: Any, chunk_size: int) -> Tensor:
+    """Return the entropies, as TRL's function of that name does."""
+    parts = []
+    for part in x.reshape(-1, x.shape[-1]).split(chunk_size, dim=0):
+        logs = F.log_softmax(part, dim=-1)
+        parts.append(-(torch.exp(logs) * logs).sum(-1))
+    return torch.cat(parts, dim=0).reshape(x.shape[:-1])
 
 
 def grpo(model: Model, x: Any, y: Tensor) -> Tensor:
     x = x[:, :-1, :] / 0.9
-    logs, y = by_trl("selective_log_softmax", x, y[:, 1:]), y[:, 1:]
+    logs, y = selective_log_softmax(x, y[:, 1:]), y[:, 1:]
     with torch.no_grad():
-        old = by_trl("selective_log_softmax", x, y) - 0.1
-        certain = by_trl("entropy_from_logits", x, chunk_size=5).lt(3.5)
+        old = selective_log_softmax(x, y) - 0.1
+        certain = entropy_from_logits(x, chunk_size=5).lt(3.5)
     ratio = torch.exp(logs - old)
     gain = torch.min(ratio, torch.clamp(ratio, 0.8, 1.2))
     return (gain * certain).sum() / certain.sum()
@@ -118,9 +136,9 @@ DEFERRED: dict[str, Loss] = {
         [e for part in x.flatten(0, 1).split(5) for e in [entropy(part)]]
     ).mean(),
     "tokens first": lambda m, x, y: -chosen(x.transpose(0, 1), y.t()).square().mean(),
-    "trl": lambda m, x, y: -by_trl("selective_log_softmax", x, y, temperature=0.7).mean(),
-    "trl, several": lambda m, x, y: by_trl("selective_log_softmax", x, torch.stack([y, y.flip(0)], -1)).square().sum(),
-    "trl, entropy": lambda m, x, y: by_trl("entropy_from_logits", x, chunk_size=6).mean(),
+    "trl": lambda m, x, y: -selective_log_softmax(x, y, temperature=0.7).mean(),
+    "trl, several": lambda m, x, y: selective_log_softmax(x, torch.stack([y, y.flip(0)], -1)).square().sum(),
+    "trl, entropy": lambda m, x, y: entropy_from_logits(x, chunk_size=6).mean(),
     "grpo": grpo,
     "a policy": categorical,
     "squares": lambda m, x, y: F.mse_loss(x, SOFT) + x.square().mean() + x.abs().sum((-1, -2)).max(),
@@ -213,6 +231,18 @@ def test_functions_of_rows_are_computed_in_chunks(name: str, dtype: torch.dtype 
         else:
             assert relative(chunked, exact_gradients) < max(1.5 * relative(gradients, exact_gradients), 1e-2)
         assert most <= max(rows, 3)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("name", ["trl", "trl, several", "trl, entropy", "grpo"])
+def test_trls_own_functions_are_computed_in_chunks(
+    name: str, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    utils = pytest.importorskip("trl.trainer.utils")
+    for function in ("selective_log_softmax", "entropy_from_logits"):
+        monkeypatch.setitem(globals(), function, getattr(utils, function))
+    test_functions_of_rows_are_computed_in_chunks(name, dtype)
 
 
 @pytest.mark.parametrize("name", TWO)
@@ -450,7 +480,7 @@ def test_a_reference_that_the_loss_refers_to_is_chunked_too() -> None:
         pass
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.ci)])
 @pytest.mark.parametrize("name", ["gather", "trl", "entropy", "soft-capped", "some rows"])
 def test_peaks_are_predicted_and_as_low_as_with_cross_entropy(name: str, precision: Any) -> None:
     torch.manual_seed(0)
@@ -458,7 +488,7 @@ def test_peaks_are_predicted_and_as_low_as_with_cross_entropy(name: str, precisi
     losses: dict[str, Callable[[Any, Tensor], Tensor]] = {
         "cross entropy": lambda x, y: F.cross_entropy(x[:, :-1].flatten(0, 1), y[:, 1:].flatten()),
         "gather": lambda x, y: -chosen(x[:, :-1], y[:, 1:]).mean(),
-        "trl": lambda x, y: -by_trl("selective_log_softmax", x[:, :-1], y[:, 1:]).mean(),
+        "trl": lambda x, y: -selective_log_softmax(x[:, :-1], y[:, 1:]).mean(),
         "entropy": lambda x, y: entropy(x).mean(),
         "soft-capped": lambda x, y: -chosen(30 * torch.tanh(x / 30), y).mean(),
         "some rows": lambda x, y: -chosen(x[:, 40:], y[:, 40:]).mean(),
