@@ -3,6 +3,7 @@ from .composites import composites_without_mode as composites_without_mode
 from .control_flow import DataRun as DataRun
 from .control_flow import Readings as Readings
 from .external_state import differences as differences
+from .external_state import external_modules as external_modules
 from .external_state import external_tensors as external_tensors
 from .fake_workload import Faker as Faker
 from .fake_workload import fake_copy as fake_copy

@@ -342,6 +342,14 @@ def _written_to(graph: ObjectGraph) -> list[int]:
     return [own for own in found if own in graph.nodes]
 
 
+def external_modules(workload: Workload) -> list[nn.Module]:
+    """Return the modules that only a step's loss function refers to, such as those of a frozen reference."""
+    graph, count = graph_of(workload)
+    own = {id(module) for module in workload.model.modules()}
+    reached = list(graph.nodes.values())[count:]
+    return [value for value in reached if isinstance(value, nn.Module) and id(value) not in own]
+
+
 def external_tensors(workload: Workload) -> list[torch.Tensor]:
     """Return the dense tensors that a step's code refers to beside parameters, buffers, optimizer state and the batch.
 

@@ -110,16 +110,19 @@ class Sharding(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.mode in ("zero2", "zero3")
 
 
-class ChunkedLoss(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ChunkedLoss(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The loss of a few rows of logits at a time: the logits are never whole in memory.
 
     Attributes:
         head: FQN of the `nn.Linear` that computes the logits.
         rows: Rows of logits in memory at a time (> 0): tokens, for the batch of a language model.
+        others: Whether the same is done with the heads of models that only the loss function refers to, as a frozen
+            reference: each `nn.Linear` with as many outputs.
     """
 
     head: str
     rows: int
+    others: bool = False
 
 
 class Tiles(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -224,8 +224,12 @@ class Lever(ABC):
     @contextlib.contextmanager
     def apply(self, levers: Levers, running: Running) -> Iterator[Running]:
         """Put it on a step that is being made, until the context is left."""
-        with self.on_model(levers, running.workload.model):
+        with self.on_workload(levers, running.workload):
             yield running
+
+    def on_workload(self, levers: Levers, workload: Workload) -> contextlib.AbstractContextManager[None]:
+        """Put it on a workload's model, and on others that its loss function refers to, until the context is left."""
+        return self.on_model(levers, workload.model)
 
     def on_model(self, levers: Levers, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Put it on a model, until the context is left: all that a switchable lever does."""

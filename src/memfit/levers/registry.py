@@ -330,12 +330,13 @@ def host_bytes_of(plan: Plan) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def switched(model: nn.Module, levers: Levers) -> Iterator[None]:
-    """Put on a model the levers that may change between two steps, until the context is left."""
+def switched(on: nn.Module | Workload, levers: Levers) -> Iterator[None]:
+    """Put the levers that may change between two steps on a model, or on a workload, until the context is left."""
     with contextlib.ExitStack() as stack:
         for lever in used_whole(levers):
             if lever.switches(levers):
-                stack.enter_context(lever.on_model(levers, model))
+                put = lever.on_workload(levers, on) if isinstance(on, Workload) else lever.on_model(levers, on)
+                stack.enter_context(put)
         yield
 
 
@@ -363,7 +364,7 @@ class Switch:
         """Put the step under other levers."""
         if replace(levers, microbatch_size=1) != replace(self.levers, microbatch_size=1):
             self._stack.close()
-            self._stack.enter_context(switched(self.step.workload.model, levers))
+            self._stack.enter_context(switched(self.step.workload, levers))
         self.levers = levers
         needs_proof = recomputes(levers) and levers not in self._proven
         proving = functools.partial(self._proving, levers) if needs_proof else None

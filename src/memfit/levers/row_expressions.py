@@ -1,0 +1,215 @@
+"""Expressions of the rows of logits: what is done with each row, to be computed later, a few rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memfit._torch import tree_map
+
+Index = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """A head's product that is put off."""
+
+    hidden: Tensor  # input of the head, [..., features]
+    weight: Tensor  # [classes, features]
+    bias: Tensor | None  # [classes]
+    dtype: torch.dtype  # what it is computed in
+    rows: int  # of logits that there may be at a time
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Its tensors: input, weight and, where it has one, bias."""
+        return [self.hidden, self.weight, *([] if self.bias is None else [self.bias])]
+
+    def value(self) -> Tensor:
+        """Return the numbers."""
+        bias = None if self.bias is None else self.bias.to(self.dtype)
+        with torch.autocast(self.hidden.device.type, enabled=False):
+            return F.linear(self.hidden.to(self.dtype), self.weight.to(self.dtype), bias)
+
+
+@dataclass(frozen=True, eq=False)
+class PerRow:
+    """An argument that has a part for each row."""
+
+    tensor: Tensor  # [..., size], with the leading dimensions of the expression
+    is_flat: bool  # whether a row's part is a number, and not a vector
+    version: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        return self.tensor.dtype
+
+    @property
+    def size(self) -> int | None:
+        """Numbers of a row's part, where that is a vector."""
+        return None if self.is_flat else self.tensor.shape[-1]
+
+    @property
+    def tracks(self) -> bool:
+        """Whether it has a gradient."""
+        return self.tensor.requires_grad
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """An argument that all rows have in common: a number, or a vector over the classes."""
+
+    tensor: Tensor
+    version: int
+
+    @property
+    def tracks(self) -> bool:
+        """Whether it has a gradient."""
+        return self.tensor.requires_grad
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """The logits themselves."""
+
+    product: Product
+    versions: tuple[int, ...]  # of its tensors
+    tracks: bool
+
+    depth = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The logits' dtype."""
+        return self.product.dtype
+
+    @property
+    def size(self) -> int | None:
+        """The number of classes."""
+        return self.product.weight.shape[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Applied:
+    """A function of rows' values. It takes and returns tensors of [rows] or [rows, size], and may return several."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]  # expressions, their arguments that are tensors, and other values
+    kwargs: dict[str, Any]
+    tracks: bool  # whether it has a gradient
+    autocast: torch.dtype | None  # of autocast, where it is called under that
+    dtype: torch.dtype  # of its result
+    size: int | None  # of a row's result, where that is a vector
+    depth: int  # of expressions within one another
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """One of several results of a function."""
+
+    of: Applied
+    place: int
+    dtype: torch.dtype
+    size: int | None
+
+    @property
+    def tracks(self) -> bool:
+        """Whether it has a gradient."""
+        return self.of.tracks and self.dtype.is_floating_point
+
+    @property
+    def depth(self) -> int:
+        """Of expressions within one another."""
+        return self.of.depth
+
+
+Expression = Leaf | Applied | Item
+EXPRESSIONS = (Leaf, Applied, Item, PerRow, Shared)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a number that changes when a tensor is written to."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def leaf(product: Product) -> Leaf:
+    """Return the logits of a product, as an expression."""
+    tensors = product.tensors
+    return Leaf(product, tuple(map(version_of, tensors)), any(tensor.requires_grad for tensor in tensors))
+
+
+def expressions_in(args: Any) -> list[Any]:
+    """Return the expressions, and their arguments that are tensors, among a function's arguments."""
+    found: list[Any] = []
+    tree_map(lambda a: found.append(a) if isinstance(a, EXPRESSIONS) else None, args)
+    return found
+
+
+def tracked_tensors(expression: Expression) -> list[Tensor]:
+    """Return the tensors that an expression has gradients by."""
+    found, seen, waiting = dict[int, Tensor](), set[int](), [expression]
+    while waiting:
+        value: Any = waiting.pop()
+        if id(value) in seen or not value.tracks:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Applied):
+            waiting += expressions_in((value.args, value.kwargs))
+        elif isinstance(value, Item):
+            waiting.append(value.of)
+        else:
+            tensors = value.product.tensors if isinstance(value, Leaf) else [value.tensor]
+            found.update({id(tensor): tensor for tensor in tensors if tensor.requires_grad})
+    return list(found.values())
+
+
+def of_other_rows(expression: Expression, change: Callable[[Tensor], Tensor]) -> Expression:
+    """Return an expression of other rows: its arguments are changed, [..., size] each."""
+    changed: Expression = _Rewriting(change)(expression)
+    return changed
+
+
+class _Rewriting:
+    """A function that changes expressions.
+
+    An object and not a closure that refers to itself, which would hold the tensors until a garbage collection.
+    """
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        self._change = change
+        self._done: dict[int, Any] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if not isinstance(value, EXPRESSIONS):
+            return value
+        if id(value) not in self._done:
+            self._done[id(value)] = self._anew(value)
+        return self._done[id(value)]
+
+    def _anew(self, value: Any) -> Any:
+        if isinstance(value, PerRow):
+            return replace(value, tensor=self._change(value.tensor))
+        if isinstance(value, Item):
+            inner = self(value.of)
+            return value if inner is value.of else replace(value, of=inner)
+        if isinstance(value, Applied):
+            if all(self(each) is each for each in expressions_in((value.args, value.kwargs))):
+                return value  # the same for all rows, which share it then
+            args, kwargs = tree_map(self, (value.args, value.kwargs))
+            return replace(value, args=args, kwargs=kwargs)
+        return value
+
+
+class Output(NamedTuple):
+    """Values to compute: those of an expression at some rows."""
+
+    expression: Expression
+    rows: Index  # of the products, in the order of the values
