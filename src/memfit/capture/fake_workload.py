@@ -35,7 +35,7 @@ from memfit._torch import (
 )
 from memfit.capture.external_state import Rebinding, graph_of
 from memfit.capture.known_values import KnownValues
-from memfit.capture.object_graph import MARK
+from memfit.capture.object_graph import MARK, ObjectGraph
 from memfit.capture.operator_calls import device_of, tensors_in
 from memfit.capture.user_state import UserState
 from memfit.errors import MemfitError, WorkloadError
@@ -69,8 +69,12 @@ class _ConvertTensors(TorchFunctionMode):
         return _converted(tensor, memo, self.convert)
 
 
-def _convert_workload(workload: Workload, convert: Convert) -> Workload:
-    """Return a copy with converted tensors; references to one tensor stay references to one."""
+def _convert_workload(workload: Workload, convert: Convert, reached: tuple[ObjectGraph, int] | None = None) -> Workload:
+    """Return a copy with converted tensors; references to one tensor stay references to one.
+
+    Args:
+        reached: What `graph_of` returns for the workload, where that is known.
+    """
 
     def made() -> Workload:
         memo: dict[int, Any] = {}
@@ -87,7 +91,7 @@ def _convert_workload(workload: Workload, convert: Convert) -> Workload:
             memo.setdefault(id(memo), []).extend(made.pop(id(made), ()))  # what `copy` keeps as long as its memo
             memo.update(made)
 
-        graph, apart = graph_of(workload)
+        graph, apart = reached or graph_of(workload)
         for tensor in graph.tensors():  # whatever their classes make of `copy.deepcopy`
             _converted(tensor, memo, convert)
         # Parameters that were made meanwhile are converted too, whose cloning no mode sees.
@@ -308,11 +312,11 @@ def fake_copy(workload: Workload, values: KnownValues, device: torch.device | No
         values: Receives the values of its integers; its mode is the copy's.
         device: The device of the copy's tensors; None for the tensors' own devices.
     """
-    graph, _ = graph_of(workload)
+    graph, apart = graph_of(workload)
     optimizers = [value for value in graph.nodes.values() if isinstance(value, torch.optim.Optimizer)]
     held = tensors_of([[list(each.state.values()), each.param_groups] for each in (workload.optimizer, *optimizers)])
     scalars = {id(t) for t in held if t.dim() == 0 and not t.requires_grad}
-    return _convert_workload(workload, Faker(values, device, scalars))
+    return _convert_workload(workload, Faker(values, device, scalars), (graph, apart))
 
 
 @contextlib.contextmanager

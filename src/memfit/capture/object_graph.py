@@ -15,6 +15,7 @@ import collections
 import contextlib
 import functools
 import gc
+import inspect
 import io
 import logging
 import threading
@@ -75,6 +76,15 @@ MAPPINGS = (dict, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, WeakId
 """Containers of keys and values."""
 
 
+_THEMSELVES = frozenset(
+    {
+        *(*ITEMS, *MAPPINGS, collections.OrderedDict, collections.defaultdict, functools.partial, weakref.ref),
+        *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.CellType),
+    }
+)
+"""Classes that read attributes in their own way, and stand for no other."""
+
+
 class ObjectGraph:
     """The objects that can be reached from some roots, with what each refers to.
 
@@ -94,6 +104,9 @@ class ObjectGraph:
         self._ends = ends
         self._members: dict[type, dict[str, types.FunctionType]] = {}
         self._names = set[str](_CALLED)
+        self._ways: dict[type, Callable[[Any], Iterable[Any]] | None] = {}
+        self._proxies: set[type] = set()
+        self._shared: dict[type, list[tuple[str, Any]] | None] = {}  # what users' classes hold
         self._overridden: dict[type, set[str]] = {}  # names that all objects of a class so far have for themselves
         self.add(roots)
 
@@ -103,12 +116,10 @@ class ObjectGraph:
         while waiting:
             while waiting:
                 value = waiting.popleft()
-                if type(value) in _ATOMIC or id(value) in self.nodes or isinstance(value, OPAQUE):
-                    continue
-                if type(value).__module__.startswith(_MACHINERY) and not isinstance(value, nn.Module):
+                if type(value) in _ATOMIC or id(value) in self.nodes or (within := self._way(value)) is None:
                     continue
                 self.nodes[id(value)] = value
-                self.children[id(value)] = found = [] if self._ends(value) else list(self._within(value))
+                self.children[id(value)] = found = [] if self._ends(value) else list(within(value))
                 waiting += found
             # Then the methods that code names, of the classes that were reached meanwhile.
             for kind, known in self.methods.items():
@@ -153,41 +164,54 @@ class ObjectGraph:
                 waiting += parents.get(at, ())
         return found
 
-    def _within(self, value: Any) -> Iterator[Any]:
-        if isinstance(value, torch.Tensor):
-            yield from attributes(value).values()
-            yield from (hook for hooks in tensor_hooks(value) for hook in hooks)
-        elif isinstance(value, types.FunctionType):
-            yield from self._of_function(value)
-        elif isinstance(value, types.MethodType):
-            yield from (value.__self__, value.__func__)
-        elif isinstance(value, functools.partial):
-            yield from (value.func, *value.args, *value.keywords.values())
-        elif isinstance(value, types.CellType):
-            yield from contents_of(value)
-        elif isinstance(value, types.BuiltinFunctionType):
-            yield value.__self__
-        elif isinstance(value, weakref.ref):
-            yield value()
-        elif isinstance(value, MAPPINGS):
-            base: Any = next(kind for kind in MAPPINGS if isinstance(value, kind))
-            yield from _worth_a_look(list(base.keys(value)))
-            yield from _worth_a_look(list(base.values(value)))
-            yield from self._of_object(value)
-        elif isinstance(value, ITEMS):
-            base = next(kind for kind in ITEMS if isinstance(value, kind))
-            yield from _worth_a_look(list(base.__iter__(value)))  # a class may have an `__iter__` of its own
-            yield from self._of_object(value)
-        elif isinstance(value, np.ndarray):
-            yield from value.flat if value.dtype == object else ()
-        elif is_variable(value):
-            yield value.variable
-        elif not isinstance(value, functools._lru_cache_wrapper) and (
-            hasattr(value, "__dict__") or any("__slots__" in vars(kind) for kind in type(value).__mro__)
-        ):
-            yield from self._of_object(value)
-        else:
-            yield from gc.get_referents(value)  # iterators, caches of functions, and others that are written in C
+    def _way(self, value: Any) -> Callable[[Any], Iterable[Any]] | None:
+        """Return the function that yields what an object refers to; None for one that is not looked into."""
+        kind = type(value)
+        if kind in self._proxies:
+            return self._found_way(value)
+        if kind not in self._ways:
+            self._ways[kind] = self._found_way(value)
+            if not _is_itself(kind):  # another object of the class may stand for an object of another class
+                self._proxies.add(kind)
+        return self._ways[kind]
+
+    def _found_way(self, value: Any) -> Callable[[Any], Iterable[Any]] | None:
+        if isinstance(value, OPAQUE):
+            return None
+        if type(value).__module__.startswith(_MACHINERY) and not isinstance(value, nn.Module):
+            return None
+        ways: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
+            (torch.Tensor, _of_tensor),
+            (types.FunctionType, self._of_function),
+            (types.MethodType, lambda method: (method.__self__, method.__func__)),
+            (functools.partial, lambda part: (part.func, *part.args, *part.keywords.values())),
+            (types.CellType, contents_of),
+            (types.BuiltinFunctionType, lambda function: (function.__self__,)),
+            (weakref.ref, lambda reference: (reference(),)),
+            (MAPPINGS, self._of_mapping),
+            (ITEMS, self._of_items),
+            (np.ndarray, lambda array: array.flat if array.dtype == object else ()),
+        )
+        for kinds, way in ways:
+            if isinstance(value, kinds):
+                return way
+        if is_variable(value):
+            return lambda node: (node.variable,)
+        is_object = hasattr(value, "__dict__") or any("__slots__" in vars(kind) for kind in type(value).__mro__)
+        if is_object and not isinstance(value, functools._lru_cache_wrapper):
+            return self._of_object
+        return gc.get_referents  # iterators, caches of functions, and others that are written in C
+
+    def _of_mapping(self, value: Any) -> Iterator[Any]:
+        base: Any = next(kind for kind in MAPPINGS if isinstance(value, kind))
+        yield from _worth_a_look(list(base.keys(value)))
+        yield from _worth_a_look(list(base.values(value)))
+        yield from self._of_object(value)
+
+    def _of_items(self, value: Any) -> Iterator[Any]:
+        base: Any = next(kind for kind in ITEMS if isinstance(value, kind))
+        yield from _worth_a_look(list(base.__iter__(value)))  # a class may have an `__iter__` of its own
+        yield from self._of_object(value)
 
     def _of_function(self, function: types.FunctionType) -> Iterator[Any]:
         yield from function.__closure__ or ()
@@ -210,12 +234,32 @@ class ObjectGraph:
     def _of_object(self, value: Any) -> Iterator[Any]:
         held, kind = attributes(value), type(value)
         yield from held.values()
-        if is_followed(kind):
+        if kind not in self._shared:
+            bases = [vars(base).items() for base in kind.__mro__ if is_followed(base)] if is_followed(kind) else None
+            looked = (torch.Tensor, nn.Module, *ITEMS, *MAPPINGS)
+            self._shared[kind] = (
+                None
+                if bases is None
+                else [(name, value) for items in bases for name, value in items if isinstance(value, looked)]
+            )
+        if (shared := self._shared[kind]) is not None:
             self.methods.setdefault(kind, {})
             self._overridden[kind] = self._overridden.get(kind, held.keys()) & held.keys()
-            for base in filter(is_followed, kind.__mro__):  # what a user's class holds for all its objects
-                shared = (value for name, value in vars(base).items() if name not in held)
-                yield from (v for v in shared if isinstance(v, (torch.Tensor, nn.Module, *ITEMS, *MAPPINGS)))
+            # What a user's class holds for all its objects.
+            yield from (value for name, value in shared if name not in held)
+
+
+def _of_tensor(tensor: torch.Tensor) -> Iterator[Any]:
+    yield from attributes(tensor).values()
+    yield from (hook for hooks in tensor_hooks(tensor) for hook in hooks)
+
+
+def _is_itself(kind: type) -> bool:
+    """Tell whether objects of a class are of no other class: a proxy's `__class__` is that of what it stands for."""
+    return kind in _THEMSELVES or (
+        vars(object)["__getattribute__"] is inspect.getattr_static(kind, "__getattribute__")
+        and not any("__class__" in vars(base) for base in kind.__mro__ if base is not object)
+    )
 
 
 def _bare(value: Any) -> Any:
@@ -248,13 +292,20 @@ def is_variable(value: Any) -> bool:
     return type(value).__name__ == "AccumulateGrad" and isinstance(value, torch.autograd.graph.Node)
 
 
+_without_slots: weakref.WeakSet[type] = weakref.WeakSet()
+
+
 def slots_of(kind: type) -> dict[str, Any]:
     """Return the descriptors of a class's slots: `__x` in `__slots__` has the name `_Class__x`."""
     found: dict[str, Any] = {}
+    if kind in _without_slots:
+        return found
     for base in kind.__mro__:
         for name, member in vars(base).items() if "__slots__" in vars(base) else ():
             if isinstance(member, types.MemberDescriptorType):
                 found.setdefault(name, member)
+    if not found:
+        _without_slots.add(kind)
     return found
 
 

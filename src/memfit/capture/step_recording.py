@@ -131,9 +131,12 @@ def record(
         made_in_part = False  # whether one microbatch of several made the optimizer's state
         masters = [p for group in copied.optimizer.param_groups for p in group["params"]]
         held = [*copied.model.parameters(), *copied.model.buffers(), *inputs_of(copied), *masters]
-        for tensor in [*held, *external_tensors(copied)]:
+        external = external_tensors(copied)
+        for tensor in [*held, *external]:
             recorder.observe(tensor, -1)
-        del held, tensor
+        is_known = job.warm and step.workload is copied  # no code runs until the step that is recorded
+        outside = [external] if is_known else []
+        del held, tensor, external
         if not job.warm and not (path and path.records_first):
             microbatches = [copied.batch] if isinstance(copied.batch_size, int) else step.split(copied.batch)
             made_in_part = len(microbatches) > 1
@@ -144,7 +147,7 @@ def record(
             path.begin_step(0 if path.records_first else 1)
         if attention is not None:
             attention.chosen.clear()
-        recorded = _recorded(recorder, step, copied.batch, enter_phase)
+        recorded = _recorded(recorder, step, copied.batch, enter_phase, outside)
         count = last + 1 if job.microbatch_size is None else -(-samples_of(job.workload) // job.microbatch_size)
         garbage_bytes *= max(1, 2 * count - (last + 1))  # other microbatches may leave some, and all of the step before
         notes = attention.notes() if attention is not None else []
@@ -202,10 +205,20 @@ def record(
 
 
 def _recorded(
-    recorder: Recorder, step: StepProgram, batch: Any, enter_phase: Callable[[Phase, int], None]
+    recorder: Recorder,
+    step: StepProgram,
+    batch: Any,
+    enter_phase: Callable[[Phase, int], None],
+    outside: list[list[torch.Tensor]] | None = None,
 ) -> tuple[Recording, _Categories]:
+    """Record a step.
+
+    Args:
+        outside: Holds what `external_tensors` returns for the step, where that is known. It is taken out, since the
+            step may let go of these tensors.
+    """
     recorder.begin_step()
-    categories = _Categories(recorder, step)
+    categories = _Categories(recorder, step, outside.pop() if outside else external_tensors(step.workload))
 
     def on_phase(phase: Phase, microbatch: int) -> None:
         categories.see_gradients()
@@ -228,14 +241,14 @@ class _Categories:
             earlier step may have made them.
     """
 
-    def __init__(self, recorder: Recorder, step: StepProgram) -> None:
+    def __init__(self, recorder: Recorder, step: StepProgram, external: list[torch.Tensor]) -> None:
         self.recorder, self.step = recorder, step
         self.found: dict[int, tuple[Category, int, int]] = {}
         self.late: set[int] = set()
         model, state = step.workload.model, step.workload.optimizer.state
         self._position = {id(p): i for i, p in enumerate(model.parameters())}
         self._with_state = {id(p) for p, values in state.items() if tensors_of(values)}
-        self._see(external_tensors(step.workload), "buffers")
+        self._see(external, "buffers")
         self.see_optimizer_state()
         for position, (_, module) in enumerate(model.named_modules()):
             self._see(module.buffers(recurse=False), "buffers", position)

@@ -33,7 +33,7 @@ from memfit.jittor.variables import (
 from memfit.jittor.workload import Workload, batch_size_of, fingerprint, first
 from memfit.levers import Circumstance, LeversOn, check_lever_names, lever_names, microbatch_sizes
 from memfit.planner import MeasuredPlanner
-from memfit.solver import Combination, Option, Problem, Row, fastest, frontier
+from memfit.solver import Columns, Combination, Option, Problem, Row, fastest, frontier
 
 _TIMED = 3
 _ATTEMPTS = 8
@@ -422,7 +422,7 @@ def problem_of(profiled: Profile, size: int, batch_size: int, cost: StepCost, ru
         reasons=[],
         conflicts=MeasuredPlanner.conflicts(spans, count),
         base=base,
-        columns=columns,
+        columns=Columns.of_matrix(columns),
         rows=[Row(axis) for axis in range(2 * count)],
         plain_seconds=cost.seconds(size, batch_size),
     )

@@ -22,7 +22,7 @@ from memfit.keras.profile import Cost, default_device, measured_peak, peak_of, p
 from memfit.keras.recompute import Graph, Run, graph_of, recomputed
 from memfit.keras.workload import Workload, fingerprint
 from memfit.planner import MeasuredPlanner
-from memfit.solver import ALWAYS, Activity, Combination, Option, Problem, Row, Tightening, frontier
+from memfit.solver import ALWAYS, Activity, Columns, Combination, Option, Problem, Row, Tightening, frontier
 
 _OVERESTIMATE = 0.1  # share by which a predicted peak may be over the budget for its plan to be measured all the same
 _MEASURED_STEPS = 2
@@ -309,7 +309,7 @@ class _PeakModel:
             reasons=list(self.z),
             conflicts=self.conflicts,
             base=np.cumsum(self.base)[: self.length] + transient,
-            columns=columns.reshape(-1, self.length),
+            columns=Columns.of_matrix(columns.reshape(-1, self.length)),
             rows=rows,
             plain_seconds=sum(c.forward_seconds + c.backward_seconds for c in self.costs),
         )

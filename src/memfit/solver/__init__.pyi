@@ -1,4 +1,3 @@
-from .alike import uniform as uniform
 from .candidates import Ints as Ints
 from .candidates import Option as Option
 from .candidates import Worth as Worth
@@ -19,7 +18,10 @@ from .milp import Choice as Choice
 from .milp import Solver as Solver
 from .problem import ALWAYS as ALWAYS
 from .problem import Activity as Activity
+from .problem import Columns as Columns
 from .problem import Problem as Problem
 from .problem import Row as Row
 from .problem import Tightening as Tightening
 from .problem import build as build
+from .repeats import Tied as Tied
+from .repeats import tied_problems as tied_problems

@@ -64,11 +64,6 @@ class Option:
         return self.regions == (Region(self.modules[:1]),)
 
 
-def pattern(fqn: str) -> str:
-    """Return a module's name without its numbers, as modules alike have it."""
-    return re.sub(r"\d+", "#", fqn)
-
-
 def refusals(regions: Regions, reruns: Collection[str] = ()) -> dict[str, str]:
     """Return the reasons why modules can't be checkpointed, by FQN: their side effects would happen twice.
 
@@ -215,7 +210,7 @@ class _Finder:
         return self._droppable_bytes(modules) * alike / max(1, self.forward_bytes)
 
     def _kind(self, modules: tuple[str, ...]) -> tuple[object, ...]:
-        return *map(pattern, modules), self._droppable_bytes(modules)
+        return *(re.sub(r"\d+", "#", fqn) for fqn in modules), self._droppable_bytes(modules)
 
     def _extent(self, modules: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
         return tuple((r.start, r.stop) for r in self.regions.calls_of(modules))

@@ -9,136 +9,21 @@ floats are inexact.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from time import perf_counter, thread_time
 from typing import Any, Literal
 
-import highspy
 import numpy as np
 import numpy.typing as npt
 
-from memfit.foundations import safe_point
-from memfit.solver.alike import Uniform, uniform
 from memfit.solver.candidates import Ints
 from memfit.solver.problem import Problem
-
-Floats = npt.NDArray[np.float64]
-
-_FEASIBLE = 2  # value of HiGHS's primal solution status
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows of a program: sums with an upper limit, as sparse coefficients (CSR)."""
-
-    starts: Ints  # of each row's coefficients, and the end of the last row's
-    columns: Ints  # the variable of each coefficient
-    values: Floats
-    upper: Floats
-
-    @classmethod
-    def of_entries(cls, entries: Sequence[tuple[int, int, float]], upper: Sequence[float]) -> Rows:
-        """Return rows from (row, variable, coefficient) triples, in any order, without duplicates."""
-        rows, columns, values = zip(*sorted(entries), strict=True) if entries else ((), (), ())
-        starts = np.searchsorted(np.array(rows, np.int64), np.arange(len(upper) + 1))
-        return cls(starts, np.array(columns, np.int64), np.array(values, np.float64), np.array(upper, np.float64))
-
-    @classmethod
-    def of_matrix(cls, matrix: Floats, upper: Floats) -> Rows:
-        rows, columns = np.nonzero(matrix)
-        return cls(np.searchsorted(rows, np.arange(len(matrix) + 1)), columns, matrix[rows, columns], upper)
-
-    def __add__(self, other: Rows) -> Rows:
-        return Rows(
-            np.concatenate([self.starts, other.starts[1:] + self.starts[-1]]),
-            np.concatenate([self.columns, other.columns]),
-            np.concatenate([self.values, other.values]),
-            np.concatenate([self.upper, other.upper]),
-        )
-
-
-@dataclass(frozen=True)
-class MilpResult:
-    """The result of HiGHS."""
-
-    status: Literal["optimal", "infeasible", "stopped"]  # the last one at the time limit
-    x: Floats | None = None  # None without a solution, and for linear programs stopped at the time limit
-    value: float = np.inf
-    bound: float = -np.inf  # on the objective of all solutions, from below; for linear programs the value
-    reduced: Floats | None = None
-    """For linear programs, what the objective grows by with a unit of each variable that is at its lower bound."""
-
-
-class _SilentHighs(highspy.Highs):
-    """HiGHS without output, since standard output is the user's, and may be a JSON document."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.setOptionValue("output_flag", False)
-
-    def enableCallbacks(self) -> None:
-        """Turn output off before the constructor's first call that logs: HiGHS 1.16 prints a banner."""
-        self.setOptionValue("output_flag", False)
-        super().enableCallbacks()  # type: ignore[no-untyped-call]
-
-
-def minimized(
-    cost: Floats,
-    rows: Rows,
-    lower: Floats,
-    upper: Floats,
-    *,
-    whole: npt.NDArray[np.bool_] | None = None,
-    gap: float = 0.0,
-    time_limit_seconds: float,
-) -> MilpResult:
-    """Minimize a linear objective over variables of which those in the mask `whole` are integers, if there is one.
-
-    A solution is returned once it is within a relative gap of the bound, and else at the limit of wall time, the only
-    clock of HiGHS.
-    """
-    safe_point()
-    solver = _SilentHighs()
-    solver.setOptionValue("parallel", "off")
-    solver.setOptionValue("time_limit", time_limit_seconds)
-    solver.setOptionValue("mip_rel_gap", gap)
-    solver.setOptionValue("mip_allow_restart", False)  # its presolve may never end (HiGHS 1.16), despite the limit
-    solver.passModel(
-        len(cost),
-        len(rows.upper),
-        len(rows.values),
-        int(highspy.MatrixFormat.kRowwise),
-        int(highspy.ObjSense.kMinimize),
-        0.0,
-        cost,
-        lower,
-        upper,
-        np.full(len(rows.upper), -np.inf),
-        rows.upper,
-        rows.starts.astype(np.int32),
-        rows.columns.astype(np.int32),
-        rows.values,
-        np.zeros(len(cost), np.int32) if whole is None else whole.astype(np.int32),
-    )
-    solver.run()
-    status, info, known = solver.getModelStatus(), solver.getInfo(), highspy.HighsModelStatus
-    if status in (known.kInfeasible, known.kUnboundedOrInfeasible):  # no program here is unbounded
-        return MilpResult("infeasible")
-    is_optimal = status == known.kOptimal
-    found = MilpResult("optimal" if is_optimal else "stopped", bound=-np.inf if whole is None else info.mip_dual_bound)
-    # A stopped simplex method's values are neither near the optimum nor a bound on it.
-    if info.primal_solution_status != _FEASIBLE or (whole is None and not is_optimal):
-        return found
-    solution = solver.getSolution()
-    found = replace(found, x=np.array(solution.col_value), value=info.objective_function_value)
-    if whole is not None:
-        return found
-    return replace(found, bound=found.value, reduced=np.maximum(np.array(solution.col_dual), 0.0))
-
+from memfit.solver.programs import Floats, MilpResult, Program, Rows, minimized
+from memfit.solver.repeats import Tied, alike, tied_problems
 
 _UNIT = float(2**20)  # bytes are solved in MiB, so that coefficients stay near one
 _ROWS_A_ROUND = 24
@@ -149,8 +34,8 @@ _TIE = 1e-4  # MiB by which the slowest choice of a peak counts more than the fa
 _LEAST_KERNEL = 16
 _TAKEN = 1e-9
 _LEANER = (0.75, 0.5)
-_MANY_OPTIONS = 500  # from which on modules that are alike are first treated alike
-_UNIFORM_SECONDS = 2.0  # of time for that, beside the limit: building such a problem takes longer
+_LARGE = 1000  # options and keepers: programs of more begin where the last one ended, and equal blocks choose alike
+_ALIKE_SHARE = 0.8  # of the time, for problems in which equal blocks choose alike
 EXACT, FINE, COARSE = 1e-4, 1e-3, 5e-3
 """Relative gaps at which the solver stops: the last tenths of a percent of the step's time take longest."""
 
@@ -190,11 +75,16 @@ class _Relaxed:
 
 
 class Solver:
-    """The solver of one problem for many budgets; rows that the relaxed problem needed once are kept."""
+    """The solver of one problem for many budgets; rows that the relaxed problem needed once are kept.
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    Args:
+        is_part: Whether the problem is one in which equal blocks of another one choose alike.
+    """
+
+    def __init__(self, problem: Problem, *, is_part: bool = False) -> None:
+        self.problem, self._is_part = problem, is_part
         self._n_x, self._n_z = len(problem.options), len(problem.reasons)
+        self._is_large = self._n_x + self._n_z >= _LARGE
         self._active: list[int] = []
         self._lowest: Choice | None = None
         self._lowest_seconds = 0.0  # time limit of that solution
@@ -230,20 +120,45 @@ class Solver:
         relaxed = self._relaxed_for(budget_bytes, deadline)
         if relaxed is None:
             return None
+        self._try_alike(budget_bytes, tolerance, deadline)
         # Integer solutions round up: choices for smaller budgets help.
-        for share in _LEANER if thread_time() < deadline else ():
+        for share in _LEANER if thread_time() < deadline and not self._tied else ():
             floor = self.peak_floor_bytes
             leaner = self._relaxed_for(int(floor + share * (budget_bytes - floor)), deadline)
             relaxed = relaxed if leaner is None else replace(relaxed, x=relaxed.x + leaner.x)
         known = self._known(budget_bytes)
-        if known is None or self.problem.seconds(known) * (1 - tolerance) > relaxed.value / goal.scale:
-            deadline += self._take_uniform(lambda solver: solver.fastest(budget_bytes, COARSE, _UNIFORM_SECONDS))
-            known = self._known(budget_bytes)
+        if self._tied and known is not None:  # then the numbers of blocks that no groups have
+            relaxed = replace(relaxed, x=relaxed.x + alike(self.problem.options, known))
         best, bound = self._best(goal, relaxed, known, tolerance, deadline)
         if best is None:  # only the leanest choice can be found in time
             self.leanest(max(_LEAST_SECONDS, time_limit_seconds / 2))
             best = self._known(budget_bytes)
         return None if best is None else self._choice(best, max(self.problem.plain_seconds, bound / goal.scale))
+
+    @functools.cached_property
+    def _tied(self) -> list[tuple[Tied, Solver]]:
+        """Smaller problems in which equal blocks choose alike, where this one is too large to be solved in time."""
+        if not self._is_large or self._is_part:
+            return []
+        return [(tied, Solver(tied.problem, is_part=True)) for tied in tied_problems(self.problem)]
+
+    def _try_alike(self, budget_bytes: int | None, tolerance: float, deadline: float) -> None:
+        """Find choices in which equal blocks choose alike, within a budget; without one those of the lowest peak."""
+        for index, (tied, solver) in enumerate(self._tied):
+            seconds = _ALIKE_SHARE * (deadline - thread_time()) / (len(self._tied) - index)
+            if seconds <= 0:
+                break
+            if budget_bytes is None:
+                choice: Choice | None = solver.leanest(seconds)
+            elif (bound := solver.bound(budget_bytes, seconds)) is None:
+                continue
+            else:
+                best = self._known(budget_bytes)
+                if best is not None and self.problem.seconds(best) * (1 - tolerance) <= bound:
+                    continue
+                choice = solver.fastest(budget_bytes, tolerance, seconds)
+            if choice is not None:
+                self._found.append(tied.whole(choice.x, self._n_x))
 
     def _known(self, budget_bytes: int) -> Ints | None:
         fitting = [x for x in self._found if self.problem.peak_bytes(x) <= budget_bytes]
@@ -284,9 +199,9 @@ class Solver:
             self._lowest = replace(nothing, bound=float(nothing.peak_bytes))
             return self._lowest
         goal = self._goal(None)
-        self._take_uniform(lambda solver: solver.leanest(_UNIFORM_SECONDS))
         deadline = thread_time() + time_limit_seconds
         relaxed = self._relaxed(goal, deadline) or _Relaxed(0.0, np.ones(self._n_x), np.zeros(self._n_x))
+        self._try_alike(None, _PEAK_TOLERANCE, deadline)
         start = min(self._found, key=lambda x: self._value(goal, x))
         best, bound = self._best(goal, relaxed, start, _PEAK_TOLERANCE, deadline)
         assert best is not None  # the search starts from a choice
@@ -296,7 +211,7 @@ class Solver:
         self._lowest = Choice(best, peak, self.problem.seconds(best), "optimal" if proven else "feasible", bound)
         return self._lowest
 
-    @cached_property
+    @functools.cached_property
     def peak_floor_bytes(self) -> float:
         """A quick lower bound on the peak of every choice."""
         if not self._n_x:
@@ -328,7 +243,7 @@ class Solver:
         order, bound = np.lexsort((relaxed.reduced, -relaxed.x)), relaxed.value
         rows = list(relaxed.rows)
         kernel = max(_LEAST_KERNEL, int(np.count_nonzero(relaxed.x > _TAKEN)))
-        for size in (kernel, self._n_x):
+        for size in (kernel,) if self._tied else (kernel, self._n_x):
             value = np.inf if best is None else self._value(goal, best)
             if value * (1 - tolerance) <= bound or thread_time() > deadline:
                 break
@@ -385,8 +300,18 @@ class Solver:
         At the time limit the solution is that of fewer rows, whose value is a lower bound too.
         """
         solution = _Relaxed(0.0, np.ones(self._n_x), np.zeros(self._n_x))
+        program: Program | None = None
+        count = 0  # rows of the program
         while True:
-            result = self._run(goal, self._row_limit(goal, self._active, 0), np.ones(self._n_x), deadline)
+            if not self._is_large:
+                result = self._run(goal, self._row_limit(goal, self._active, 0), np.ones(self._n_x), deadline)
+            else:
+                rows, count = self._row_limit(goal, self._active[count:], 0), len(self._active)
+                if program is None:
+                    program = Program(*self._program(goal, rows, np.ones(self._n_x)))
+                else:
+                    program.add(rows)
+                result = self._timed(program.solved, deadline)
             if result.x is None or result.reduced is None:
                 return None if result.status == "infeasible" else solution
             reduced = result.reduced[: self._n_x]
@@ -396,21 +321,6 @@ class Solver:
             solution = _Relaxed(result.value, result.x[: self._n_x], reduced, near)
             if not self._take_up(self._active, peaks, allowed + 1024) or thread_time() > deadline:
                 return solution
-
-    def _take_uniform(self, solved: Callable[[Solver], Choice | None]) -> float:
-        """Add a choice in which modules that are alike have the same option to those found; return the time taken."""
-        start = thread_time()
-        if self._uniform is not None:
-            whole, solver = self._uniform
-            choice = solved(solver)
-            if choice is not None:
-                self._found.append(whole.spread(choice.x, self._n_x))
-        return thread_time() - start
-
-    @cached_property
-    def _uniform(self) -> tuple[Uniform, Solver] | None:
-        found = uniform(self.problem) if self._n_x >= _MANY_OPTIONS else None
-        return None if found is None else (found, Solver(found.problem))
 
     def _nothing_to_choose(self) -> Choice:
         return self._choice(np.zeros(0, np.int64), self.problem.plain_seconds)
@@ -430,21 +340,21 @@ class Solver:
         Without a tolerance the relaxed problem is solved. HiGHS's limit is in wall time, its only clock: it is larger
         on a busy machine.
         """
+        parts = self._program(goal, limits, allowed)
+        whole = np.arange(len(parts[0])) < len(parts[0]) - 1  # keepers follow from options; branching on them is faster
+        solve = functools.partial(minimized, *parts, whole=None if tolerance is None else whole, gap=tolerance or 0.0)
+        return self._timed(solve, deadline)
+
+    def _program(self, goal: _Goal, limits: Rows, allowed: Floats) -> tuple[Floats, Rows, Floats, Floats]:
         low, high = (1.0, 1.0) if goal.budget_bytes is not None else (0.0, np.inf)
         lower = np.append(np.zeros(self._n_x + self._n_z), low)
         upper = np.concatenate([allowed, np.ones(self._n_z), [high]])
-        whole = np.arange(len(lower)) < len(lower) - 1  # keepers follow from options, but branching on them is faster
+        return goal.cost, limits + self._structure, lower, upper
+
+    def _timed(self, solve: Callable[..., MilpResult], deadline: float) -> MilpResult:
         own, wall = thread_time(), perf_counter()
         busy = max(1.0, self._wall_seconds / self._own_seconds) if self._own_seconds else 1.0  # by other programs
-        solution = minimized(
-            goal.cost,
-            limits + self._structure,
-            lower,
-            upper,
-            whole=None if tolerance is None else whole,
-            gap=tolerance or 0.0,
-            time_limit_seconds=busy * max(_LEAST_SECONDS, deadline - own),
-        )
+        solution = solve(time_limit_seconds=busy * max(_LEAST_SECONDS, deadline - own))
         self._own_seconds += thread_time() - own
         self._wall_seconds += perf_counter() - wall
         return solution
@@ -453,7 +363,7 @@ class Solver:
         """Return rows, in MiB, limited by the budget less a margin, or by the last variable."""
         problem = self.problem
         active = np.array(rows, np.int64)
-        coefficients = (problem.columns[:, problem.row_axis[active]] / _UNIT).T
+        coefficients = (problem.columns.at(problem.row_axis[active]) / _UNIT).T
         options = problem.row_option[active]
         with_option = np.nonzero(options >= 0)[0]
         coefficients[with_option, options[with_option]] += problem.row_bytes[active][with_option] / _UNIT

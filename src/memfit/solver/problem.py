@@ -36,6 +36,7 @@ NO_ROOM = 2**62
 Activity = tuple[bool, frozenset[int]]
 """A reason that keeps a storage alive, as (lost, options): 1 minus the sum of their x where `lost`, else the sum."""
 ALWAYS: Activity = (True, frozenset())
+_Line = defaultdict[int, int]  # changes of the bytes alive, by their places
 
 
 class Tightening:
@@ -88,6 +89,56 @@ class Row(NamedTuple):
     nbytes: int = 0
 
 
+class Columns:
+    """Bytes alive at each place of an axis for variables at 1: where each one changes, which is at few places.
+
+    Args:
+        variables: The variable of each change.
+        places: The place of each change.
+        nbytes: The bytes by which each changes what is alive from its place on.
+        count: The number of variables.
+        length: The number of places.
+    """
+
+    def __init__(self, variables: Ints, places: Ints, nbytes: Ints, count: int, length: int) -> None:
+        self._variables, self._places, self._nbytes = variables, places, nbytes
+        self._count, self._length = count, length
+
+    @classmethod
+    def of_matrix(cls, columns: Ints) -> Columns:
+        """Return columns given with all their places, [variables, places]."""
+        changes = np.diff(columns, axis=1, prepend=0)
+        variables, places = np.nonzero(changes)
+        return cls(variables, places, changes[variables, places], *changes.shape)
+
+    @classmethod
+    def of_lines(cls, lines: Sequence[Mapping[int, int]], length: int) -> Columns:
+        """Return columns given by each variable's changes, by their places; those past the axis are left out."""
+        entries = [(j, at, nbytes) for j, line in enumerate(lines) for at, nbytes in line.items() if at < length]
+        variables, places, nbytes = np.array(entries, np.int64).reshape(-1, 3).T
+        return cls(variables, places, nbytes, len(lines), length)
+
+    def total(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the bytes at all places together, for values of the variables, which may be fractional."""
+        changes = np.bincount(self._places, self._nbytes * values[self._variables], self._length)
+        total = np.cumsum(changes)
+        return total if values.dtype.kind == "f" else np.rint(total).astype(np.int64)
+
+    def at(self, places: Ints) -> Ints:
+        """Return the bytes at some places, [variables, places]."""
+        wanted, inverse = np.unique(places, return_inverse=True)
+        found = np.zeros((self._count, len(wanted) + 1), np.int64)
+        np.add.at(found, (self._variables, np.searchsorted(wanted, self._places)), self._nbytes)
+        totals: Ints = np.cumsum(found, axis=1)[:, inverse]
+        return totals
+
+    def merged(self, variables: Ints, count: int) -> Columns:
+        """Return the columns of fewer variables, as many as `count`, by the one that each becomes; -1 for none."""
+        owners = variables[self._variables]
+        kept = owners >= 0
+        return Columns(owners[kept], self._places[kept], self._nbytes[kept], count, self._length)
+
+
 @dataclass
 class Problem:
     """A linear model of a trace's peak."""
@@ -96,7 +147,7 @@ class Problem:
     reasons: list[frozenset[Activity]]  # that are lower bounds of each `z`
     conflicts: list[frozenset[int]]  # sets of options of which at most one can be chosen
     base: Ints  # bytes alive at each place of the axis for every choice
-    columns: Ints  # for each variable (x, then z), bytes alive at each place where it is 1
+    columns: Columns  # for each variable (x, then z), bytes alive at each place where it is 1
     rows: list[Row]  # the points whose bytes the budget limits
     plain_seconds: float  # of the step with nothing checkpointed
     host_budget_bytes: int = 0  # host memory that the options may take together
@@ -129,9 +180,7 @@ class Problem:
 
     def live_bytes(self, x: npt.NDArray[Any], z: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the bytes at every row for values of the variables, which may be fractional."""
-        values = np.concatenate([x, z])
-        taken = np.nonzero(values)[0]  # few
-        live = self.base + values[taken] @ self.columns[taken]
+        live: npt.NDArray[Any] = self.base + self.columns.total(np.concatenate([x, z]))
         chosen = np.append(x, 0)[self.row_option]  # -1, no option, takes the last
         return live[self.row_axis] + np.where(self.row_option >= 0, self.row_bytes * chosen, 0)
 
@@ -172,8 +221,8 @@ class _Builder:
         self.gap_axis = {order: order[0] + i for i, order in enumerate(orders)}
         self.length = len(self.op_axis) + len(orders)
         self.base = np.zeros(self.length + 1, np.int64)
-        self.x = np.zeros((len(options), self.length + 1), np.int64)
-        self.z: dict[frozenset[Activity], Ints] = {}
+        self.x: list[_Line] = [defaultdict(int) for _ in options]
+        self.z: dict[frozenset[Activity], _Line] = defaultdict(lambda: defaultdict(int))
 
     def problem(self, host_budget_bytes: int) -> Problem:
         workspaces, seconds = self.costs.op_workspaces(self.trace), self.costs.op_seconds(self.trace)
@@ -193,9 +242,7 @@ class _Builder:
                 rows.append(Row(self.gap_axis[again.order], j, peak))
         base = np.cumsum(self.base)[: self.length] + self.costs.resident_workspace_bytes
         base[self.op_axis] += workspaces
-        columns = np.empty((len(self.options) + len(self.z), self.length), np.int64)
-        for changes, line in zip(itertools.chain(self.x, self.z.values()), columns, strict=True):
-            np.cumsum(changes[: self.length], out=line)
+        columns = Columns.of_lines([*self.x, *self.z.values()], self.length)
         plain_seconds = float(np.dot(seconds, self.trace.repeats))
         reasons = list(self.z)
         return Problem(self.options, reasons, self.conflicts, base, columns, rows, plain_seconds, host_budget_bytes)
@@ -244,8 +291,7 @@ class _Builder:
                 for j in members:
                     self._mark(self.x[j], before + 1, end, -nbytes if lost else nbytes)
             else:
-                column = self.z.setdefault(reasons, np.zeros(self.length + 1, np.int64))
-                self._mark(column, before + 1, end, nbytes)
+                self._mark(self.z[reasons], before + 1, end, nbytes)
 
     def _add_copies(self, j: int, again: Recomputation, gaps: Mapping[RegionCall, int]) -> None:
         gap, region = gaps[again.region], again.region
@@ -266,7 +312,7 @@ class _Builder:
     def _place(self, op: int) -> int:
         return self.op_axis[op] if op < len(self.op_axis) else self.length - 1
 
-    def _mark(self, line: Ints, first: int, last: int, nbytes: int) -> None:
+    def _mark(self, line: Ints | _Line, first: int, last: int, nbytes: int) -> None:
         if last >= first:
             line[first] += nbytes
             line[min(last, self.length - 1) + 1] -= nbytes
