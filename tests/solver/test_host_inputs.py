@@ -66,7 +66,7 @@ def problem_of(trace: Trace, host_bytes: int = HOST_BYTES) -> Problem:
 
 
 def test_a_choice_of_groups_is_the_choice_of_their_blocks() -> None:
-    problem, rng, several = problem_of(deep(8)), random.Random(0), 0
+    problem, rng, several = problem_of(deep(10)), random.Random(0), 0
     for tied in tied_problems(problem):
         for _ in range(8):
             x = feasible(tied.problem, rng)
@@ -96,7 +96,7 @@ def test_with_inputs_in_host_memory_the_lowest_peak_of_more_layers_grows_by_thei
     One kind of option for all leaves inputs, where those with regions inside may not wait in host memory.
     """
     found: list[tuple[int, int]] = []
-    for layers in (8, 14):
+    for layers in (10, 16):
         trace = deep(layers)
         problem, resident = problem_of(trace), resident_bytes(trace)
         choice = solved(next(tied_problems(problem)), len(problem.options))
