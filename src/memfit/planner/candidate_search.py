@@ -74,6 +74,7 @@ class Advice:
     savings: Callable[[Levers, int], Sequence[Saving]] = lambda *_: []
     """Returns what else would save of a plan of some levers and peak, the most first."""
     plain_bytes: int | None = None  # that the step needs as it is; None where that is not known
+    is_whole: bool = True  # whether nothing that may be lower was left out of the search
 
 
 Beside = Callable[[Candidate], Sequence[Confirmed]]
@@ -175,7 +176,12 @@ def leanest_that_fits(
     if limits.fit(prediction):
         bound = min(c.problem.plain_seconds for c in allowed)
         return Confirmed(replace(candidate, status="feasible", bound_seconds=bound), prediction)
-    is_proven = not others and lowest.status == "optimal" and all(c.bound >= lowest.bound for c in choices.values())
+    is_proven = (
+        advice.is_whole
+        and not others
+        and lowest.status == "optimal"
+        and all(c.bound >= lowest.bound for c in choices.values())
+    )
     freer = [c for c in combinations if c not in allowed]
     raise _infeasible(Confirmed(candidate, prediction), limits, is_proven, freer, advice)
 
