@@ -71,6 +71,7 @@ from memfit.workload import LoopWorkload, fingerprint
 _CHEAP = 0.05  # a plan that is slower than the fastest step by no more needs no fallback
 _SLOW = 2.0  # a step with all of its forward pass computed again takes less than this times as long
 _SIZES_BETWEEN = 2  # captured at most: the first one's peak tells whether fewer microbatches fit
+_MOST_STACKS = 16  # of fallbacks, captured at most
 _NEAR = 0.03  # a size between that is expected to be slower by no more may be faster, and is for measuring to tell
 _FIRST_SHARE = 0.9  # of the time for solving: what the plan may take; the frontier has the rest
 _LOOP_FRONTIER_SECONDS = 0.5  # while a loop waits
@@ -104,6 +105,7 @@ class _Assembly:
         self.as_run: dict[Levers, Levers] = {}  # with those that leave a captured step as it is, and lower its peak
         self.gains: dict[Levers, str] = {}  # by them, in words
         self.wanted: list[Levers] = []
+        self.is_cut = False  # whether what may be lower than the leanest step was not captured
         self.is_renewed = False  # whether the search was begun again, by times that were measured anew
 
     # Capture
@@ -266,7 +268,7 @@ class _Assembly:
             self._confirm,
             seconds,
             self._beside,
-            advice=Advice(batch, self._savings, self._as_is.peak_upper_bytes, self._as_run),
+            advice=Advice(batch, self._savings, self._as_is.peak_upper_bytes, self._as_run, is_whole=not self.is_cut),
         )
 
     def _fastest(
@@ -335,8 +337,8 @@ class _Assembly:
     def _of_all(self, seconds: float) -> Confirmed | None:
         """Return the fastest plan that fits of whatever the levers allow, however little each saves; None for none.
 
-        What is left untried after that can't hold less than the leanest step found: no fallback saves as much, alone or
-        beside others.
+        What is left untried after that can't hold less than the leanest step found, but where `is_cut` says so: no
+        fallback saves as much, alone or beside others.
         """
         steps = self.steps
         steps.tries_all = True
@@ -357,41 +359,44 @@ class _Assembly:
     def _stacked(self, seconds: float) -> Confirmed | None:
         """Return the fastest plan that fits of several fallbacks together, captured one by one until one fits.
 
-        First come those that fit if each saves what it saves alone, the cheapest first; then all that may hold less
-        than the leanest step found.
+        First come those that fit if each saves what it saves alone, the cheapest first; then those that may hold less
+        than the leanest step found: its neighbours, then others. Not all are captured where these are many.
         """
+        steps, fallbacks = self.steps, self.request.fallbacks
         share, tried = seconds / len(self.combinations), set[Levers]()
 
         def lowest(combination: Combination) -> int:
             return combination.solver.leanest(share).peak_bytes
 
         def next_levers() -> Levers | None:
-            allowed, target = self.limits.allow(self.combinations), self.limits.peak_bytes
+            allowed = self.limits.allow(self.combinations)
             found = {c.levers: functools.partial(lowest, c) for c in allowed}
             order = [
-                stack
+                levers
                 for base in self._bases()
-                for stack in expected_to_fit(base.levers, self.request.fallbacks, found, target)
+                for levers in expected_to_fit(base.levers, fallbacks, found, self.limits.peak_bytes)
             ]
-            least = min(map(lowest, allowed))
-            floors = [
+            leanest = min(allowed, key=lowest)
+            bounds = [
                 (
-                    c.solver.peak_floor_bytes - lever.most_saved_bytes(self.steps.traces[c.levers]),
-                    index,
+                    c is not leanest,
+                    c.solver.peak_floor_bytes - lever.most_saved_bytes(steps.traces[c.levers]),
                     lever.fallback(c.levers),
                 )
-                for index, c in enumerate(allowed)
-                for lever in self.request.fallbacks
+                for c in allowed
+                for lever in fallbacks
             ]
-            order += [
-                levers for floor_bytes, _, levers in sorted(floors, key=lambda found: found[:2]) if floor_bytes < least
-            ]
+            bounds.sort(key=lambda bound: bound[:2])
+            order += [levers for _, floor_bytes, levers in bounds if floor_bytes < lowest(leanest)]
             return next((levers for levers in order if levers not in tried and self._can_be_tried(levers)), None)
 
         best: Confirmed | None = None
         while best is None and (levers := next_levers()) is not None:
+            if len(tried) == _MOST_STACKS:
+                self.is_cut = True
+                break
             tried.add(levers)
-            best = self._fastest(self._search_too(self.steps.captured([levers])), seconds / 4)
+            best = self._fastest(self._search_too(steps.captured([levers])), seconds / 4)
         return best
 
     def _beside(self, point: Candidate) -> list[Confirmed]:

@@ -76,6 +76,7 @@ class Advice:
     plain_bytes: int | None = None  # that the step needs as it is; None where that is not known
     as_run: Callable[[Candidate], Candidate] = lambda point: point
     """Returns a point with the levers that it was predicted with."""
+    is_whole: bool = True  # whether nothing that may be lower was left out of the search
 
 
 Beside = Callable[[Candidate], Sequence[Confirmed]]
@@ -177,7 +178,12 @@ def leanest_that_fits(
     if limits.fit(prediction):
         bound = min(c.problem.plain_seconds for c in allowed)
         return Confirmed(replace(candidate, status="feasible", bound_seconds=bound), prediction)
-    is_proven = not others and lowest.status == "optimal" and all(c.bound >= lowest.bound for c in choices.values())
+    is_proven = (
+        advice.is_whole
+        and not others
+        and lowest.status == "optimal"
+        and all(c.bound >= lowest.bound for c in choices.values())
+    )
     freer = [c for c in combinations if c not in allowed]
     raise _infeasible(Confirmed(candidate, prediction), limits, is_proven, freer, advice)
 
