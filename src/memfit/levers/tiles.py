@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -158,7 +159,15 @@ class _Found(NamedTuple):
     fqn: str
     tokens: int  # that it is given, of all samples of the microbatch
     kept_bytes: int  # that its inside keeps for the backward pass
-    most_bytes: int  # that its inside holds at a time
+
+
+class _Inside(NamedTuple):
+    """What a call of a module makes."""
+
+    tokens: int  # of its output, [samples, tokens, features]; 0 for another one
+    out_bytes: int
+    kept_bytes: int  # inside, for the backward pass
+    most_bytes: int  # inside, at a time
 
 
 def _worthwhile(trace: Trace, model: nn.Module) -> tuple[list[_Found], dict[str, tuple[str, int]]]:
@@ -168,30 +177,31 @@ def _worthwhile(trace: Trace, model: nn.Module) -> tuple[list[_Found], dict[str,
     refused: dict[str, tuple[str, int]] = {}
     for call in trace.calls:
         fqn = trace.modules[call.module].fqn
-        shape = trace.storages[call.inputs[0]].shape if len(call.inputs) == 1 else ()
         is_first = call.phase == "forward" and call.microbatch == 0 and fqn not in found and fqn not in refused
-        if not fqn or not is_first or len(shape) != 3 or not enclosing(fqn).isdisjoint(found):
+        if not fqn or not is_first or len(call.inputs) != 1 or not enclosing(fqn).isdisjoint(found):
             continue
-        kept_bytes, most_bytes, out_bytes = _inside(trace, call)
-        if max(kept_bytes, most_bytes) >= _LEAST_INSIDE * max(1, out_bytes):
+        inside = _inside(trace, call)
+        if inside.tokens and max(inside.kept_bytes, inside.most_bytes) >= _LEAST_INSIDE * inside.out_bytes:
             if why := why_not_token_wise(modules[fqn]):
-                refused[fqn] = why, kept_bytes
+                refused[fqn] = why, inside.kept_bytes
             else:
-                found[fqn] = _Found(fqn, shape[0] * shape[1], kept_bytes, most_bytes)
+                found[fqn] = _Found(fqn, inside.tokens, inside.kept_bytes)
     return list(found.values()), refused
 
 
-def _inside(trace: Trace, call: Call) -> tuple[int, int, int]:
-    """Return the bytes that a call keeps for the backward pass inside, that it holds inside at most, and returns."""
+def _inside(trace: Trace, call: Call) -> _Inside:
     born = [trace.storages[index] for op in range(call.start, call.end) for index in trace.births[op]]
     inner = [storage for storage in born if storage.release < call.end]
-    kept_bytes = sum(storage.nbytes for storage in inner if storage.death >= call.end)
-    most_bytes = held_bytes = 0
-    for storage in sorted(inner, key=lambda storage: storage.birth):
-        held_bytes += storage.nbytes
-        alive = sum(other.nbytes for other in inner if other.birth <= storage.birth <= other.release)
-        most_bytes = max(most_bytes, alive)
-    return kept_bytes, most_bytes, sum(storage.nbytes for storage in born) - held_bytes
+    out = [storage for storage in born if storage.release >= call.end]
+    changes = [change for s in inner for change in ((s.birth, s.nbytes), (s.release + 1, -s.nbytes))]
+    held = itertools.accumulate(nbytes for _, nbytes in sorted(changes))
+    shape = out[-1].shape if out else ()
+    return _Inside(
+        tokens=shape[0] * shape[1] if len(shape) == 3 else 0,
+        out_bytes=sum(storage.nbytes for storage in out),
+        kept_bytes=sum(storage.nbytes for storage in inner if storage.death >= call.end),
+        most_bytes=max(held, default=0),
+    )
 
 
 def _lengths(found: Sequence[_Found], levers: Levers, step: Setting) -> list[int]:
