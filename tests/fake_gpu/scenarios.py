@@ -26,7 +26,7 @@ from memfit.capture import CaptureJob, KnownValues, capture, fake_copy, mode_of
 from memfit.cost import roofline
 from memfit.errors import CaptureError
 from memfit.hardware import find_device, known_devices
-from memfit.ir import Levers, Regions, Trace, simulate
+from memfit.ir import Levers, Region, Regions, Trace, simulate
 from memfit.levers import applied
 from memfit.pipeline import estimate, plan
 from memfit.planner import capture_levers, predict
@@ -147,6 +147,24 @@ def offload() -> None:
         assert copies["copy_out"] == copies["copy_in"] and copies["wait"] == 2 * copies["copy_out"]
         assert 2 <= copies["copy_out"] <= 2 * moved
         assert sum(s for s, name in zip(run.seconds, names, strict=True) if name == "memfit.wait.default") >= 0
+
+
+@scenario("offload around regions")
+def offload_around_regions() -> None:
+    """Blocks whose inputs wait in host memory, with an MLP inside that is recomputed again from the copy."""
+    workload = transformer(batch=64, tokens=64, dim=64, layers=8)
+    plain, device = traced(workload), known_devices()["a100-80gb"]
+    costs = roofline([plain], device)
+    blocks = [Region((f"blocks.{i}",), (), True, f"blocks.{i + 1}" if i < 7 else "norm") for i in range(8)]
+    inner = [Region((f"blocks.{i}.mlp",)) for i in range(8)]
+    peaks: list[int] = []
+    for regions in ([*blocks, *inner], [replace(r, offload=False, prefetch="") for r in blocks] + inner):
+        there = traced(workload, regions=tuple(regions))
+        peaks.append(simulate(there, roofline([there], device)).peak_bytes)
+        assert peaks[-1] <= simulate(plain, costs, regions).peak_bytes <= peaks[-1] * 1.02
+    names = Counter(op.name.split(".")[1] for op in traced(workload, regions=(*blocks, *inner)).ops)
+    assert names["copy_out"] == names["copy_in"] >= 7 and names["wait"] == 2 * names["copy_out"]
+    assert peaks[0] < peaks[1], peaks
 
 
 @scenario("offload planned")

@@ -33,7 +33,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.one(x)
-        return x + self.two(x)
+        found: torch.Tensor = x + self.two(x)
+        return found
 
 
 class Deep(nn.Module):
