@@ -268,7 +268,8 @@ class _Assembly:
             ways.setdefault(compiles(combination.levers), []).append(combination)
         for way in sorted(ways):
             share = seconds / len(ways)
-            best, spent = fastest_that_fits(ways[way], self.limits, self._confirm, share, best)
+            on_paper = self.steps.upper_bytes_on_paper if self.steps.is_long else None
+            best, spent = fastest_that_fits(ways[way], self.limits, self._confirm, share, best, on_paper)
             self.solving_seconds += spent
         return best
 
@@ -400,7 +401,7 @@ class _Assembly:
 
     def _confirm(self, candidate: Candidate) -> Prediction:
         """Predict a plan from a capture of the step with the plan applied."""
-        return self.steps.prediction_of(self.confirmation.confirmed(candidate.levers))
+        return self.steps.prediction_of(self.confirmation.confirmed(candidate.levers, is_long=self.steps.is_long))
 
     def _confirm_another(self, candidate: Candidate) -> Prediction | None:
         """Predict a plan in the same way; None where it can't be applied, since there is one that can."""
