@@ -53,6 +53,18 @@ def test_captures_are_those_of_each_by_itself(name: str) -> None:
         assert captures(levers) == capture_levers(workload, levers, DEVICE)
 
 
+def test_a_plan_on_a_copy_that_has_made_a_step_is_the_plan_from_its_first_step_on() -> None:
+    workload = transformer(layers=2)
+    captures = Captures(workload, DEVICE)
+    plain = Levers(microbatch_size=batch_size_of(workload.batch))
+    (keep, *_) = [op.name for op in captures(plain).ops if op.name.startswith("aten.addmm")]
+    for regions in ((Region(("blocks.0",)),), (Region(("blocks.0",)), Region(("blocks.1",), (f"{keep}#0",)))):
+        levers = replace(plain, regions=regions)
+        trace = captures(levers)
+        assert any(op.phase == "recompute" for op in trace.ops)
+        assert trace == capture_levers(workload, levers, DEVICE)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "precision"), [("in-backward", "32-true"), ("as-is", "bf16-true"), ("as-is", "16-mixed")]
 )

@@ -247,6 +247,39 @@ def test_a_known_plan_stays_where_others_are_hardly_faster() -> None:
     assert again is not None and again.prediction is known.prediction and asked == []
 
 
+@pytest.mark.parametrize("share", [0.6, 0.8])
+def test_what_is_too_large_on_paper_is_not_captured(share: float) -> None:
+    within, factor = limits(int(share * plain_bytes()), "exact"), 1.1
+    asked: list[Candidate] = []
+
+    def confirm(candidate: Candidate) -> Prediction:
+        asked.append(candidate)
+        return Applied(factor)(candidate)
+
+    def on_paper(levers: Levers) -> int:
+        return Applied(factor)(point(levers, 0, 0.0)).peak_upper_bytes
+
+    searched = within.allow(combinations())
+    anew, _ = fastest_that_fits(searched, within, confirm, SECONDS)
+    captures = len(asked)
+    asked.clear()
+    best, _ = fastest_that_fits(searched, within, confirm, SECONDS, None, on_paper)
+    assert captures > 1 == len(asked)
+    assert anew is not None and best is not None and within.fit(best.prediction)
+    assert best.prediction.step_seconds <= anew.prediction.step_seconds * 1.01
+
+
+def test_what_hardly_passes_the_budget_on_paper_is_captured() -> None:
+    within = limits(int(0.8 * plain_bytes()), "exact")
+    known, _ = fastest_that_fits(within.allow(combinations()), within, Applied(), SECONDS)
+
+    def on_paper(levers: Levers) -> int:
+        return within.budget_bytes + 1
+
+    best, _ = fastest_that_fits(within.allow(combinations()), within, Applied(), SECONDS, None, on_paper)
+    assert known is not None and best is not None and best.point.levers == known.point.levers
+
+
 def test_of_two_plans_the_faster_one_has_the_bound_of_both() -> None:
     slow, fast = (fitting(share, "exact") for share in (0.6, 1.1))
     assert slow.prediction.step_seconds > fast.prediction.step_seconds

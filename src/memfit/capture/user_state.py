@@ -214,9 +214,13 @@ class _Walk:
         # Those of each module's globals, and the lists that captures themselves add to, and set back.
         self._seen = {id(vars(builtins)), *map(id, supported_types)}
         self._waiting = list(roots)
+        self._kinds: dict[type, _ContainerKind | None] = {}
+        stateless: dict[type, bool] = {}
         while self._waiting:
             value = self._waiting.pop()
-            if not issubclass(kind := type(value), _NO_STATE) and id(value) not in self._seen:
+            if (kind := type(value)) not in stateless:
+                stateless[kind] = issubclass(kind, _NO_STATE)
+            if not stateless[kind] and id(value) not in self._seen:
                 self._seen.add(id(value))
                 self._visit(value, kind)
 
@@ -229,8 +233,9 @@ class _Walk:
                 self._waiting += [key for key in contents if type(key) not in ATOMS]
 
     def _visit(self, value: Any, kind: type) -> None:
-        container = next((_CONTAINERS[base] for base in _CONTAINERS if issubclass(kind, base)), None)
-        if container is not None:
+        if kind not in self._kinds:
+            self._kinds[kind] = next((_CONTAINERS[base] for base in _CONTAINERS if issubclass(kind, base)), None)
+        if (container := self._kinds[kind]) is not None:
             self._note(container, value)
         elif issubclass(kind, (tuple, frozenset)):  # by their own methods, whatever a class makes of them
             base = tuple if issubclass(kind, tuple) else frozenset

@@ -428,6 +428,7 @@ class Keepers:
         self.regions = regions
         self._around: dict[int, list[RegionCall]] = defaultdict(list)
         self._takers: dict[int, list[RegionCall]] = defaultdict(list)
+        self._holding: dict[int, list[RegionCall]] = {}
         for region in candidates:
             for call in region.calls:
                 self._around[call].append(region)
@@ -458,4 +459,7 @@ class Keepers:
 
     def around(self, call: int) -> list[RegionCall]:
         """Return the candidates that hold a module call."""
-        return [region for one in self.regions.trace.call_chain(call) for region in self._around.get(one, ())]
+        if call not in self._holding:
+            chain = self.regions.trace.call_chain(call)
+            self._holding[call] = [region for one in chain for region in self._around.get(one, ())]
+        return self._holding[call]

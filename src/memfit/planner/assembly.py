@@ -283,7 +283,8 @@ class _Assembly:
             ways.setdefault(compiles(combination.levers), []).append(combination)
         for way in sorted(ways):
             share = seconds / len(ways)
-            best, spent = fastest_that_fits(ways[way], self.limits, self._confirm, share, best)
+            on_paper = self.steps.upper_bytes_on_paper if self.steps.is_long else None
+            best, spent = fastest_that_fits(ways[way], self.limits, self._confirm, share, best, on_paper)
             self.solving_seconds += spent
         return best
 
@@ -459,7 +460,7 @@ class _Assembly:
 
     def _confirm(self, candidate: Candidate) -> Prediction:
         """Predict a plan from a capture of the step with the plan applied."""
-        return self._on_device(candidate, self.confirmation.confirmed(candidate.levers))
+        return self._on_device(candidate, self.confirmation.confirmed(candidate.levers, is_long=self.steps.is_long))
 
     def _on_device(self, candidate: Candidate, trace: Trace) -> Prediction:
         """Predict a captured plan; where it does not fit, with the levers under which the device holds least for it."""

@@ -24,6 +24,8 @@ _FIRST_SHARE = 0.9  # of the time for solving that the first attempt may take; t
 ADVICE_SECONDS = 1.0
 """The time for solving of each combination that an error may name."""
 _WIDEST = 1.1  # more than any error bar, as a multiple of the peak: those of compiled steps are up to 5 %
+_SHARE_ON_PAPER = 0.5  # of the time, where a simulation may tell that the first attempt's plan is too large
+_CLEARLY = 1.002  # more of a budget than simulations and captures differ by
 _ROUNDING_BYTES = 64  # what floats in the solver may miss
 
 _MOST = 4  # plans that are run, the one predicted to be fastest among them
@@ -98,9 +100,9 @@ class Limits(NamedTuple):
         """The largest peak whose upper end, which is rounded down, is within the budget."""
         return math.ceil((self.budget_bytes + 1) / (1 + self.peak_error)) - 1
 
-    def lowered(self, peak_bytes: int, prediction: Prediction) -> int:
-        """Return the peak to solve for next, where a step that was solved for one turned out not to fit."""
-        over_bytes = prediction.peak_upper_bytes - self.budget_bytes
+    def lowered(self, peak_bytes: int, upper_bytes: int) -> int:
+        """Return the peak to solve for next, where the upper end of one that was solved for turned out not to fit."""
+        over_bytes = upper_bytes - self.budget_bytes
         return int(peak_bytes - over_bytes / (1 + self.peak_error)) - 1
 
     def fit(self, prediction: Prediction) -> bool:
@@ -108,17 +110,32 @@ class Limits(NamedTuple):
 
 
 def fastest_that_fits(
-    combinations: Sequence[Combination], limits: Limits, confirm: Confirm, seconds: float, best: Confirmed | None = None
+    combinations: Sequence[Combination],
+    limits: Limits,
+    confirm: Confirm,
+    seconds: float,
+    best: Confirmed | None = None,
+    on_paper: Callable[[Levers], int] | None = None,
 ) -> tuple[Confirmed | None, float]:
     """Return the fastest plan whose applied step is predicted to fit, and the seconds that solving took.
 
     Where the captured step does not fit, the solver is asked again for a peak that is lower by as much. The best plan
     known before is returned where no other is enough faster.
+
+    Args:
+        on_paper: Returns the upper end of a plan's peak without a capture, for steps whose captures take long; None for
+            others. A plan that is clearly too large there is not captured.
     """
     target, spent = limits.peak_bytes, 0.0
     for _ in range(_ATTEMPTS if combinations else 0):
         started = thread_time()
-        candidate = fastest(combinations, target, _FIRST_SHARE * (seconds - spent))
+        share = _FIRST_SHARE if on_paper is None or spent else _SHARE_ON_PAPER
+        candidate = fastest(combinations, target, share * (seconds - spent))
+        upper_bytes = 0 if on_paper is None or candidate is None else on_paper(candidate.levers)
+        if upper_bytes > _CLEARLY * limits.budget_bytes:
+            lowered, left = limits.lowered(target, upper_bytes), seconds - spent - (thread_time() - started)
+            if (again := fastest(combinations, lowered, _FIRST_SHARE * left)) is not None:
+                target, candidate = lowered, again
         spent += thread_time() - started
         if candidate is None:
             break
@@ -131,7 +148,7 @@ def fastest_that_fits(
             swap = is_faster(confirmed.prediction.step_seconds, best.prediction.step_seconds)
             chosen, loser = (confirmed, best) if swap else (best, confirmed)
             return Confirmed(_bounded(chosen.point, loser.point), chosen.prediction), spent
-        target = limits.lowered(target, confirmed.prediction)
+        target = limits.lowered(target, confirmed.prediction.peak_upper_bytes)
     return best, spent
 
 
@@ -330,6 +347,6 @@ def near_ties(
             if limits.fit(prediction):
                 found += [Confirmed(candidate, prediction)] if prediction.step_seconds <= longest_seconds else []
                 break
-            target, refits = limits.lowered(target, prediction), refits + 1
+            target, refits = limits.lowered(target, prediction.peak_upper_bytes), refits + 1
             candidate = by_levers[replace(expected.levers, regions=())].fastest(target, COARSE, _REFIT_SECONDS)
     return found

@@ -58,7 +58,7 @@ from memfit.levers import (
     used_levers,
 )
 from memfit.planner.confirmation import CaptureFailures
-from memfit.planner.prediction import costs_of, predict
+from memfit.planner.prediction import costs_of, predict, upper_bytes_on_paper
 from memfit.planner.verb_options import PlanOptions
 from memfit.ranks import around, of_engine, proposals, repeated_blocks
 from memfit.solver import SIMPLER_WITHIN, Combination, build, options
@@ -67,6 +67,8 @@ from memfit.workload import Workload, samples_of, tokens_per_sample
 _HALVING = 0.96
 """The least time of a compiled step, as a multiple of the one expected by the next larger step: from one size to the
 next it was 0.961 to 1.0 on ViT, BERT and a mixture of experts (predicted, one thread of an AMD EPYC)."""
+_MANY_OPERATORS = 8000
+"""Operators of a step from which on plans that are clearly too large on paper are not captured."""
 _DOUBT = 0.95
 """The error of predicted times of compiled steps beside those of steps as they are: ×0.95 on the same mixture of
 experts. Where both are near, plans are measured, and a compiled one is to be among them."""
@@ -176,6 +178,16 @@ class CapturedSteps:
     def prediction_of(self, trace: Trace, levers: Levers) -> Prediction:
         device = device_under(levers, self.device)
         return predict(trace, self._costs_of([trace]), device, tokens_per_sample(self.workload.batch))[0]
+
+    @property
+    def is_long(self) -> bool:
+        """Whether a capture of the step takes as long as dozens of simulations: tens of seconds, of many operators."""
+        return len(self.traces[self.plain].ops) >= _MANY_OPERATORS
+
+    def upper_bytes_on_paper(self, levers: Levers) -> int:
+        """Return the upper end of the peak of a step with regions, from the captured one without; see `is_long`."""
+        trace = self.traces[replace(levers, regions=())]
+        return upper_bytes_on_paper(trace, self._costs(trace), self.device, levers.regions)
 
     def captured(self, wanted: Sequence[Levers]) -> list[Levers]:
         """Capture the step with combinations of levers, and measure its operators; return the ones that work."""

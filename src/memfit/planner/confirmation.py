@@ -148,10 +148,15 @@ class Confirmation:
         trace = capture_levers(self._workload if shared else self._part, levers, self._device, self._captures.data)
         return of_engine(trace, self._engine)
 
-    def confirmed(self, levers: Levers) -> Trace:
-        """Return the trace of a planned step; raise `Excluded` where it can't be applied, but the plain one can."""
+    def confirmed(self, levers: Levers, *, is_long: bool = False) -> Trace:
+        """Return the trace of a planned step; raise `Excluded` where it can't be applied, but the plain one can.
+
+        Args:
+            is_long: Whether captures take long: then it is the second step of a copy that has made the plain one.
+        """
         try:
-            trace = self.capture(levers)
+            is_warm = is_long and levers.sharding is None
+            trace = of_engine(self._captures(levers), self._engine) if is_warm else self.capture(levers)
         except RecomputationError as e:
             with probing() as found, contextlib.suppress(MemfitError):  # the modules that differ, without data
                 self._captures.of_one_step(levers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import get_args
 
 from msgspec.structs import replace
@@ -20,6 +20,7 @@ from memfit.ir import (
     Plan,
     Precision,
     Prediction,
+    Region,
     Timeline,
     Trace,
     allocations,
@@ -82,10 +83,7 @@ def predict(
             if reserved > device.usable_bytes:  # how often a full device has its cache given back, where that is enough
                 full = replay(events, device.allocator, device.usable_bytes, total_bytes=device.memory_bytes)
                 retries = None if full.num_ooms else full.num_alloc_retries
-    # The upper end of the peak is wider where a compiler orders kernels by itself.
-    held_bytes = sum(storage.nbytes for storage in trace.storages if storage.birth < 0)
-    compiled_bytes = max(0, (reserved or allocated) - held_bytes) if any(map(is_kernel, trace.signatures)) else 0
-    upper = ((reserved or allocated) + compiled_bytes * FUSED_ERROR) * (1 + costs.peak_error) * (1 + trace.slack)
+    upper_bytes = _upper_bytes(trace, costs, reserved or allocated)
     left_bytes = sum(storage.nbytes for storage in trace.storages if storage.death >= len(trace.ops))
     phase_seconds = dict.fromkeys(("forward", "backward", "recompute", "optimizer"), 0.0)
     for phase, seconds, times in zip(timeline.phases, timeline.seconds, trace.repeats.tolist(), strict=True):
@@ -101,7 +99,7 @@ def predict(
     prediction = Prediction(
         peak_bytes=allocated,
         peak_reserved_bytes=reserved,
-        peak_upper_bytes=int(upper),
+        peak_upper_bytes=upper_bytes,
         step_seconds=timeline.step_seconds,
         after_step_bytes=left_bytes + costs.resident_workspace_bytes,
         phase_seconds={phase: seconds for phase, seconds in phase_seconds.items() if seconds},
@@ -123,6 +121,22 @@ def predict(
         notes=notes,
     )
     return prediction, timeline
+
+
+def _upper_bytes(trace: Trace, costs: CostTable, peak_bytes: int) -> int:
+    """Return the upper end of a step's peak: it is wider where a compiler orders kernels by itself."""
+    held_bytes = sum(storage.nbytes for storage in trace.storages if storage.birth < 0)
+    compiled_bytes = max(0, peak_bytes - held_bytes) if any(map(is_kernel, trace.signatures)) else 0
+    return int((peak_bytes + compiled_bytes * FUSED_ERROR) * (1 + costs.peak_error) * (1 + trace.slack))
+
+
+def upper_bytes_on_paper(trace: Trace, costs: CostTable, device: Device, regions: Sequence[Region]) -> int:
+    """Return the upper end of a step's peak with regions recomputed, from its trace without them."""
+    if device.kind == "cpu":
+        return _upper_bytes(trace, costs, simulate(trace, costs, regions).peak_bytes)
+    report = replay(allocations(trace, costs, regions), device.allocator, total_bytes=device.memory_bytes)
+    reserves = device.kind in CACHING
+    return _upper_bytes(trace, costs, report.peak_reserved_bytes if reserves else report.peak_allocated_bytes)
 
 
 def predicted_under(plan: Plan, workload: Workload, levers: Levers | None = None) -> tuple[Prediction, Trace]:
