@@ -165,8 +165,8 @@ class QuantizedWeights(Lever):
             raise NotOffered("its class is reduced: allow it with numerics='reduced'")
         if step.budget_bytes is not None and plain.peak_upper_bytes <= step.budget_bytes and not step.tries_all:
             raise NotOffered("the step fits with its weights as they are")
-        if step.plain.sharding is not None or is_compiled(workload) or is_quantized_already(workload.model):
-            raise NotOffered("ranks share the weights, a compiler has them, or they are quantised")
+        if step.plain.sharding is not None or is_compiled(workload):
+            raise NotOffered("ranks share the weights, or a compiler has them")
         kept = tuple(sorted(_heads(workload.model, step.trace(step.plain)) & matrices(workload.model).keys()))
         few, more = (FrozenWeights(quantizer=quantizer, kept=kept) for quantizer in ("nf4", "int8"))
         saved, least = saved_bytes(workload.model, few), least_bytes(step)
@@ -214,11 +214,6 @@ def saved_bytes(model: nn.Module, set_to: FrozenWeights) -> int:
     """Return the bytes by which matrices in fewer bits take less."""
     weights = [module.weight for fqn, module in matrices(model).items() if fqn not in set_to.kept]
     return sum(int(w.nbytes - w.numel() * _BITS[set_to.quantizer] / 8) for w in weights)
-
-
-def is_quantized_already(model: nn.Module) -> bool:
-    """Tell whether a model's weights came quantised: parameters of integers."""
-    return any(not p.is_floating_point() and not p.is_complex() for p in model.parameters())
 
 
 def _heads(model: nn.Module, trace: Trace) -> set[str]:
