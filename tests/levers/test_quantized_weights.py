@@ -413,6 +413,22 @@ def test_a_plan_file_holds_it_and_one_step_does_not_fit_another(adapted: Workloa
             memfit.apply(read, adapted)
 
 
+def test_a_larger_batch_is_predicted_while_the_plan_is_applied() -> None:
+    """From the weights' files, which take no memory; then the step goes on with their codes."""
+    made = workload(samples=2)
+    plan = plan_of(made, levers(size=2))
+    larger = {"tokens": made.batch["tokens"].repeat(2, 2)}
+    before = copy.deepcopy(made.model.state_dict())
+    with memfit.apply(plan, made) as step:
+        first = step(made.batch)
+        found = step(larger)
+        assert found.loss > 0 and LEVER.is_applied(made)
+        assert dict(made.model.named_buffers()).keys() >= {"blocks.0.1.base_layer.weight_codes"}
+    frozen = [name for name in before if "base_layer.weight" in name]
+    assert frozen and all(torch.equal(made.model.state_dict()[name], before[name]) for name in frozen)
+    assert first.loss > 0
+
+
 def test_a_missing_package_is_noted(adapted: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     trace = capture_levers(adapted, Levers(microbatch_size=1), find_device("cpu"))

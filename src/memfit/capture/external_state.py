@@ -328,7 +328,8 @@ def _written_to(graph: ObjectGraph) -> list[int]:
     found: dict[int, None] = {}
     for own, children in graph.children.items():
         holder = graph.nodes[own]
-        code = holder.__code__ if isinstance(holder, (types.FunctionType, types.MethodType)) else None
+        # A method may be of something that has no code, as of a `functools.partial`.
+        code = getattr(holder, "__code__", None) if isinstance(holder, (types.FunctionType, types.MethodType)) else None
         is_held = isinstance(holder, (types.CellType, functools.partial, types.BuiltinFunctionType))
         is_users = isinstance(code, types.CodeType) and _INSTALLED not in code.co_filename
         if is_held or is_users or is_object(holder):

@@ -136,7 +136,9 @@ def _as_on_cpu(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _like_sum(out: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-    """Return an output in the layout that elementwise kernels give it."""
+    """Return an output in the layout that elementwise kernels give it; a number beside a tensor changes none."""
+    if len(tensors) == 1:
+        return out
     return torch.empty_like(torch.add(*tensors), dtype=out.dtype)
 
 

@@ -37,6 +37,7 @@ from memfit.capture.composites import composites_without_mode
 from memfit.capture.control_flow import ControlFlowPath, ControlFlowPaths, GeneratorStates, Readings
 from memfit.capture.fake_workload import applied_in_place, fake_copy, mode_of, nothing_changes, real_copy
 from memfit.capture.known_values import KnownValues
+from memfit.capture.quantized_parameters import quantized_hint, unquantized_note
 from memfit.capture.recorder import Recorder
 from memfit.capture.step_recording import (
     MOST_MICROBATCHES,
@@ -129,7 +130,12 @@ def capture(job: CaptureJob) -> Trace:
     trace = ControlFlowPaths(run, workload.values, job.reading).worst()
     if job.warm and trace.slack:
         raise CaptureError("the step may run other operators the next time: memfit captures it from its first step on")
-    extra_notes = [uncut_note(workload), evaluation_note(workload), _COMPILED if is_compiled(workload) else None]
+    extra_notes = [
+        uncut_note(workload),
+        evaluation_note(workload),
+        unquantized_note(workload.model),
+        _COMPILED if is_compiled(workload) else None,
+    ]
     notes = [*trace.notes, *(note for note in extra_notes if note)]
     return replace(trace, device=trace.device if job.device is None else job.device.name, notes=notes)
 
@@ -200,7 +206,7 @@ def _fake_copied(
             part = _with_part(moved, microbatch_size)
         copied = _unwrapped(fake_copy(part, values, place))
         eager = torch.compiler.set_stance("force_eager")
-        with _explained(), eager, values.fake_paths_disabled(), converted_by(applied_in_place):
+        with _explained(workload.model), eager, values.fake_paths_disabled(), converted_by(applied_in_place):
             yield copied, values, attention, around
 
 
@@ -434,8 +440,8 @@ def read_with_data(workload: Workload, build: BuildStep, microbatch_size: int | 
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """Turn errors of fake tensors into a `CaptureError` that names the user's line."""
+def _explained(model: nn.Module) -> Iterator[None]:
+    """Turn errors of fake tensors into a `CaptureError` that names the user's line, and a model's quantisation."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     try:
@@ -458,7 +464,9 @@ def _explained() -> Iterator[None]:
             hint = _SUBCLASS_HINT
         else:
             hint = _VALUES_HINT if isinstance(e, _NEEDS_VALUES) or ".numpy()" in text else _OTHER_HINT
-        raise CaptureError(f"the step can't be captured without data{users_place(e)} ({what}). {hint}") from e
+        raise CaptureError(
+            f"the step can't be captured without data{users_place(e)} ({what}). {hint}{quantized_hint(model)}"
+        ) from e
     finally:
         log.setLevel(level)
 

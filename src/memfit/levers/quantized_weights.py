@@ -37,7 +37,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.overrides import TorchFunctionMode
 
-from memfit._torch import FakeTensor, disable_current_modes, own_modules, own_parameters, storage_key_of, tree_leaves
+from memfit._torch import (
+    FakeTensor,
+    disable_current_modes,
+    own_modules,
+    own_parameters,
+    storage_key_of,
+    tree_leaves,
+)
 from memfit.capture import is_compiled
 from memfit.errors import PlanError, brought_by
 from memfit.foundations import format_bytes
@@ -145,6 +152,13 @@ class QuantizedWeights(Lever):
     def is_applied(self, workload: Workload) -> bool:
         return bool(_matrices_of(workload.model))
 
+    @contextlib.contextmanager
+    def lifted(self, workload: Workload) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for matrix in _matrices_of(workload.model):
+                stack.enter_context(matrix.lifted())
+            yield
+
     def round_weights(self, levers: Levers, model: nn.Module) -> None:
         with self.on_model(levers, model):
             widened = [(matrix.module.weight, matrix.widened(matrix.dtype)) for matrix in _matrices_of(model)]
@@ -165,8 +179,8 @@ class QuantizedWeights(Lever):
             raise NotOffered("its class is reduced: allow it with numerics='reduced'")
         if step.budget_bytes is not None and plain.peak_upper_bytes <= step.budget_bytes and not step.tries_all:
             raise NotOffered("the step fits with its weights as they are")
-        if step.plain.sharding is not None or is_compiled(workload) or is_quantized_already(workload.model):
-            raise NotOffered("ranks share the weights, a compiler has them, or they are quantised")
+        if step.plain.sharding is not None or is_compiled(workload):
+            raise NotOffered("ranks share the weights, or a compiler has them")
         kept = tuple(sorted(_heads(workload.model, step.trace(step.plain)) & matrices(workload.model).keys()))
         few, more = (FrozenWeights(quantizer=quantizer, kept=kept) for quantizer in ("nf4", "int8"))
         saved, least = saved_bytes(workload.model, few), least_bytes(step)
@@ -216,11 +230,6 @@ def saved_bytes(model: nn.Module, set_to: FrozenWeights) -> int:
     return sum(int(w.nbytes - w.numel() * _BITS[set_to.quantizer] / 8) for w in weights)
 
 
-def is_quantized_already(model: nn.Module) -> bool:
-    """Tell whether a model's weights came quantised: parameters of integers."""
-    return any(not p.is_floating_point() and not p.is_complex() for p in model.parameters())
-
-
 def _heads(model: nn.Module, trace: Trace) -> set[str]:
     """Return the layers that make a model's output: the last linear one of the forward pass, and those it names."""
     named = dict(model.named_modules())
@@ -246,34 +255,49 @@ class QuantizedMatrix:
 
     def put_on(self) -> None:
         """Take the weight's numbers off the layer, and put their codes there."""
-        weight: Any = self.module.weight
+        weight = self.module.weight
         self.place = self.files.write(weight)
         with torch.no_grad():
-            part: Any
-            for name, part in self._codes(weight.detach()).items():
-                part.memfit_made = True  # by which the workload's fingerprint leaves it out
-                self.module.register_buffer(name, part, persistent=False)
-            weight.data = _no_numbers(weight)
-        vars(self.module)[_MATRIX] = self
-        vars(self.module)["forward"] = self
+            self._attach(self._codes(weight.detach()))
+
+    def take_off(self) -> None:
+        """Put the weight back as it was."""
+        if self._hooks:
+            self._detach()
+            weight: Any = self.module.weight
+            weight.data = self.original(weight).to(self.device, copy=True)
+            self._leave_file()
+
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Leave the layer as it was, with its weight mapped from its file, until the context is left."""
+        parts, weight = self._detach(), self.module.weight
+        weight.data = self.original(weight)
+        try:
+            yield
+        finally:
+            self._attach(parts)
+
+    def _attach(self, parts: dict[str, Any]) -> None:
+        for name, part in parts.items():
+            part.memfit_made = True  # by which the workload's fingerprint leaves it out
+            self.module.register_buffer(name, part, persistent=False)
+        self.module.weight.data = _no_numbers(self.module.weight, self.device)
+        vars(self.module).update({_MATRIX: self, "forward": self})
         self._hooks = [
             self.module.register_state_dict_post_hook(_show_weight),
             self.module.register_load_state_dict_pre_hook(_load_weight),
         ]
 
-    def take_off(self) -> None:
-        """Put the weight back as it was."""
-        if not self._hooks:
-            return
+    def _detach(self) -> dict[str, Any]:
         for hook in self._hooks:
             hook.remove()
-        weight: Any = self.module.weight
-        for name in self._names:
+        self._hooks = []
+        del vars(self.module)["forward"], vars(self.module)[_MATRIX]
+        parts = {name: getattr(self.module, name) for name in self._names}
+        for name in parts:
             delattr(self.module, name)
-        del vars(self.module)["forward"]
-        del vars(self.module)[_MATRIX]
-        weight.data = self.original(weight).to(self.device, copy=True)
-        self._leave_file()
+        return parts
 
     def original(self, weight: Tensor) -> Tensor:
         """Return the weight as it was given, from its file; of fake tensors, one without numbers."""
@@ -356,7 +380,7 @@ class QuantizedMatrix:
         made._hooks = []  # a copy is not closed
         weight: Any = copy.deepcopy(self.module.weight, memo)
         if not isinstance(weight, FakeTensor) and weight.untyped_storage().nbytes() > weight.itemsize:
-            weight.data = _no_numbers(weight)  # a clone is whole
+            weight.data = _no_numbers(weight, weight.device)  # a clone is whole
         return made
 
     def __reduce__(self) -> Any:
@@ -391,10 +415,10 @@ def _matrices_of(model: nn.Module) -> list[QuantizedMatrix]:
     return [vars(module)[_MATRIX] for module in model.modules() if _MATRIX in vars(module)]
 
 
-def _no_numbers(weight: Tensor) -> Tensor:
-    """Return NaN of a weight's shape, dtype and device, in the memory of one number."""
+def _no_numbers(weight: Tensor, device: torch.device) -> Tensor:
+    """Return NaN of a weight's shape and dtype, in the memory of one number."""
     with contextlib.nullcontext() if not isinstance(weight, FakeTensor) else weight.fake_mode:
-        return torch.full((), math.nan, dtype=weight.dtype, device=weight.device).expand(weight.shape)
+        return torch.full((), math.nan, dtype=weight.dtype, device=device).expand(weight.shape)
 
 
 def _operators() -> Any:
