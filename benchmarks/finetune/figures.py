@@ -40,7 +40,8 @@ def _stack_cells(case: Case, plain_bytes: int | None) -> list[str]:
     share = "" if plain_bytes is None else f"{case['peak_bytes'] / plain_bytes:.1%}"
     seconds = f"{case['cpu_seconds']:.2f} s" if "cpu_seconds" in case else ""
     if "time_ratio" in case:
-        seconds += f", ×{case['time_ratio']:.2f} of {case['beside']}'s"
+        off = f"{abs(case['time_ratio'] - 1):.0%}".replace("%", " %")
+        seconds += f", {off} {'more' if case['time_ratio'] > 1 else 'less'} than {case['beside'].partition(':')[0]}"
     peak = f"{case['peak_bytes'] / 2**20:.1f} MiB"
     return [name, case["by"], peak, share, seconds, f"{case['first_loss']:.6f}", case.get("levers", "")]
 

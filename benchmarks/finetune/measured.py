@@ -159,6 +159,7 @@ def summary_of(cases: Sequence[Case]) -> dict[str, Any]:
         "small_tokens": tokens,
         "small_plain_mib": mib(PLAIN.name),
         "small_hand_mib": mib(ALST.name),
+        "small_liger_mib": mib(LIGER.name),
         **{f"small_{numerics}_mib": mib(f"memfit, {numerics}, lowest") for numerics in CLASSES},
         "time_ratio": rows.get(f"memfit at the peak of: {ALST.name}", {}).get("time_ratio"),
         "time_ratio_at_the_lowest": rows.get("memfit, reordered, lowest", {}).get("time_ratio"),

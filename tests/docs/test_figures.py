@@ -75,6 +75,9 @@ def test_figures_of_the_index_of_results() -> None:
         f"over {results('allocator')['summary']['sequences']:,} sequences",
         f"0 of {results('fuzzing')['summary']['fuzzed']:,} were wrong",
     ]
+    finetune = results("finetune")["summary"]
+    sizes = [finetune[f"small_{name}_mib"] for name in ("reordered", "hand", "liger")]
+    said.append("in {:.0f} MiB; by hand {:.0f} MiB with token tiles, {:.0f} MiB without".format(*sizes))
     assert [one for one in said if one not in words] == []
     assert prediction["underestimate_rate"] == 0 and results("allocator")["summary"]["differ"] == 0
     disturbed = f"{faults['survived']} of {faults['injected']} disturbed trainings"
