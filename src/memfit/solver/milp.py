@@ -150,7 +150,7 @@ _LEAST_KERNEL = 16
 _TAKEN = 1e-9
 _LEANER = (0.75, 0.5)
 _MANY_OPTIONS = 500  # from which on modules that are alike are first treated alike
-_UNIFORM_SECONDS = 2.0  # of time for that, beside the limit: building such a problem takes longer
+_UNIFORM_SECONDS = 2.0  # for that; for the lowest peak beside the limit, since building such a problem takes longer
 EXACT, FINE, COARSE = 1e-4, 1e-3, 5e-3
 """Relative gaps at which the solver stops: the last tenths of a percent of the step's time take longest."""
 
@@ -237,7 +237,8 @@ class Solver:
             relaxed = relaxed if leaner is None else replace(relaxed, x=relaxed.x + leaner.x)
         known = self._known(budget_bytes)
         if known is None or self.problem.seconds(known) * (1 - tolerance) > relaxed.value / goal.scale:
-            deadline += self._take_uniform(lambda solver: solver.fastest(budget_bytes, COARSE, _UNIFORM_SECONDS))
+            seconds = min(_UNIFORM_SECONDS, (deadline - thread_time()) / 4)
+            self._take_uniform(lambda solver: solver.fastest(budget_bytes, COARSE, max(seconds, _LEAST_SECONDS)))
             known = self._known(budget_bytes)
         best, bound = self._best(goal, relaxed, known, tolerance, deadline)
         if best is None:  # only the leanest choice can be found in time
@@ -397,15 +398,13 @@ class Solver:
             if not self._take_up(self._active, peaks, allowed + 1024) or thread_time() > deadline:
                 return solution
 
-    def _take_uniform(self, solved: Callable[[Solver], Choice | None]) -> float:
-        """Add a choice in which modules that are alike have the same option to those found; return the time taken."""
-        start = thread_time()
+    def _take_uniform(self, solved: Callable[[Solver], Choice | None]) -> None:
+        """Add a choice in which modules that are alike have the same option to those found, in a large problem."""
         if self._uniform is not None:
             whole, solver = self._uniform
             choice = solved(solver)
             if choice is not None:
                 self._found.append(whole.spread(choice.x, self._n_x))
-        return thread_time() - start
 
     @cached_property
     def _uniform(self) -> tuple[Uniform, Solver] | None:
