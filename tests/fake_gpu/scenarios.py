@@ -134,7 +134,7 @@ def offload() -> None:
     workload = transformer(**LARGE["transformer"])
     plain = traced(workload)
     costs = roofline([plain], known_devices()["a100-80gb"])
-    offloads = [o for o in options(Regions(plain), costs, offload=True) if o.regions[0].offload]
+    offloads = [o for o in options(Regions(plain), costs, offload=True) if o.regions[0].offload and len(o.regions) == 1]
     blocks = [o.regions[0] for o in offloads if o.modules in (("blocks.0",), ("blocks.1",))]
     for keeps, moved, prefetch in ((0, 1, ["blocks.1", "norm"]), (3, 4, ["blocks.1", "head"])):
         regions = [r for r in blocks if len(r.keep) == keeps and r.prefetch]
