@@ -146,7 +146,7 @@ class ChunkedLossLever(Lever):
             raise NotOffered("its class is reordered: allow it with numerics='reordered'")
         head = dict(step.workload.model.named_modules())[chunks.head]
         assert isinstance(head, nn.Linear)
-        if not isinstance(step.workload, LoopWorkload) and _other_heads(step.workload, head.out_features):
+        if not _is_run_by_others(step.workload) and _other_heads(step.workload, head.out_features):
             chunks = replace(chunks, others=True)
         # Something may ask for them whole.
         whole = step.trace(replace(step.plain, chunked_loss=chunks))
@@ -243,6 +243,13 @@ def _whole_tensors(trace: Trace, head: nn.Linear, rows: int) -> int:
             is_here = op.microbatch == 0 and op.phase in ("forward", "backward")
             count += is_here and math.prod(shape) // head.out_features > rows
     return count
+
+
+def _is_run_by_others(workload: Workload) -> bool:
+    """Tell whether a user's loop or another package's trainer runs the step: they are given a model's levers only."""
+    loss = workload.loss_fn
+    module = str(getattr(loss, "__module__", type(loss).__module__))
+    return isinstance(workload, LoopWorkload) or module.startswith("memfit.integrations.")
 
 
 def _other_heads(workload: Workload, classes: int) -> list[nn.Linear]:

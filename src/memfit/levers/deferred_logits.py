@@ -27,6 +27,7 @@ from memfit.levers.row_expressions import (
     Index,
     Output,
     Product,
+    is_stale,
     tracked_tensors,
 )
 
@@ -224,7 +225,7 @@ class Logits(Tensor):
         with torch.set_grad_enabled(self.form.expression.tracks), DisableTorchFunctionSubclass():
             if self.form.is_wide:
                 return self.form.whole()
-            _compute(self.form.space.root())
+            _compute(self)
         assert self.found is not None
         return self.found
 
@@ -283,10 +284,12 @@ def _is_view(value: Any, of: Tensor) -> bool:
     return isinstance(value, Tensor) and value.untyped_storage()._cdata == of.untyped_storage()._cdata
 
 
-def _compute(space: RowSpace) -> None:
-    """Compute all that waits for a space's rows, in chunks."""
+def _compute(asked: Logits) -> None:
+    """Compute a value, with all that waits for the same rows and still can be, in chunks."""
+    space = asked.form.space.root()
     waiting = [logits for ref in space.waiting if (logits := ref()) is not None and logits.found is None]
     space.waiting = []
+    waiting = [logits for logits in waiting if logits is asked or not is_stale(logits.form.expression)]
     outputs = [Output(logits.form.expression, logits.form.index.reshape(-1)) for logits in waiting]
     with torch.set_grad_enabled(any(output.expression.tracks for output in outputs)):
         for logits, values in zip(waiting, Chunks(outputs).values(), strict=True):

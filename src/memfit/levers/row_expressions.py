@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from memfit._torch import tree_map
 
 Index = npt.NDArray[np.int64]
+_WRITTEN_TO = -1  # no tensor's version
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,22 +154,38 @@ def expressions_in(args: Any) -> list[Any]:
     return found
 
 
-def tracked_tensors(expression: Expression) -> list[Tensor]:
-    """Return the tensors that an expression has gradients by."""
-    found, seen, waiting = dict[int, Tensor](), set[int](), [expression]
+def _parts(expression: Expression) -> Iterator[Any]:
+    """Yield an expression and all that it is made of."""
+    seen, waiting = set[int](), [expression]
     while waiting:
         value: Any = waiting.pop()
-        if id(value) in seen or not value.tracks:
-            continue
-        seen.add(id(value))
-        if isinstance(value, Applied):
-            waiting += expressions_in((value.args, value.kwargs))
-        elif isinstance(value, Item):
-            waiting.append(value.of)
-        else:
-            tensors = value.product.tensors if isinstance(value, Leaf) else [value.tensor]
-            found.update({id(tensor): tensor for tensor in tensors if tensor.requires_grad})
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield value
+            if isinstance(value, Applied):
+                waiting += expressions_in((value.args, value.kwargs))
+            elif isinstance(value, Item):
+                waiting.append(value.of)
+
+
+def tracked_tensors(expression: Expression) -> list[Tensor]:
+    """Return the tensors that an expression has gradients by."""
+    found: dict[int, Tensor] = {}
+    for value in _parts(expression):
+        tensors = value.product.tensors if isinstance(value, Leaf) else getattr(value, "tensor", None)
+        tensors = tensors if isinstance(tensors, list) else [] if tensors is None else [tensors]
+        found.update({id(tensor): tensor for tensor in tensors if value.tracks and tensor.requires_grad})
     return list(found.values())
+
+
+def is_stale(expression: Expression) -> bool:
+    """Tell whether a tensor that an expression is made of was written to since."""
+    return any(
+        [version_of(tensor) for tensor in value.product.tensors] != list(value.versions)
+        if isinstance(value, Leaf)
+        else isinstance(value, PerRow | Shared) and version_of(value.tensor) != value.version
+        for value in _parts(expression)
+    )
 
 
 def of_other_rows(expression: Expression, change: Callable[[Tensor], Tensor]) -> Expression:
@@ -196,7 +213,9 @@ class _Rewriting:
 
     def _anew(self, value: Any) -> Any:
         if isinstance(value, PerRow):
-            return replace(value, tensor=self._change(value.tensor))
+            changed = self._change(value.tensor)  # which may copy it
+            is_old = version_of(value.tensor) != value.version
+            return replace(value, tensor=changed, version=_WRITTEN_TO if is_old else version_of(changed))
         if isinstance(value, Item):
             inner = self(value.of)
             return value if inner is value.of else replace(value, of=inner)
