@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 import memfit
 from benchmarks.common import whole_run_peak_bytes
+from memfit.capture import external_tensors
 from memfit.errors import CaptureError, InfeasibleError
 from memfit.hardware import find_device
 from memfit.ir import Levers
@@ -111,3 +113,17 @@ def test_a_step_that_leaves_nothing_has_no_note() -> None:
     predicted = memfit.estimate(workload(Plain))
     assert not any("collector" in note for note in predicted.notes)
     assert predicted.peak_upper_bytes <= 1.002 * predicted.peak_bytes
+
+
+def test_a_walk_of_objects_holds_nothing_until_a_collection() -> None:
+    model, held = nn.Linear(4, 4), torch.zeros(1)
+    workload = squared(model, torch.randn(2, 4))
+    object.__setattr__(model, "held", held)
+    reference = weakref.ref(held)
+    gc.disable()
+    try:
+        assert [id(tensor) for tensor in external_tensors(workload)] == [id(held)]
+        del held, model.__dict__["held"]
+        assert reference() is None
+    finally:
+        gc.enable()

@@ -112,6 +112,12 @@ class ObjectGraph:
 
     def add(self, roots: Iterable[Any]) -> None:
         """Add what can be reached from more roots."""
+        try:
+            self._add(roots)
+        finally:
+            self._ways.clear()  # they refer to the graph, which would hold all that it reached until a collection
+
+    def _add(self, roots: Iterable[Any]) -> None:
         waiting = collections.deque(roots)
         while waiting:
             while waiting:
