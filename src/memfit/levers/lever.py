@@ -230,6 +230,13 @@ class Lever(ABC):
         """Tell whether the optimizer holds another state under it."""
         return False
 
+    def stays_behind(self, levers: Levers, model: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters that are not moved to a step's device with the model: it moves less of them itself.
+
+        Their attribute `memfit_place` tells the device.
+        """
+        return []
+
     def round_weights(self, levers: Levers, model: nn.Module) -> None:
         """Give a copy of a model the weights that a step computes with under it, where these are others."""
         raise NotImplementedError(f"{self.name} rounds no weights")
