@@ -429,6 +429,41 @@ def test_a_larger_batch_is_predicted_while_the_plan_is_applied() -> None:
     assert first.loss > 0
 
 
+def test_whole_weights_are_not_moved_to_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card that holds the codes may have no room for what they are made of."""
+    made = workload()
+    plan = replace(plan_of(made, levers()), device="rtx-4090")
+    before, moved = copy.deepcopy(made.model.state_dict()), list[int]()
+
+    def to(place: Any) -> None:
+        moved.append(sum(p.untyped_storage().nbytes() for p in made.model.parameters()))
+
+    monkeypatch.setattr(made.model, "to", to)
+    monkeypatch.setattr("memfit.pipeline.placement.on_this_machine", lambda named: replace(named, name="cuda:0"))
+    monkeypatch.setattr("memfit.pipeline.placement.on_device", lambda batch, place: batch)
+    monkeypatch.setattr("memfit.pipeline._apply.check_plan", _refusing)
+    with pytest.raises(ZeroDivisionError):
+        memfit.apply(plan, made)
+    whole_bytes = sum(p.nbytes for p in made.model.parameters())
+    assert moved == [whole_bytes - 4 * 64 * 256 * 4]
+    assert is_same(made.model.state_dict(), before)
+    places = {name: getattr(p, "memfit_place", None) for name, p in made.model.named_parameters()}
+    assert {name for name, place in places.items() if place == torch.device("cuda:0")} == {
+        name for name in places if name.endswith("base_layer.weight")
+    }
+    for parameter in made.model.parameters():
+        if hasattr(parameter, "memfit_place"):
+            parameter.memfit_place = torch.device("cpu")
+    with applied(levers(), made) as step:
+        assert step.gradients(made.batch)[0] > 0
+    assert not any(hasattr(p, "memfit_place") for p in made.model.parameters())
+    assert is_same(made.model.state_dict(), before)
+
+
+def _refusing(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
 def test_a_missing_package_is_noted(adapted: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     trace = capture_levers(adapted, Levers(microbatch_size=1), find_device("cpu"))

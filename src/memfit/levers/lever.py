@@ -256,6 +256,13 @@ class Lever(ABC):
         """Return the most bytes that the optimizer's state has under it, of those that the user's optimizer has."""
         return state_bytes
 
+    def stays_behind(self, levers: Levers, model: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters that are not moved to a step's device with the model: it moves less of them itself.
+
+        Their attribute `memfit_place` tells the device.
+        """
+        return []
+
     def round_weights(self, levers: Levers, model: nn.Module) -> None:
         """Give a copy of a model the weights that a step computes with under it, where these are others."""
         raise NotImplementedError(f"{self.name} rounds no weights")

@@ -131,8 +131,7 @@ class QuantizedWeights(Lever):
             raise PlanError("the model's frozen weights are in fewer bits already: call close() on the earlier step")
         if unknown := set(set_to.kept) - dict(model.named_modules()).keys():
             raise PlanError(f"frozen_weights.kept names {sorted(unknown)[0]!r}, and the model has no such module")
-        head = {levers.chunked_loss.head} if levers.chunked_loss is not None else set[str]()
-        chosen = {fqn: m for fqn, m in matrices(model).items() if fqn not in {*set_to.kept, *head}}
+        chosen = _chosen(levers, model)
         if not chosen:
             raise PlanError(
                 "levers.frozen_weights changes nothing of this model: no nn.Linear but those in kept has a weight to"
@@ -148,6 +147,10 @@ class QuantizedWeights(Lever):
         finally:
             for matrix in made:
                 matrix.take_off()
+
+    def stays_behind(self, levers: Levers, model: nn.Module) -> list[nn.Parameter]:
+        weights: list[Any] = [module.weight for module in _chosen(levers, model).values()]
+        return weights
 
     def is_applied(self, workload: Workload) -> bool:
         return bool(_matrices_of(workload.model))
@@ -224,6 +227,13 @@ def matrices(model: nn.Module) -> dict[str, nn.Linear]:
     return found
 
 
+def _chosen(levers: Levers, model: nn.Module) -> dict[str, nn.Linear]:
+    assert levers.frozen_weights is not None
+    head = () if levers.chunked_loss is None else (levers.chunked_loss.head,)
+    kept = {*levers.frozen_weights.kept, *head}
+    return {fqn: module for fqn, module in matrices(model).items() if fqn not in kept}
+
+
 def saved_bytes(model: nn.Module, set_to: FrozenWeights) -> int:
     """Return the bytes by which matrices in fewer bits take less."""
     weights = [module.weight for fqn, module in matrices(model).items() if fqn not in set_to.kept]
@@ -250,7 +260,9 @@ class QuantizedMatrix:
     def __init__(self, module: nn.Linear, fqn: str, quantizer: str, files: _Files) -> None:
         self.module, self.fqn, self.quantizer, self.files = module, fqn, quantizer, files
         self.place, self.is_shared = Path(), False  # by copies, which read the same file
-        self.shape, self.dtype, self.device = tuple(module.weight.shape), module.weight.dtype, module.weight.device
+        weight: Any = module.weight
+        self.shape, self.dtype, self.home = tuple(weight.shape), weight.dtype, weight.device
+        self.device = getattr(weight, "memfit_place", self.home)  # of the codes
         self._hooks: list[Any] = []
 
     def put_on(self) -> None:
@@ -265,7 +277,8 @@ class QuantizedMatrix:
         if self._hooks:
             self._detach()
             weight: Any = self.module.weight
-            weight.data = self.original(weight).to(self.device, copy=True)
+            weight.data = self.original(weight).to(self.home, copy=True)
+            vars(weight).pop("memfit_place", None)
             self._leave_file()
 
     @contextlib.contextmanager
@@ -311,7 +324,7 @@ class QuantizedMatrix:
         weight = self.module.weight
         if isinstance(weight, FakeTensor) or torch.equal(self.original(weight), values.detach().to("cpu", self.dtype)):
             return
-        values = values.detach().to(self.device, self.dtype)
+        values = values.detach().to(self.home, self.dtype)
         self._leave_file()
         self.place, self.is_shared = self.files.write(values), False
         with torch.no_grad():
@@ -350,7 +363,7 @@ class QuantizedMatrix:
             codes, scales, table = parts
             made: Tensor = operators.dequantize_blockwise(codes, scales, table, _WIDE_BLOCK, dtype)
             return made
-        codes, scale_codes, scale_scales, table, offset = parts
+        codes, scale_codes, scale_scales, offset, table = parts
         scales = operators.dequantize_blockwise(scale_codes, scale_scales, table, _WIDE_BLOCK, torch.float32)
         scales += offset
         made = operators.dequantize_4bit(codes, scales, _BLOCK, "nf4", (math.prod(self.shape) // _BLOCK, _BLOCK), dtype)
@@ -360,17 +373,19 @@ class QuantizedMatrix:
         operators, table = _operators(), self.files.table(weight.device)
         if self.quantizer == "int8":
             codes, scales = operators.quantize_blockwise(weight, table, _WIDE_BLOCK)
-            return dict(zip(self._names, (codes, scales, table), strict=True))
-        codes, scales = operators.quantize_4bit(weight, _BLOCK, "nf4", torch.uint8)
-        offset = scales.mean()
-        scale_codes, scale_scales = operators.quantize_blockwise(scales - offset, table, _WIDE_BLOCK)
-        return dict(zip(self._names, (codes, scale_codes, scale_scales, table, offset), strict=True))
+            parts = [codes, scales]
+        else:
+            codes, scales = operators.quantize_4bit(weight, _BLOCK, "nf4", torch.uint8)
+            offset = scales.mean()
+            parts = [codes, *operators.quantize_blockwise(scales - offset, table, _WIDE_BLOCK), offset]
+        parts = [part.to(self.device) for part in parts]
+        return dict(zip(self._names, [*parts, self.files.table(self.device)], strict=True))
 
     @property
     def _names(self) -> tuple[str, ...]:
         if self.quantizer == "int8":
             return "weight_codes", "weight_scales", "weight_table"
-        return "weight_codes", "weight_scale_codes", "weight_scale_scales", "weight_table", "weight_offset"
+        return "weight_codes", "weight_scale_codes", "weight_scale_scales", "weight_offset", "weight_table"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedMatrix:
         self.is_shared = True

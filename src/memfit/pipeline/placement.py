@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import distributed
@@ -14,7 +15,7 @@ from memfit.capture import external_tensors
 from memfit.errors import PlanError, UsageError, WorkloadError
 from memfit.hardware import KINDS, devices, find_device, match
 from memfit.ir import Device, Plan
-from memfit.levers import check_plan, check_workload
+from memfit.levers import check_plan, check_workload, used_whole
 from memfit.ranks import Initialisation, SingleProcess, check_same, check_shared, is_on_meta, launched_size
 from memfit.training import on_device
 from memfit.workload import Workload, described, tensors_of
@@ -92,12 +93,21 @@ def placed(workload: Workload, plan: Plan) -> Workload:
         return workload
     if plan.levers.sharding is not None:
         place = rank_place(place)
+    behind: dict[Any, torch.Tensor] = {}  # what a lever moves itself, and less of it than there is room for
+    if place.type in KINDS:
+        for lever in used_whole(plan.levers):
+            staying = (p for p in lever.stays_behind(plan.levers, workload.model) if p.device.type == "cpu")
+            behind |= {parameter: parameter.data for parameter in staying}
+    for parameter in behind:
+        parameter.data = parameter.new_empty(0)
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     try:  # `Module.to` gives parameters other memory where PyTorch itself knows the kind, and else makes new ones
         torch.__future__.set_swap_module_params_on_conversion(swaps or place.type not in KINDS)
         workload.model.to(place)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
+        for parameter, values in behind.items():
+            parameter.data, parameter.memfit_place = values, place
     for tensor in external_tensors(workload):
         if tensor.device.type != "cpu":
             continue
