@@ -24,7 +24,8 @@ _FIRST_SHARE = 0.9  # of the time for solving that the first attempt may take; t
 ADVICE_SECONDS = 1.0
 """The time for solving of each combination that an error may name."""
 _WIDEST = 1.1  # more than any error bar, as a multiple of the peak: those of compiled steps are up to 5 %
-_SHARE_ON_PAPER = 0.5  # of the time, where a simulation may tell that the first attempt's plan is too large
+_SHARE_ON_PAPER = 0.5  # of the time that is left, where a simulation may tell that an attempt's plan is too large
+_TRIES_ON_PAPER = 3
 _CLEARLY = 1.002  # more of a budget than simulations and captures differ by
 _ROUNDING_BYTES = 64  # what floats in the solver may miss
 
@@ -131,11 +132,14 @@ def fastest_that_fits(
         started = thread_time()
         share = _FIRST_SHARE if on_paper is None or spent else _SHARE_ON_PAPER
         candidate = fastest(combinations, target, share * (seconds - spent))
-        upper_bytes = 0 if on_paper is None or candidate is None else on_paper(candidate.levers)
-        if upper_bytes > _CLEARLY * limits.budget_bytes:
+        for _ in range(_TRIES_ON_PAPER if on_paper is not None else 0):
+            upper_bytes = 0 if candidate is None or on_paper is None else on_paper(candidate.levers)
+            if upper_bytes <= _CLEARLY * limits.budget_bytes:
+                break
             lowered, left = limits.lowered(target, upper_bytes), seconds - spent - (thread_time() - started)
-            if (again := fastest(combinations, lowered, _FIRST_SHARE * left)) is not None:
-                target, candidate = lowered, again
+            if (again := fastest(combinations, lowered, _SHARE_ON_PAPER * left)) is None:
+                break
+            target, candidate = lowered, again
         spent += thread_time() - started
         if candidate is None:
             break
