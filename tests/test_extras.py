@@ -146,7 +146,7 @@ MISSING = {
     "accelerate": ("accelerate", "import memfit.integrations.accelerate"),
     "bitsandbytes": (
         "optimizers",
-        "from memfit.levers.replaced_optimizer import _bitsandbytes\n_bitsandbytes()",
+        "from memfit.levers.adamw_8bit import _bitsandbytes\n_bitsandbytes()",
     ),
     "keras": ("keras", "import memfit.keras"),
     "lightning": ("lightning", "import memfit.integrations.lightning"),

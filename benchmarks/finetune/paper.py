@@ -59,11 +59,11 @@ SETUPS = (
     Setup("full, 500k tokens, host", "full_500k_gib", False, 500_000, "h100", "reordered", "1900GiB"),
 )
 
-UNSLOTH = {"rtx-3060": 21_848, "rtx-4060-ti-16gb": 40_724, "rtx-4090": 78_475, "a100-80gb": 342_733}
+UNSLOTH = {"rtx-3060": 21_848, "rtx-4080": 40_724, "rtx-4090": 78_475, "a100-80gb": 342_733}
 """Tokens of 8 B in 4 bits, rank 32, that fit cards of 12, 16, 24 and 80 GB, as Unsloth publishes them (its
 documentation, *Unsloth Benchmarks*: batch of 1, all linear layers, padded to the length); the cards are those of the
 catalogue of that size."""
-HF = {"rtx-3060": 932, "rtx-4060-ti-16gb": 2_551, "rtx-4090": 5_789, "a100-80gb": 28_454}
+HF = {"rtx-3060": 932, "rtx-4080": 2_551, "rtx-4090": 5_789, "a100-80gb": 28_454}
 """The same of transformers with FlashAttention 2, from the same table."""
 SHARES = (1.0, 0.5, 0.25, 0.1)
 """Shares of Unsloth's context that are tried, from the largest."""

@@ -108,6 +108,20 @@ def test_hooks_are_changed_in_place_and_their_handles_hold_the_mapping() -> None
     assert not hooks and layer(torch.ones(1)).item() == 1
 
 
+def test_backward_hooks_are_those_of_a_modules_backward_pass() -> None:
+    layer, seen = nn.Linear(1, 1), []
+    handles = [
+        layer.register_full_backward_hook(lambda *_: seen.append("after")),
+        layer.register_full_backward_pre_hook(lambda *_: seen.append("before")),
+    ]
+    assert [list(hooks) for hooks in _torch.backward_hooks(layer)] == [[handle.id] for handle in handles]
+    layer(torch.ones(1, requires_grad=True)).sum().backward()
+    assert seen == ["before", "after"]
+    for handle in handles:
+        handle.remove()
+    assert not any(_torch.backward_hooks(layer))
+
+
 def test_compiled_call_is_there_once_a_module_was_compiled_in_place() -> None:
     layer = nn.Linear(1, 1)
     assert _torch.compiled_call(layer) is None

@@ -29,7 +29,7 @@ from memfit.hardware import (
 from memfit.ir import Device
 
 SHIPPED = tuple(read(Path(__file__).parents[2] / "src/memfit/hardware/catalogue.toml").values())
-WANTED = """t4 v100-16gb v100-32gb rtx-2080-ti rtx-3060 rtx-3090 rtx-4060-ti-16gb rtx-4080 rtx-4090 rtx-5090 rtx-a4000
+WANTED = """t4 v100-16gb v100-32gb rtx-2080-ti rtx-3060 rtx-3090 rtx-4080 rtx-4090 rtx-5090 rtx-a4000
 a10 l4 l40s a100-40gb a100-80gb h100 h200 b200 mi250x mi300x""".split()
 MINE = """
 [mine]
@@ -198,8 +198,6 @@ GIB = 2**30
         ("NVIDIA GeForce RTX 3090 Ti", 23.7, None),
         ("NVIDIA GeForce RTX 3060", 11.75, "rtx-3060"),
         ("NVIDIA GeForce RTX 3060", 7.8, None),
-        ("NVIDIA GeForce RTX 4060 Ti", 15.6, "rtx-4060-ti-16gb"),
-        ("NVIDIA GeForce RTX 4060 Ti", 7.8, None),
         ("NVIDIA GeForce RTX 4080 SUPER", 15.6, None),
         ("NVIDIA RTX A4000", 15.6, "rtx-a4000"),
         ("Tesla T4", 14.75, "t4"),
@@ -228,7 +226,6 @@ def test_looking_up_needs_no_torch() -> None:
 KNOWN = known_devices()
 OLD = {"t4", "rtx-2080-ti", "v100-16gb", "v100-32gb"}
 FLOAT8 = {
-    "rtx-4060-ti-16gb",
     "rtx-4080",
     "rtx-4090",
     "rtx-5090",

@@ -228,7 +228,7 @@ def test_the_head_of_a_chunked_loss_stays() -> None:
         {"regions": (Region(("blocks.0",)), Region(("blocks.1",)))},
         {"size": 2},
         {"chunked_loss": ChunkedLoss(head="head", rows=16), "lean": ("*",), "size": 2},
-        {"optimizer": "in-backward", "regions": (Region(("blocks.1",)),)},
+        {"update": "in-backward", "regions": (Region(("blocks.1",)),)},
     ],
     ids=lambda changes: "+".join(changes) or "alone",
 )

@@ -285,7 +285,7 @@ COMBINED: dict[str, dict[str, Any]] = {
     "an outer region": {"regions": (Region(("blocks",)),)},
     "chunks": {"chunked_loss": ChunkedLoss(head="head", rows=64), "regions": REGIONS},
     "lean": {"lean": ("*",)},
-    "updates": {"optimizer": "in-backward", "regions": REGIONS},
+    "updates": {"update": "in-backward", "regions": REGIONS},
     "microbatches": {"microbatch_size": 2},
     "bf16-mixed": {"precision": "bf16-mixed", "regions": REGIONS},
     "bf16-true": {"precision": "bf16-true"},

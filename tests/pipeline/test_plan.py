@@ -85,9 +85,9 @@ def test_lowest_budget_fits_where_other_plans_of_that_peak_are_less_sure(slack: 
     captured: list[Levers] = []
     capture = Confirmation.confirmed
 
-    def less_sure_of_others(self: Confirmation, levers: Levers) -> Trace:
+    def less_sure_of_others(self: Confirmation, levers: Levers, *, is_long: bool = False) -> Trace:
         captured.append(levers)
-        return replace(capture(self, levers), slack=0.0 if levers == captured[0] else slack)
+        return replace(capture(self, levers, is_long=is_long), slack=0.0 if levers == captured[0] else slack)
 
     with mock.patch.object(Confirmation, "confirmed", less_sure_of_others):
         with pytest.raises(InfeasibleError) as caught:

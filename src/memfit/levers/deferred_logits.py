@@ -17,9 +17,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from memfit._torch import DisableTorchFunctionSubclass, make_wrapper_subclass, tree_map
+from memfit._torch import (
+    DisableTorchFunctionSubclass,
+    make_wrapper_subclass,
+    schema_of,
+    storage_key_of,
+    tree_leaves,
+    tree_map,
+)
 from memfit.errors import UsageError
 from memfit.levers.row_chunks import Chunks, whole_value
 from memfit.levers.row_expressions import (
@@ -211,7 +217,7 @@ class Logits(Tensor):
         if self.found is None:
             with DisableTorchFunctionSubclass():
                 node = self.grad_fn
-            if node is not None and not isinstance(node, _PutOff._backward_cls):
+            if node is not None and node.name() != f"{_PutOff.__name__}Backward":
                 # A function that is not PyTorch's returned it: the graph goes on from there.
                 self.found = _Numbers.apply(self, self._computed())  # type: ignore[no-untyped-call]
         return self.found
@@ -250,7 +256,7 @@ class Logits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return _with_numbers(func, "_" if func._schema.is_mutable else "", args, kwargs or {})
+        return _with_numbers(func, "_" if schema_of(func).is_mutable else "", args, kwargs or {})
 
 
 def _known(value: Any) -> Any:
@@ -281,7 +287,7 @@ def _with_numbers(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _is_view(value: Any, of: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.untyped_storage()._cdata == of.untyped_storage()._cdata
+    return isinstance(value, Tensor) and storage_key_of(value) == storage_key_of(of)
 
 
 def _compute(asked: Logits) -> None:

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from memfit._torch import tree_map
+from memfit._torch import tree_leaves, tree_map
 from memfit.levers.chunked_cross_entropy import LossOfChunks, RowTargets
 from memfit.levers.deferred_logits import RULES, Form, Logits, RowSpace, UnfitError
 from memfit.levers.row_expressions import (
@@ -30,10 +29,10 @@ from memfit.levers.row_expressions import (
     PerRow,
     Product,
     Shared,
+    changes_of,
     expressions_in,
     leaf,
     of_other_rows,
-    version_of,
 )
 
 _DEEPEST = 200  # expressions within one another; more are computed whole
@@ -306,7 +305,7 @@ def _argument(value: Any, form: Form) -> Any:
         if isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value):
             raise UnfitError
         return value
-    version = version_of(value)
+    version = changes_of(value)
     if value.dim() == 0:
         return Shared(value, version)
     dims = len(form.shape)
@@ -390,7 +389,7 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(index, Logits):
         at = _argument(index, form)
     else:
-        at = PerRow(index.movedim(form.axis, -1), False, version_of(index))
+        at = PerRow(index.movedim(form.axis, -1), False, changes_of(index))
     return _applied(form, torch.gather, (form.expression, -1, at), {})
 
 
@@ -454,8 +453,8 @@ def _of_targets(func: Any, args: Any, kwargs: Any) -> Any:
     target = target.value() if is_class and isinstance(target, Logits) else target
     if not form.index.ndim or target.shape != (form.index.shape if is_class else form.shape):
         raise UnfitError
-    at = PerRow(target[..., None], True, version_of(target)) if is_class else _argument(target, form)
-    by_class = None if weight is None else Shared(weight, version_of(weight))
+    at = PerRow(target[..., None], True, changes_of(target)) if is_class else _argument(target, form)
+    by_class = None if weight is None else Shared(weight, changes_of(weight))
     options = {**given, "weight": by_class, "reduction": "none"}
     losses = _applied(form, func, (form.expression, at), options)
     if reduction == "none":

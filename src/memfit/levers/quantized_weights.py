@@ -445,9 +445,8 @@ def _operators() -> Any:
 @functools.cache
 def _table_numbers() -> tuple[float, ...]:
     """Return the 256 numbers that 8-bit codes stand for."""
-    _operators()
-    from bitsandbytes.functional import create_dynamic_map
-
+    with brought_by("optimizers", "levers.frozen_weights"):
+        from bitsandbytes.functional import create_dynamic_map
     with disable_current_modes():  # it reads them, which fake tensors do not have
         return tuple(create_dynamic_map().tolist())
 

@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_leaves
 
-from memfit._torch import current_mode_stack, is_fake, tree_map
+from memfit._torch import current_mode_stack, is_fake, tree_leaves, tree_map
 from memfit.errors import UsageError
 from memfit.levers.row_expressions import (
     EXPRESSIONS,
@@ -33,7 +32,7 @@ from memfit.levers.row_expressions import (
     Output,
     PerRow,
     Shared,
-    version_of,
+    changes_of,
 )
 
 _PARTS, _LEAST_CLASSES = 16, 512
@@ -221,7 +220,7 @@ class Chunks:
         return ref
 
     def _place(self, tensor: Tensor, version: int, known: dict[int, Any]) -> int:
-        if version_of(tensor) != version:
+        if changes_of(tensor) != version:
             raise UsageError(
                 "a tensor that values of deferred logits are computed from was written to before they were asked for:"
                 " ask for them earlier, as by adding 0 to the logits, or plan without chunked_loss"

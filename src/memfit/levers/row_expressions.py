@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memfit._torch import tree_map
+from memfit._torch import tree_map, version_of
 
 Index = npt.NDArray[np.int64]
 _WRITTEN_TO = -1  # no tensor's version
@@ -136,15 +136,15 @@ Expression = Leaf | Applied | Item
 EXPRESSIONS = (Leaf, Applied, Item, PerRow, Shared)
 
 
-def version_of(tensor: Tensor) -> int:
+def changes_of(tensor: Tensor) -> int:
     """Return a number that changes when a tensor is written to."""
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 def leaf(product: Product) -> Leaf:
     """Return the logits of a product, as an expression."""
     tensors = product.tensors
-    return Leaf(product, tuple(map(version_of, tensors)), any(tensor.requires_grad for tensor in tensors))
+    return Leaf(product, tuple(map(changes_of, tensors)), any(tensor.requires_grad for tensor in tensors))
 
 
 def expressions_in(args: Any) -> list[Any]:
@@ -181,9 +181,9 @@ def tracked_tensors(expression: Expression) -> list[Tensor]:
 def is_stale(expression: Expression) -> bool:
     """Tell whether a tensor that an expression is made of was written to since."""
     return any(
-        [version_of(tensor) for tensor in value.product.tensors] != list(value.versions)
+        [changes_of(tensor) for tensor in value.product.tensors] != list(value.versions)
         if isinstance(value, Leaf)
-        else isinstance(value, PerRow | Shared) and version_of(value.tensor) != value.version
+        else isinstance(value, PerRow | Shared) and changes_of(value.tensor) != value.version
         for value in _parts(expression)
     )
 
@@ -214,8 +214,8 @@ class _Rewriting:
     def _anew(self, value: Any) -> Any:
         if isinstance(value, PerRow):
             changed = self._change(value.tensor)  # which may copy it
-            is_old = version_of(value.tensor) != value.version
-            return replace(value, tensor=changed, version=_WRITTEN_TO if is_old else version_of(changed))
+            is_old = changes_of(value.tensor) != value.version
+            return replace(value, tensor=changed, version=_WRITTEN_TO if is_old else changes_of(changed))
         if isinstance(value, Item):
             inner = self(value.of)
             return value if inner is value.of else replace(value, of=inner)

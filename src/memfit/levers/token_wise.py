@@ -27,9 +27,11 @@ from memfit._torch import (
     has_kernel_for_dispatch_key,
     own_buffers,
     own_parameters,
+    schema_of,
     storage_key_of,
     tree_leaves,
 )
+from memfit.capture import UserState
 
 Factor = tuple[int, int]
 """A part of a dimension: the number of the dimension of samples or tokens that it is, 0 for none, and its size."""
@@ -106,17 +108,30 @@ def _proof(module: nn.Module) -> str:
     widths = dict.fromkeys(heads * n for heads in _HEADS for n in sizes)
     dtypes = dict.fromkeys(t.dtype for t in tensors if t.is_floating_point()) | {torch.float32: None}
     failed = ""
-    for width in widths:
-        for dtype in dtypes:
-            try:
-                logs = [_followed(module, shape, width, dtype) for shape in _SHAPES]
-            except NotTokenWise as e:
-                return str(e)
-            except Exception as e:  # the module's code, which may raise anything: as for an input of another width
-                failed = failed or f"it does not run on a tensor without data ({type(e).__name__}: {e})"
-                continue
-            return "" if all(log == logs[0] for log in logs) else "its operators depend on the number of tokens"
+    with _set_back(module) as state:
+        for width in widths:
+            for dtype in dtypes:
+                try:
+                    logs = [_followed(module, shape, width, dtype) for shape in _SHAPES]
+                except NotTokenWise as e:
+                    return str(e)
+                except Exception as e:  # the module's code, which may raise anything: as for an input of another width
+                    failed = failed or f"it does not run on a tensor without data ({type(e).__name__}: {e})"
+                    continue
+                if any(log != logs[0] for log in logs):
+                    return "its operators depend on the number of tokens"
+                return "it changes what is there after its call" if state.is_written() else ""
     return failed
+
+
+@contextlib.contextmanager
+def _set_back(module: nn.Module) -> Iterator[UserState]:
+    """Set what a module's code changes, as a cache that it fills, back on leaving."""
+    state = UserState([module])
+    try:
+        yield state
+    finally:
+        state.set_back()
 
 
 def _followed(module: nn.Module, shape: Sequence[int], width: int, dtype: torch.dtype) -> list[object]:
@@ -198,7 +213,7 @@ class _Following(TorchDispatchMode):
         if has_kernel_for_dispatch_key(func.name(), DispatchKey.CompositeImplicitAutograd):
             with self:  # as it is seen outside of inference mode
                 return func.decompose(*args, **kwargs)
-        name = func._schema.name.partition("::")[2]
+        name = schema_of(func).name.partition("::")[2]
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise NotTokenWise(f"it draws random numbers ({name}), in another order by tiles")
@@ -207,8 +222,8 @@ class _Following(TorchDispatchMode):
             self.log.append(given[0].tolist())
         if any(id(tensor) not in self.known for tensor in given):
             raise NotTokenWise(f"it reads a tensor that is neither its own nor given ({name})")
-        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        written = [named[a.name] for a in func._schema.arguments if a.is_write and a.name in named]
+        named = dict(zip((a.name for a in schema_of(func).arguments), args, strict=False)) | kwargs
+        written = [named[a.name] for a in schema_of(func).arguments if a.is_write and a.name in named]
         if any(storage_key_of(t) in self._outside for t in written if isinstance(t, Tensor)):
             raise NotTokenWise(f"it writes to its input, or to a tensor of its own ({name})")
         out = func(*args, **kwargs)
