@@ -136,7 +136,8 @@ def test_a_plan_takes_two_where_neither_alone_fits() -> None:
     found = memfit.verify(plan, made, steps=0)
     assert found.holds and found.measured_peak_bytes <= plan.budget_bytes, found.failures
     plan_of_one = memfit.plan(made, budget=first, numerics="reduced", precisions=["32-true"], points=1)
-    assert plan_of_one.levers.optimizer == "as-is"  # nothing is tried together where one is enough
+    used = plan_of_one.levers.optimizer != "as-is", plan_of_one.levers.update != "after"
+    assert sum(used) == 1  # nothing is tried together where one is enough
 
 
 def test_what_was_begun_with_some_groups_is_undone_for_them() -> None:

@@ -93,6 +93,9 @@ class Setting(Protocol):
     tries_all: bool  # whether whatever may save memory is tried, however little: before nothing is said to fit
 
     @property
+    def is_long(self) -> bool: ...  # whether a capture takes long, so that few are made
+
+    @property
     def precisions(self) -> Sequence[Precision]: ...  # that may be tried, the simplest first
 
     @property

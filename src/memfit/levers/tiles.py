@@ -114,6 +114,8 @@ class TilesLever(Lever):
         budget = step.budget_bytes
         if budget is not None and step.predicted(step.plain).peak_upper_bytes <= budget:
             raise NotOffered("the step fits without it, and computes the modules once")
+        if step.is_long and not step.tries_all:  # thousands of operators more, and regions alone are seldom slower
+            raise NotOffered("a long step is tiled only where nothing else fits")
         if is_compiled(step.workload):
             raise NotOffered("the workload compiles its model or loss itself")
         found, refused = _worthwhile(step.trace(step.plain), step.workload.model)

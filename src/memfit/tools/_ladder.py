@@ -133,7 +133,7 @@ class LadderClimb:
         self.precisions = precisions(self.device)
         self.shardings: Sequence[Sharding] = ()
         self.compilers: Sequence[CompilerLever] = ()
-        self.must_compile = self.tries_all = False
+        self.must_compile = self.tries_all = self.is_long = False
         self.budget_bytes: int | None = None  # in bytes once the plain step is measured; None where nobody said one
         self.limit_bytes = 0  # the budget, or what the plain step takes
         self.batch_size = samples_of(self.workload)
