@@ -38,7 +38,12 @@ ELSEWHERE = {"docs/guides/jittor.md": "tests/jittor", "docs/guides/keras.md": "t
 """Pages whose examples need an environment of their own, and the tests that run them there."""
 OFTEN = {"docs/guides/any-step.md"}
 """Pages whose blocks take a second or two. CI runs those of the others, which plan or time steps."""
-LONG = {"docs/reference/devices.md", "docs/reference/levers.md", "docs/reference/verbs.md"}
+LONG = {
+    "docs/reference/devices.md",
+    "docs/reference/frozen-weights.md",
+    "docs/reference/levers.md",
+    "docs/reference/verbs.md",
+}
 """Pages of real sizes, and long ones whose verbs have tests of their own: CI runs them."""
 BRIEFLY = "from memfit.hardware import measurement; measurement._SECONDS = 0.0; from memfit.cli.app import main; main()"
 """The command line, with one run of what it measures of a device."""
