@@ -115,7 +115,7 @@ class TilesLever(Lever):
         if budget is not None and step.predicted(step.plain).peak_upper_bytes <= budget:
             raise NotOffered("the step fits without it, and computes the modules once")
         if step.shardings or step.trace(step.plain).sharding is not None:
-            raise NotOffered("ranks share the step, and tiles are not held against steps on ranks yet")
+            raise NotOffered("ranks share the step, and tiles were not tested there")
         if step.is_long and not step.tries_all:  # thousands of operators more, and regions alone are seldom slower
             raise NotOffered("a long step is tiled only where nothing else fits")
         if is_compiled(step.workload):
