@@ -171,7 +171,7 @@ class ObjectGraph:
         return found
 
     def _way(self, value: Any) -> Callable[[Any], Iterable[Any]] | None:
-        """Return the function that yields what an object refers to; None for one that is not looked into."""
+        """Return the function that yields the references of an object; None for one that is not looked into."""
         kind = type(value)
         if kind in self._proxies:
             return self._found_way(value)

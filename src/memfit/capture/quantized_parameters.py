@@ -27,7 +27,7 @@ def quantized_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def quantized_hint(model: nn.Module) -> str:
-    """Return what an error says of a model's quantised parameters; "" where it has none."""
+    """Return the sentence of an error on a model's quantised parameters; "" where it has none."""
     kinds = Counter(type(p).__name__ for p in quantized_parameters(model).values())
     if not kinds:
         return ""

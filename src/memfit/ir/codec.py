@@ -54,7 +54,7 @@ _advice: dict[str, str] = {}
 
 
 def advise(why: str, text: str) -> None:
-    """Have errors of records that are not valid say what to do, where msgspec's message says a certain why."""
+    """Have errors of records that are not valid give advice, where msgspec's message has a certain reason."""
     _advice[why] = text
 
 

@@ -204,7 +204,7 @@ _MOVED = {
     "in-backward": "set levers.update to 'in-backward', and levers.optimizer to 'as-is'",
     "offloaded": "set levers.optimizer_state to 'offloaded', and levers.optimizer to 'as-is'",
 }
-"""What stands in place of values that `Levers.optimizer` had before its settings combined."""
+"""Advice for values that `Levers.optimizer` had before its settings combined."""
 for _value, _advice in _MOVED.items():
     codec.advise(f"Invalid enum value '{_value}'", _advice)
 

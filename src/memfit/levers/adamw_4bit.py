@@ -28,7 +28,7 @@ _MAPS = {
     ),
     "exp_avg_sq": tuple(n / 16 for n in range(1, 17)),
 }
-"""What each code of a moment stands for, as a share of its block's scale."""
+"""The number of each code of a moment, as a share of its block's scale."""
 
 
 class AdamW4bit(LowBitAdamW):
