@@ -23,6 +23,7 @@ from .operator_calls import tensors_in as tensors_in
 from .operator_calls import work_of as work_of
 from .recorder import Accumulation as Accumulation
 from .recorder import Recorder as Recorder
+from .representatives import representatives as representatives
 from .step_capture import capture as capture
 from .step_capture import capture_with_data as capture_with_data
 from .step_capture import is_compiled as is_compiled
