@@ -2,6 +2,7 @@ from .composites import composites_lifted as composites_lifted
 from .composites import composites_without_mode as composites_without_mode
 from .control_flow import DataRun as DataRun
 from .control_flow import Readings as Readings
+from .equal_parts import representatives as representatives
 from .external_state import differences as differences
 from .external_state import external_modules as external_modules
 from .external_state import external_tensors as external_tensors
@@ -23,7 +24,6 @@ from .operator_calls import tensors_in as tensors_in
 from .operator_calls import work_of as work_of
 from .recorder import Accumulation as Accumulation
 from .recorder import Recorder as Recorder
-from .representatives import representatives as representatives
 from .step_capture import capture as capture
 from .step_capture import capture_with_data as capture_with_data
 from .step_capture import is_compiled as is_compiled
