@@ -19,9 +19,20 @@ from torch.nn import functional as F
 import memfit
 from memfit.errors import InfeasibleError, MemfitError
 from memfit.hardware import find_device
-from memfit.ir import ChunkedLoss, Levers, Numerics, OptimizerLever, Plan, Precision, Region, allows, freest
+from memfit.ir import (
+    ChunkedLoss,
+    Levers,
+    Numerics,
+    OptimizerLever,
+    Plan,
+    Precision,
+    Region,
+    Trace,
+    allows,
+    freest,
+)
 from memfit.levers import CONFLICTS, LeversOn, circumstances, lever_names, lever_uses, met
-from memfit.planner import capture_levers, costs_of, predict
+from memfit.planner import StepVariant, capture_levers, captured_through, costs_of, predict
 from memfit.workload import Workload
 from tests.models import Transformer
 
@@ -161,3 +172,22 @@ def test_adapters_of_a_deep_model_fit_with_checkpoints_and_a_chunked_loss() -> N
         made = llama("llama", layers=2)
     plan = memfit.plan(made, device="rtx-4090", budget="8GiB", points=1)
     assert plan.levers.chunked_loss is not None and plan.predicted.peak_upper_bytes <= 8 * 2**30
+
+
+@pytest.mark.ci
+def test_a_step_of_many_operators_adds_levers_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    make, numerics = CASES["adapters"]
+    captures: list[Levers] = []
+
+    def counted(variant: StepVariant, capture: Callable[[StepVariant], Trace]) -> Trace:
+        captures.append(replace(variant.levers, regions=()))
+        return capture(variant)
+
+    with captured_through(counted):
+        whole, _ = lowest_of(make(), numerics)
+        of_all, captures = set(captures), []
+        monkeypatch.setattr("memfit.planner.captured_steps._MANY_OPERATORS", 1)
+        found, plan = lowest_of(make(), numerics)
+    assert len(set(captures)) < len(of_all)
+    assert found.lowest_peak_bytes <= 1.02 * whole.lowest_peak_bytes
+    assert not found.proven and plan.predicted.peak_upper_bytes <= found.lowest_peak_bytes

@@ -2,6 +2,7 @@ from .composites import composites_lifted as composites_lifted
 from .composites import composites_without_mode as composites_without_mode
 from .control_flow import DataRun as DataRun
 from .control_flow import Readings as Readings
+from .equal_parts import representatives as representatives
 from .external_state import differences as differences
 from .external_state import external_modules as external_modules
 from .external_state import external_tensors as external_tensors

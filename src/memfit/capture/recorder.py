@@ -306,6 +306,7 @@ class Recorder(PassiveMode):
         self.now, self.recording = Recording(), False
         self.phase: Phase = "optimizer"
         self.microbatch = 0
+        self.times = 1  # how often what is recorded runs in the real step
         self.modules: list[Module] = []
         self._index: dict[int, int] = {}  # of live storages in the recording, by their keys
         self._emptied: set[int] = set()
@@ -345,7 +346,7 @@ class Recorder(PassiveMode):
         live = [self.now.storages[index] for index in self._index.values()]
         self._index = {key: new for new, key in enumerate(self._index)}
         self.now, self.recording = Recording(storages=[LiveStorage(s.nbytes, -1, shape=s.shape) for s in live]), True
-        self.microbatch = 0
+        self.microbatch, self.times = 0, 1
         for forgotten in (self._from_outside, self._call_of_sequence, self._stack):
             forgotten.clear()
         self._node, self._node_began = -1, 0
@@ -483,7 +484,7 @@ class Recorder(PassiveMode):
             if number is None:
                 number = self.add_signature(text, work_of(func, args, kwargs, out, self.device_type))
             random = draws_random_numbers(func, args, kwargs)
-            self.now.ops.append(Op(str(func), call, phase, self.microbatch, number, mutated, random))
+            self.now.ops.append(Op(str(func), call, phase, self.microbatch, number, mutated, random, self.times))
         for tensor in tensors_in(out):
             self.observe(tensor, birth)
         del held

@@ -33,7 +33,7 @@ from memfit.ir.trace import Trace
 _SCRATCH = -1  # names of storages that are not in the trace
 _RESIDENT = -2
 _SECOND = -10  # numbers from here down are of storages whose own number is that of the last step's
-_OF_THE_PROGRAM = ("_spans", "_is_run", "_meets", "_copies_out", "_repeated")
+_OF_THE_PROGRAM = ("_spans", "_is_run", "_meets", "_copies_out")
 
 
 def simulate(trace: Trace, costs: CostTable, regions: Sequence[Region] = ()) -> Timeline:
@@ -216,11 +216,6 @@ class Replay:
         return self.trace.op_signatures[self._ops]
 
     @functools.cached_property
-    def _repeated(self) -> npt.NDArray[np.bool_]:
-        """Whether the operator of each point stands for those of later microbatches too."""
-        return self.trace.is_of_second[self._ops]
-
-    @functools.cached_property
     def _copies_out(self) -> bool:
         return any(op.name == COPY_OUT for op in self.trace.ops)
 
@@ -292,7 +287,7 @@ class Replay:
         return self._step_seconds(self._seconds())
 
     def _step_seconds(self, seconds: npt.NDArray[np.float64]) -> float:
-        total = float(seconds @ np.where(self._repeated, self.trace.later_microbatches, 1.0))
+        total = float(seconds @ self.trace.repeats[self._ops])
         if not self.moved:
             return total
         of_ops = self.costs.op_seconds(self.trace)

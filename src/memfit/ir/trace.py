@@ -113,6 +113,7 @@ class Op(msgspec.Struct, frozen=True, array_like=True):
         signature: Index into `Trace.signatures`.
         mutates: Storages that it writes in place.
         random: Whether it draws random numbers.
+        times: How often it runs for each time that it was recorded: it stands for those of equal tiles or chunks.
     """
 
     name: str
@@ -122,6 +123,7 @@ class Op(msgspec.Struct, frozen=True, array_like=True):
     signature: int
     mutates: tuple[int, ...]
     random: bool
+    times: int = 1
 
 
 class Work(msgspec.Struct, frozen=True, array_like=True):
@@ -294,7 +296,11 @@ class Trace(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=T
     @property
     def repeats(self) -> npt.NDArray[np.float64]:
         """How often each operator runs in the real step: the second microbatch stands for later ones."""
-        return np.where(self.is_of_second, self.later_microbatches, 1.0)
+        return np.where(self.is_of_second, self.later_microbatches, 1.0) * self._times
+
+    @functools.cached_property
+    def _times(self) -> npt.NDArray[np.int64]:
+        return np.array([op.times for op in self.ops], np.int64)
 
     def is_program_of(self, other: Trace) -> bool:
         """Tell whether two steps run the same operators, with storages that live as long."""
@@ -313,7 +319,7 @@ class Trace(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=T
         return replace(self, batch_size=batch_size, scale_microbatches=count)
 
 
-_op_key = operator.attrgetter("name", "call", "phase", "microbatch", "mutates", "random")
+_op_key = operator.attrgetter("name", "call", "phase", "microbatch", "mutates", "random", "times")
 _life = operator.attrgetter("birth", "death", "release", "category", "owner", "parameter")
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from memfit.capture import representatives
 from memfit.errors import UsageError
 from memfit.levers.row_chunks import RowSet, add_to_weight, knows_values, wide
 from memfit.levers.row_expressions import Product
@@ -58,7 +59,7 @@ class LossOfChunks(torch.autograd.Function):
             ctx.gradients, ctx.dtypes = gradients, [None if t is None else t.dtype for t in (hidden, weight, bias)]
             total = torch.zeros((), dtype=wide(dtype), device=hidden.device)
             weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-            for rows in targets.pieces(product.rows):
+            for rows in representatives(targets.pieces(product.rows), RowSet.kind):
                 piece = rows.of(hidden).to(dtype)
                 found = torch.log_softmax(F.linear(piece, weight, bias), -1, dtype=total.dtype)
                 total += _loss_of_rows(found, rows, targets)

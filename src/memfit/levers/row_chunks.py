@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from memfit._torch import current_mode_stack, is_fake, tree_leaves, tree_map
+from memfit.capture import representatives
 from memfit.errors import UsageError
 from memfit.levers.row_expressions import (
     EXPRESSIONS,
@@ -113,6 +114,10 @@ class RowSet:
     def _index(self, tensor: Tensor) -> Tensor:
         return torch.tensor(self.at, device=tensor.device)
 
+    def kind(self) -> tuple[int, ...]:
+        """Return what the operators are alike in that take or put as many rows: the lengths of the runs."""
+        return tuple(run.stop - run.start for run in self.runs) if len(self.runs) <= _MOST_RUNS else (len(self.at), -1)
+
     def of(self, tensor: Tensor) -> Tensor:
         """Return these rows of a tensor."""
         if len(self.runs) > _MOST_RUNS:
@@ -158,6 +163,11 @@ class _Part(NamedTuple):
     places: RowSet  # of their rows in the chunk
     values: RowSet  # their own places
     is_all: bool  # whether they are of all rows of the chunk, in turn
+
+
+def _kind_of_piece(piece: tuple[RowSet, list[_Part]]) -> tuple[object, ...]:
+    rows, parts = piece
+    return rows.kind(), *((id(part.group), part.places.kind(), part.values.kind(), part.is_all) for part in parts)
 
 
 class Chunks:
@@ -244,6 +254,9 @@ class Chunks:
 
     def _pieces(self, groups: Sequence[tuple[_Group, Index, Index]]) -> Iterator[tuple[RowSet, list[_Part]]]:
         """Yield chunks of the rows that some groups need, and the groups' values of each."""
+        return representatives(self._all_pieces(groups), _kind_of_piece)
+
+    def _all_pieces(self, groups: Sequence[tuple[_Group, Index, Index]]) -> Iterator[tuple[RowSet, list[_Part]]]:
         needed = np.unique(np.concatenate([rows for _, rows, _ in groups]))
         for start in range(0, len(needed), self.rows):
             at = needed[start : start + self.rows]

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from memfit._torch import own_parameters
-from memfit.capture import is_compiled
+from memfit.capture import is_compiled, representatives
 from memfit.errors import PlanError, PlanMismatchError
 from memfit.foundations import format_bytes
 from memfit.ir import Call, Levers, Tiles, Trace, enclosing
@@ -281,9 +281,11 @@ class _Run:
         """Yield the rows of each tile, and the tile, [1, ..., tokens, features]."""
         rows = x.reshape(-1, x.shape[-1])
         leading = [1] * (x.dim() - 2)
-        for start in range(0, len(rows), self.tiled.tokens):
-            part = rows[start : start + self.tiled.tokens]
-            yield slice(start, start + len(part)), part.reshape(*leading, *part.shape)
+        starts = range(0, len(rows), self.tiled.tokens)
+        all_rows = [slice(start, min(start + self.tiled.tokens, len(rows))) for start in starts]
+        for at in representatives(all_rows, lambda at: at.stop - at.start):
+            part = rows[at]
+            yield at, part.reshape(*leading, *part.shape)
 
 
 class _Keep(torch.autograd.Function):
@@ -332,7 +334,7 @@ class _InTiles(torch.autograd.Function):
             for rows, tile in run.tiles(x):
                 tile = tile.detach().requires_grad_(by_input is not None)
                 with torch.enable_grad():
-                    found = run.forward(tile)
+                    found = run.forward(tile.view_as(tile))  # no leaf: autocast would keep each tile's cast
                 inputs = [*leaves, *([tile] if by_input is not None else [])]
                 torch.autograd.backward(found, by_rows[rows].reshape(found.shape), inputs=inputs)
                 if by_input is not None:

@@ -72,6 +72,7 @@ _CHEAP = 0.05  # a plan that is slower than the fastest step by no more needs no
 _SLOW = 2.0  # a step with all of its forward pass computed again takes less than this times as long
 _SIZES_BETWEEN = 2  # captured at most: the first one's peak tells whether fewer microbatches fit
 _MOST_STACKS = 16  # of fallbacks, captured at most
+_LITTLE = 0.01  # of a long step's lowest peak: a fallback that saves less is not worth its capture
 _NEAR = 0.03  # a size between that is expected to be slower by no more may be faster, and is for measuring to tell
 _FIRST_SHARE = 0.9  # of the time for solving: what the plan may take; the frontier has the rest
 _LOOP_FRONTIER_SECONDS = 0.5  # while a loop waits
@@ -343,6 +344,8 @@ class _Assembly:
         """
         steps = self.steps
         steps.tries_all = True
+        if steps.is_long:
+            return self._one_by_one(seconds)
         added = self._search_too(steps.captured([x for x in self._proposed() if self._can_be_tried(x)]))
         best = self._fastest(added, seconds)
         for lever in self.request.fallbacks if best is None else ():
@@ -356,6 +359,33 @@ class _Assembly:
                     added += self._search_too(steps.captured([levers]))
             best = self._fastest(added, seconds / 4, best)
         return best or self._stacked(seconds)
+
+    def _one_by_one(self, seconds: float) -> Confirmed | None:
+        """Return the fastest plan that fits of the leanest step with one lever more after the other; None for none.
+
+        A lever stays where it lowers the peak. All of them together would take a capture for each combination, and one
+        of a long step takes as long as dozens of others.
+        """
+        steps, self.is_cut = self.steps, True
+        others = [lever for lever in LEVERS if not (lever.compiles or isinstance(lever, UpdateLever))]
+        share = seconds / (len(others) + len(self.request.fallbacks))
+
+        def lowest(combination: Combination) -> int:
+            return combination.solver.leanest(share).peak_bytes
+
+        leanest = min(self.limits.allow(self.combinations), key=lowest)
+        for lever in (*others, *self.request.fallbacks):
+            near = list[Levers]()
+            if not isinstance(lever, UpdateLever):
+                with contextlib.suppress(NotOffered):
+                    near = lever.propose(steps, [leanest.levers])
+            elif lever.most_saved_bytes(steps.traces[leanest.levers]) >= _LITTLE * lowest(leanest):
+                near = [lever.fallback(leanest.levers)]
+            added = self._search_too(steps.captured([x for x in dict.fromkeys(near) if self._can_be_tried(x)]))
+            if (best := self._fastest(added, share)) is not None:
+                return best
+            leanest = min([leanest, *self.limits.allow(added)], key=lowest)
+        return None
 
     def _stacked(self, seconds: float) -> Confirmed | None:
         """Return the fastest plan that fits of several fallbacks together, captured one by one until one fits.
@@ -419,8 +449,8 @@ class _Assembly:
         steps, request, base = self.steps, self.request, replace(leanest, regions=())
         found: list[Saving] = []
         with replaced(steps, "numerics", "changed"):
-            near = [lever.fallback(base) for lever in request.fallbacks]
-            for lever in LEVERS:
+            near = [lever.fallback(base) for lever in request.fallbacks if not steps.is_long]
+            for lever in LEVERS if not steps.is_long else ():  # whose captures take long
                 if not lever.compiles:
                     with contextlib.suppress(NotOffered):
                         near += [levers for levers in lever.propose(steps, [base]) if levers.sharding == base.sharding]

@@ -49,6 +49,10 @@ class Tightening:
 
     def __init__(self, conflicts: Sequence[frozenset[int]]) -> None:
         self.cliques = [_mask(members) for members in conflicts]
+        self.with_option: dict[int, list[int]] = defaultdict(list)  # the cliques that an option is in
+        for index, members in enumerate(conflicts):
+            for j in members:
+                self.with_option[j].append(index)
         self.found: dict[frozenset[Activity], frozenset[Activity]] = {}
 
     def __call__(self, activities: Collection[Activity]) -> frozenset[Activity]:
@@ -56,11 +60,14 @@ class Tightening:
         key = frozenset(activities)
         if key in self.found:
             return self.found[key]
+        if ALWAYS in key:
+            return frozenset({ALWAYS})
         losing = {_mask(members) for is_lost, members in key if is_lost}
         gaining = {_mask(members) for is_lost, members in key if not is_lost and members}
         gained = functools.reduce(operator.or_, gaining, 0)
         lost, won = {m & ~gained for m in losing}, set(gaining)
-        for clique in self.cliques:
+        touched = {min(members) for is_lost, members in key if is_lost} | {*_members(gained)}
+        for clique in (self.cliques[i] for i in sorted({i for j in touched for i in self.with_option.get(j, ())})):
             within = [m for m in losing if not m & ~clique]
             if within:
                 lost.add(functools.reduce(operator.and_, within) & ~gained)
@@ -77,8 +84,13 @@ def _mask(members: Collection[int]) -> int:
     return sum(1 << j for j in members)
 
 
+@functools.lru_cache(1 << 14)  # options of a block's regions come again and again
 def _members(mask: int) -> frozenset[int]:
-    return frozenset(j for j in range(mask.bit_length()) if mask >> j & 1)
+    found = set[int]()
+    while mask:
+        found.add(mask.bit_length() - 1)
+        mask ^= 1 << mask.bit_length() - 1
+    return frozenset(found)
 
 
 class Row(NamedTuple):
