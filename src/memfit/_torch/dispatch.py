@@ -31,6 +31,7 @@ from memfit.foundations import here
 disabled_torch_function = torch._C._disabled_torch_function_impl
 disable_current_modes = _python_dispatch._disable_current_modes
 current_mode_stack: Callable[[], list[TorchDispatchMode]] = _python_dispatch._get_current_dispatch_mode_stack
+pop_mode_temporarily: Callable[[], AbstractContextManager[Any]] = _python_dispatch._pop_mode_temporarily
 below_autograd = torch._C._AutoDispatchBelowAutograd
 exclude_dispatch_key = torch._C._SetExcludeDispatchKeyGuard
 has_kernel_for_dispatch_key = torch._C._dispatch_has_kernel_for_dispatch_key
