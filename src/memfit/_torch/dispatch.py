@@ -83,7 +83,7 @@ class EagerMode(TorchDispatchMode):
 def _looking_inside(seen: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(seen)
     def dispatched(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(func, HigherOrderOperator):
+        if type(func) is not OpOverload and isinstance(func, HigherOrderOperator):  # the latter asks an abstract class
             return _followed(self, func, args, kwargs or {})
         return seen(self, func, types, args, kwargs)
 
