@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from memfit._torch import current_mode_stack
+from memfit._torch import current_mode_stack, disable_current_modes
 from memfit.hardware import allocated
 from memfit.ir import Region, makers_of_kept
 from memfit.recomputation import checking, checkpointed
@@ -203,7 +203,7 @@ def test_a_copy_learns_anew() -> None:
 
 
 class UsersMode(nn.Module):
-    """Runs what is inside under a dispatch mode of the user's."""
+    """Runs what is inside under a dispatch mode of the user's, and without any."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,6 +213,8 @@ class UsersMode(nn.Module):
         y = x.tanh()
         with Executed():
             y = self.f(y).tanh()
+        with disable_current_modes():
+            y = self.f(y)
         out: torch.Tensor = checkpoint(self.f, y.tanh(), use_reentrant=False)
         return out
 

@@ -319,7 +319,7 @@ class _Mode(EagerMode):
         switched: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if is_watched and not self._is_on:
             switched, self._is_on = self, True
-        elif self._is_on and not is_watched and current_mode_stack()[-1] is self:  # no mode of the user's is on top
+        elif self._is_on and not is_watched and current_mode_stack()[-1:] == [self]:  # no mode of the user's is on top
             switched, self._is_on = pop_mode_temporarily(), False
         try:
             with switched:
