@@ -23,6 +23,7 @@ from benchmarks.parity import figures as parity
 from benchmarks.parity import in_jittor
 from benchmarks.time_tables import (
     adaptive_table,
+    keeping_table,
     large_table,
     overhead_table,
     resident_table,
@@ -275,6 +276,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "roofline": ("roofline", roofline_table),
     "large": ("large", large_table),
     "overhead": ("overhead", overhead_table),
+    "overhead_keeping": ("overhead_keeping", keeping_table),
     "start": ("start", start_table),
     "step_times": ("step_times", step_times_table),
     "step_ratios": ("step_times", step_ratios_table),

@@ -56,6 +56,14 @@ def overhead_table(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"{made_by(result)}."])
 
 
+def keeping_table(result: dict[str, Any]) -> str:
+    """Return the time of a launch-bound step with checkpointed blocks, by what these keep, over the plain step's."""
+    lines = head(("blocks keep", "PyTorch's checkpointing", "memfit"))
+    for case in result["cases"]:
+        lines.append(row((case["case"], f"×{case['by_hand_ratio']:.2f}", f"×{case['memfit_ratio']:.2f}")))
+    return "\n".join([*lines, "", f"{made_by(result)}."])
+
+
 def start_table(result: dict[str, Any]) -> str:
     """Return what `memfit run` adds to the first two steps of a script, at its first start and at its second."""
     lines = head(("script", "budget", "plain step", "first start", "in plain steps", "started again"))

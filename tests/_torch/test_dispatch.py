@@ -118,6 +118,15 @@ def test_current_mode_stack_is_of_the_modes_that_are_entered_innermost_last() ->
     assert _torch.current_mode_stack() == []
 
 
+def test_pop_mode_temporarily_takes_the_innermost_mode_off() -> None:
+    with Seen() as outer, Seen() as inner:
+        with _torch.pop_mode_temporarily():
+            assert _torch.current_mode_stack() == [outer]
+            torch.ones(2)
+        assert _torch.current_mode_stack() == [outer, inner]
+    assert (outer.operators, inner.operators) == ([aten.ones.default], [])
+
+
 def test_DispatchKey_and_below_autograd_run_a_composite_operator_as_its_parts() -> None:
     composite = _torch.DispatchKey.CompositeImplicitAutograd
     x = torch.ones(2, 3)

@@ -44,6 +44,7 @@ from .dispatch import packet_of as packet_of
 from .dispatch import peek_interpreter_stack as peek_interpreter_stack
 from .dispatch import pop_function_mode as pop_function_mode
 from .dispatch import pop_function_mode_temporarily as pop_function_mode_temporarily
+from .dispatch import pop_mode_temporarily as pop_mode_temporarily
 from .dispatch import push_function_mode as push_function_mode
 from .dispatch import replaced as replaced
 from .dispatch import replaced_here as replaced_here

@@ -31,6 +31,7 @@ from memfit.foundations import here
 disabled_torch_function = torch._C._disabled_torch_function_impl
 disable_current_modes = _python_dispatch._disable_current_modes
 current_mode_stack: Callable[[], list[TorchDispatchMode]] = _python_dispatch._get_current_dispatch_mode_stack
+pop_mode_temporarily: Callable[[], AbstractContextManager[Any]] = _python_dispatch._pop_mode_temporarily
 below_autograd = torch._C._AutoDispatchBelowAutograd
 exclude_dispatch_key = torch._C._SetExcludeDispatchKeyGuard
 has_kernel_for_dispatch_key = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -82,7 +83,7 @@ class EagerMode(TorchDispatchMode):
 def _looking_inside(seen: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(seen)
     def dispatched(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(func, HigherOrderOperator):
+        if type(func) is not OpOverload and isinstance(func, HigherOrderOperator):  # the latter asks an abstract class
             return _followed(self, func, args, kwargs or {})
         return seen(self, func, types, args, kwargs)
 

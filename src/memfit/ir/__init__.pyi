@@ -90,6 +90,7 @@ from .regions import Recomputation as Recomputation
 from .regions import RegionCall as RegionCall
 from .regions import Regions as Regions
 from .regions import Transfer as Transfer
+from .regions import makers_of_kept as makers_of_kept
 from .run_record import Comparison as Comparison
 from .run_record import Evaluation as Evaluation
 from .run_record import Event as Event

@@ -36,7 +36,7 @@ from memfit.ir.operators import (
     operator_class,
     reused_bytes_of,
 )
-from memfit.ir.trace import Op, Trace, Work, enclosing
+from memfit.ir.trace import Op, Trace, Work
 
 
 def unfused(trace: Trace) -> Trace:
@@ -84,8 +84,8 @@ class CostTable(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     Attributes:
         dispatch_seconds: Overhead of each operator of a step: Python, autograd, modules.
         checkpoint_seconds: Overhead of one recomputation beyond the operators that run again.
-        selective_op_seconds: Overhead of each operator inside a selective region, once in the forward pass and once in
-            the recomputation.
+        selective_op_seconds: Overhead of each operator of a module that makes outputs that a region keeps, once in the
+            forward pass and once in the recomputation.
         peak_error: Relative distance of the upper end of a predicted peak's interval.
         step_error: Relative half-width of a predicted step time's interval.
         resident_workspace_bytes: Workspaces that libraries keep in the allocator for the whole program.
@@ -131,15 +131,12 @@ class CostTable(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
         A compiled graph computes again by operators of its own, with no call around them that costs any.
         """
-        selective, found = set(trace.selective), {}
+        selective, found = set(trace.selective), dict[int, float]()
         for run in trace.recomputed_runs:
             if is_kernel(trace.signatures[trace.ops[run[0]].signature]):
                 continue
-            seconds = self.checkpoint_seconds
-            modules = {trace.fqn_of(trace.ops[index].call) for index in run} if selective else set()
-            if any(not selective.isdisjoint(enclosing(fqn)) for fqn in modules):
-                seconds += self.selective_op_seconds * len(run)
-            found[run[0]] = seconds
+            beside = sum(trace.fqn_of(trace.ops[index].call) in selective for index in run) if selective else 0
+            found[run[0]] = self.checkpoint_seconds + self.selective_op_seconds * beside
         return found
 
     def op_seconds(self, trace: Trace) -> npt.NDArray[np.float64]:

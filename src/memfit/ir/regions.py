@@ -41,8 +41,8 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.ir.costs import CostTable
-from memfit.ir.levers import Keep
-from memfit.ir.trace import Save, Trace
+from memfit.ir.levers import Keep, Region
+from memfit.ir.trace import Call, Save, Trace
 
 LEAST_BYTES = 2**16
 """Smaller storages stay on the device: the launch of a copy costs more than it saves."""
@@ -120,10 +120,11 @@ class Recomputation:
         """The sort key for the order in which recomputations run."""
         return (self.region.recompute_at, self.depth, -self.region.start)
 
-    def overhead_seconds(self, costs: CostTable) -> float:
+    def overhead_seconds(self, costs: CostTable, trace: Trace) -> float:
         """Return its overhead beyond the operators that run again."""
-        selective = costs.selective_op_seconds * (self.region.stop - self.region.start) if self.kept else 0.0
-        return costs.checkpoint_seconds + selective
+        makers = {trace.ops[op].call for op in self.kept}
+        beside = sum(op.call in makers for op in trace.ops[self.region.start : self.region.stop]) if makers else 0
+        return costs.checkpoint_seconds + costs.selective_op_seconds * beside
 
     @property
     def rerun(self) -> list[int]:
@@ -150,6 +151,23 @@ class Transfer:
     fetched: int
     death: int
     taken_by: RegionCall | None = None
+
+
+def makers_of_kept(trace: Trace, regions: Iterable[Region]) -> list[str]:
+    """Return the FQNs of the modules whose own operators make outputs that regions keep."""
+    calls: dict[str, list[Call]] = defaultdict(list)
+    for call in trace.calls:
+        if call.phase == "forward":
+            calls[trace.modules[call.module].fqn].append(call)
+    makers: set[str] = set()
+    for region in regions:
+        for first, last in zip(calls[region.modules[0]], calls[region.modules[-1]], strict=False):
+            counts = Counter[str]()
+            for op in trace.ops[first.start : last.end] if region.keep else ():
+                if f"{op.name}#{counts[op.name]}" in region.keep:
+                    makers.add(trace.fqn_of(op.call))
+                counts[op.name] += op.phase == "forward"
+    return sorted(makers)
 
 
 class Regions:

@@ -328,7 +328,7 @@ class Replay:
         for op, overhead in self.costs.captured_overheads(self.trace).items():
             found[self.position[op]] += overhead
         for again in self.recomputations:
-            found[self.segment[again.region]] += again.overhead_seconds(self.costs)
+            found[self.segment[again.region]] += again.overhead_seconds(self.costs, self.trace)
         return found
 
     def _wait_for_copies(self, seconds: list[float]) -> None:

@@ -198,7 +198,7 @@ class Trace(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=T
         slack: Share of the peak that the step may take more on another control flow: for other random draws, or where
             values that code reads were guessed.
         sharding: How ranks share the step, of which this is one rank's; None for one process.
-        selective: FQNs of modules that are recomputed but for outputs of some operators, which are kept.
+        selective: FQNs of recomputed modules of whose own operators some are not run again, as their outputs are kept.
     """
 
     schema: str = "memfit.trace/1"

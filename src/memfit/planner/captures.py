@@ -31,7 +31,7 @@ from memfit.capture import (
 )
 from memfit.errors import CaptureError
 from memfit.foundations import Progress, silent
-from memfit.ir import Device, Levers, Trace
+from memfit.ir import Device, Levers, Trace, makers_of_kept
 from memfit.levers import LeversOn, applied, compiles, described_loop, used_levers
 from memfit.ranks import shard
 from memfit.workload import LoopWorkload, StepProgram, Workload, has_data, samples_of
@@ -267,8 +267,7 @@ def _captured_here(variant: StepVariant) -> Trace:
         if as_code or device.kind != "cpu" or why_no_data_run(workload) is not None:
             raise
         trace = capture_with_data(job, instead_of=e)
-    selective = sorted({fqn for region in levers.regions if region.keep for fqn in region.modules})
-    trace, notes = replace(trace, selective=selective), list(trace.notes)
+    trace, notes = replace(trace, selective=makers_of_kept(trace, levers.regions)), list(trace.notes)
     if workload.loop is not None and variant.build is not described_loop:
         notes.append("memfit captured its own step; Workload.loop does not change its order")
     elif workload.loop is not None:

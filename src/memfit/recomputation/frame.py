@@ -171,9 +171,9 @@ class Frame:
         self.last = position
         self.closed |= position == len(self.modules) - 1
         self._calls.append(self._record(position, forward, args, kwargs))
-        keeping = KeepingMode(self._kept) if self._kept is not None else contextlib.nullcontext()
-        with saved_tensors_hooks(self._pack, self._unpack), keeping:
-            out = forward(*args, **kwargs)
+        keeping = None if self._kept is None else KeepingMode(self._kept)
+        with saved_tensors_hooks(self._pack, self._unpack):
+            out = _run(self.modules[position], forward, args, kwargs, keeping)
         self._calls[-1].state.end()
         for copy in self._host_copies():
             copy.land()
@@ -269,7 +269,7 @@ class Frame:
         filling = _Filling(self, task)
         states = [call.state for call in self._calls]
         reusing = (
-            contextlib.nullcontext()
+            None
             if self._kept is None
             else ReusingMode(
                 self._kept, self._is_statistic, lambda how, device: self._report(self._differs(how), device)
@@ -281,11 +281,10 @@ class Frame:
                 saved_tensors_hooks(filling.pack, as_it_is),
                 torch.enable_grad(),
                 running_again(states, self._inside, self.normalisations),
-                reusing,
                 self._device or contextlib.nullcontext(),
             ):
                 try:
-                    self._run_again(values)
+                    self._run_again(values, reusing)
                 except _Stop as stop:
                     if stop.filling is not filling:
                         raise
@@ -302,7 +301,7 @@ class Frame:
         except Exception as e:
             raise self._differs(f"{type(e).__name__}: {e}") from e
 
-    def _run_again(self, values: dict[int, torch.Tensor]) -> None:
+    def _run_again(self, values: dict[int, torch.Tensor], reusing: ReusingMode | None) -> None:
         """Run the calls; each value is dropped after the last call that takes it."""
         for index, call in enumerate(self._calls):
             self.running = call.module
@@ -310,7 +309,7 @@ class Frame:
             args, kwargs = mapped(call.given, Placeholder, lambda value: values[value.number])
             for number in [n for n in values if self._last_use[n] <= index]:
                 del values[number]
-            out = call.forward(*args, **kwargs)
+            out = _run(call.module, call.forward, args, kwargs, reusing)
             del args, kwargs
             outputs = zip(call.outputs, tensors_in(out), strict=False)
             values.update((number, tensor) for number, tensor in outputs if self._last_use[number] > index)
@@ -366,6 +365,12 @@ class _Filling:
         if index >= self.end:
             raise _Stop(self)
         return plain
+
+
+def _run(
+    module: str, forward: Callable[..., Any], args: Any, kwargs: Any, mode: KeepingMode | ReusingMode | None
+) -> Any:
+    return forward(*args, **kwargs) if mode is None else mode.run_region(module, forward, args, kwargs)
 
 
 @functools.cache

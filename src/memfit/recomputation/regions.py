@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit._torch import NormBase, compiled_call, disable_dynamo
+from memfit._torch import NormBase, compiled_call, disable_dynamo, own_modules
 from memfit.errors import PlanError, PlanMismatchError
 from memfit.ir import Region, enclosing
 from memfit.recomputation.call_state import ForeignGenerator, foreign_generators, tensors_in
 from memfit.recomputation.frame import Frame
-from memfit.recomputation.kept_outputs import KeptOccurrences, KeptOutputs
+from memfit.recomputation.kept_outputs import InnerForward, KeptOccurrences, KeptOutputs
 from memfit.recomputation.lean_modules import within_region
 from memfit.workload import Reader, generators_of, has_history
 
@@ -42,21 +42,26 @@ def checkpointed(model: nn.Module, regions: Sequence[Region]) -> Iterator[None]:
     _check(modules, regions)
     places = {fqn: _place(modules[fqn]) for region in regions for fqn in region.modules}
     before = {fqn: modules[fqn].__dict__.get(place) for fqn, place in places.items()}
+    inner = _inner_forwards(modules, regions)
     hooks: list[Any] = []
     reader = Reader()
     try:
+        for fqn, forward in inner.items():
+            modules[fqn].__dict__["forward"] = forward
         # A run of modules wraps around the regions of each of its modules.
         for region in sorted(regions, key=lambda region: len(region.modules)):
             passes = _Passes(region, [modules[fqn] for fqn in region.modules], reader)
             for position, fqn in enumerate(region.modules):
-                inner = modules[fqn].__dict__.get(places[fqn])
-                setattr(modules[fqn], places[fqn], _Recomputed(modules[fqn], inner, passes, position))
+                within = modules[fqn].__dict__.get(places[fqn])
+                setattr(modules[fqn], places[fqn], _Recomputed(modules[fqn], within, passes, position))
             if region.offload and region.prefetch:
                 hooks.append(modules[region.prefetch].register_forward_hook(_Prefetch(passes)))
         yield
     finally:
         for hook in hooks:
             hook.remove()
+        for fqn in inner:
+            modules[fqn].__dict__.pop("forward", None)
         for fqn, forward in before.items():
             modules[fqn].__dict__.pop(places[fqn], None)
             if forward is not None:
@@ -71,6 +76,24 @@ def is_checkpointed(model: nn.Module) -> bool:
 def _place(module: nn.Module) -> str:
     """Return the attribute that a module's call runs: `forward`, or the one that `module.compile()` sets."""
     return "forward" if compiled_call(module) is None else "_compiled_call_impl"
+
+
+def _inner_forwards(modules: Mapping[str, nn.Module], regions: Sequence[Region]) -> dict[str, InnerForward]:
+    """Return what takes the place of `forward` of the modules in regions that keep outputs.
+
+    A module that has a `forward` of its own, or that may be compiled, counts as a part of the module around it.
+    """
+    keeping = {fqn for region in regions if region.keep for fqn in region.modules}
+    left = {fqn for fqn, m in modules.items() if compiled_call(m) is not None or "_orig_mod" in own_modules(m)}
+    return {
+        fqn: InnerForward(fqn, module)
+        for fqn, module in modules.items()
+        if not keeping.isdisjoint(enclosing(fqn))
+        and fqn not in keeping
+        and left.isdisjoint(enclosing(fqn))
+        and not isinstance(module, torch.jit.ScriptModule)
+        and "forward" not in module.__dict__
+    }
 
 
 def _is_recomputed(module: nn.Module) -> bool:

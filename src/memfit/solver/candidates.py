@@ -272,7 +272,7 @@ class _Finder:
             )
         )
         seconds = sum(float(self.weighted[r.rerun].sum()) for r in reruns)
-        seconds += sum(self.regions.repeats_of(r.region) * r.overhead_seconds(self.costs) for r in reruns)
+        seconds += sum(self.regions.repeats_of(r.region) * r.overhead_seconds(self.costs, self.trace) for r in reruns)
         if not chosen[0].offload:
             return Option(chosen, kept, reruns, seconds)
         moved = {
