@@ -60,9 +60,9 @@ class Float8(Lever):
     numerics_class = "reduced"
     conflicts = (
         Conflict(FLOAT8, QUANTIZED_WEIGHTS, "those layers have products of their own", _OFF),
-        Conflict(FLOAT8, SHARDING, "no step of ranks was held against one without it", _OFF),
-        Conflict(FLOAT8, COMPILATION, "no compiled step was held against one without it", _OFF),
-        Conflict(FLOAT8, Circumstance.COMPILED, "no compiled step was held against one without it", _OFF),
+        Conflict(FLOAT8, SHARDING, "it is not tested on ranks", _OFF),
+        Conflict(FLOAT8, COMPILATION, "it is not tested in compiled code", _OFF),
+        Conflict(FLOAT8, Circumstance.COMPILED, "it is not tested in compiled code", _OFF),
         Conflict(FLOAT8, Circumstance.JITTOR, "this lever needs PyTorch", _OFF),
         Conflict(
             FLOAT8,
