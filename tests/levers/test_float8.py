@@ -18,10 +18,11 @@ import memfit
 from memfit.errors import PlanError
 from memfit.hardware import find_device
 from memfit.ir import ChunkedLoss, Levers, Plan, Region, Tiles
-from memfit.levers import LEVERS, LeversOn, NotOffered, applied, check_combination, lever_uses
+from memfit.levers import LEVERS, LeversOn, NotOffered, Switch, applied, check_combination, lever_uses
 from memfit.planner import capture_levers, costs_of, predict
 from memfit.workload import Workload, fingerprint
 from tests.measuring import peaks, step_peak_bytes
+from tests.scalar_kernels import scalar_kernels
 
 NAME = "products in float8"
 (LEVER,) = (lever for lever in LEVERS if lever.name == NAME)
@@ -250,6 +251,35 @@ def test_gradients_are_near_the_plain_ones_under_other_levers(name: str) -> None
     assert all(0.003 < error(found[fqn], plain[fqn]) < 0.15 for fqn in plain if fqn.startswith("blocks"))
 
 
+@pytest.mark.ci
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TorchDynamo, and of what Inductor imports
+@scalar_kernels()
+def test_compiled_code_computes_the_same() -> None:
+    """To the order of sums, in as much memory as predicted; and where the lever is put on a compiled step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = Workload(model, torch.randn(64, 32), lambda model, x: model(x).square().mean(), sgd)
+    used = levers("*", size=64, compiler="inductor")
+    with applied(replace(used, compiler="none"), made) as step:
+        expected = step.gradients(made.batch)
+    with applied(used, made) as step:
+        found = step.gradients(made.batch)
+    with applied(replace(used, float8=()), made) as step:
+        plain = step.gradients(made.batch)
+        switch = Switch(step, used)
+        switched = step.gradients(made.batch)
+        switch.close()
+        again = step.gradients(made.batch)
+    assert abs(plain[0] - expected[0]) > 1e-6 and again[0] == plain[0]
+    for compiled in (found, switched):
+        assert compiled[0] == pytest.approx(expected[0], rel=1e-6)
+        assert all(error(compiled[1][fqn], gradient) < 1e-5 for fqn, gradient in expected[1].items())
+    assert all(error(plain[1][fqn], gradient) > 1e-3 for fqn, gradient in expected[1].items())
+    predicted_bytes, measured_bytes = peaks(made, used)
+    assert predicted_bytes == measured_bytes
+
+
 def test_modules_that_are_to_stay_in_fp32_do() -> None:
     for precision in ("bf16-mixed", "bf16-true"):
         made = workload(fp32_modules=("blocks.0.*",))
@@ -349,6 +379,20 @@ def test_it_is_never_proposed_where_there_are_no_units(name: str) -> None:
         return
     with pytest.raises(PlanError, match="products in float8 can't be combined with a device without float8 products"):
         check_combination(levers(), workload(), device)
+
+
+def test_all_layers_are_tried_before_nothing_is_said_to_fit() -> None:
+    """But for the head, what is to stay in fp32, and beside levers that go with it; whatever time they take."""
+    made = workload(fp32_modules=("blocks.0.1",))
+    trace = capture_levers(made, plain := Levers(microbatch_size=4), find_device("cpu"))
+    step: Any = SimpleNamespace(workload=made, plain=plain, device=find_device("h100"), shardings=(), tries_all=True)
+    step.trace, step.allows = lambda levers: trace, lambda levers: True
+    compiled = replace(plain, compiler="inductor")
+    tried = ("blocks.0.3", "blocks.1.1", "blocks.1.3")
+    assert LEVER.propose(step, [plain, compiled]) == [plain, compiled, replace(plain, float8=tried)]
+    step.shardings = ("zero3",)
+    with pytest.raises(NotOffered, match="ranks share the step"):
+        LEVER.propose(step, [plain])
 
 
 class Gated(nn.Module):

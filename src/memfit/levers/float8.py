@@ -30,7 +30,6 @@ from memfit.capture import is_compiled
 from memfit.errors import PlanError
 from memfit.hardware import supports
 from memfit.ir import Device, Levers
-from memfit.levers.checkpointing import COMPILATION
 from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, NotOffered, Setting
 from memfit.levers.precision import Casting, modules_within
 from memfit.levers.quantized_weights import QUANTIZED_WEIGHTS, heads
@@ -61,8 +60,7 @@ class Float8(Lever):
     conflicts = (
         Conflict(FLOAT8, QUANTIZED_WEIGHTS, "those layers have products of their own", _OFF),
         Conflict(FLOAT8, SHARDING, "it is not tested on ranks", _OFF),
-        Conflict(FLOAT8, COMPILATION, "it is not tested in compiled code", _OFF),
-        Conflict(FLOAT8, Circumstance.COMPILED, "it is not tested in compiled code", _OFF),
+        Conflict(FLOAT8, Circumstance.COMPILED, "it is not tested in code that others compile", _OFF),
         Conflict(FLOAT8, Circumstance.JITTOR, "this lever needs PyTorch", _OFF),
         Conflict(
             FLOAT8,
@@ -114,33 +112,37 @@ class Float8(Lever):
         return any(_multiplies(module) for module in workload.model.modules())
 
     def propose(self, step: Setting, wanted: list[Levers]) -> list[Levers]:
-        """Try it on the fastest precision, with the layers that are predicted to take less time."""
+        """Try it where it is predicted to save time; or whatever that is, since autograd saves 8 bits of the input."""
         if not _has_units(step.device):
             raise NotOffered(f"{step.device.name} has no float8 products")
         if not step.allows(replace(step.plain, float8=("*",))):
             raise NotOffered("its class is reduced: allow it with numerics='reduced'")
         if step.shardings or step.plain.sharding is not None or is_compiled(step.workload):
             raise NotOffered("ranks share the step, or a compiler has it")
-        bases = [replace(step.plain, precision=p) for p in step.precisions if p != "bf16-true"]
-        base = min(filter(step.allows, bases), key=lambda levers: step.predicted(levers).step_seconds)
         model = step.workload.model
-        kept = heads(model, step.trace(base)) | modules_within(model, step.workload.fp32_modules).keys()
+        kept = heads(model, step.trace(step.plain)) | modules_within(model, step.workload.fp32_modules).keys()
         names = tuple(fqn for fqn in _layers(model) if fqn not in kept)
         if not names:
             raise NotOffered("no linear layer can multiply in float8")
-        before, after = (step.module_seconds(levers) for levers in (base, replace(base, float8=names)))
-        faster = tuple(fqn for fqn in names if after.get(fqn, 0.0) < before.get(fqn, 0.0))
-        as_fast = (1 + _LEAST_GAIN) * step.predicted(replace(base, float8=faster)).step_seconds
-        if not faster or as_fast > step.predicted(base).step_seconds:
-            raise NotOffered("it is predicted to save no time: the layers are small, and rounding takes longer")
-        with_it = [
-            replace(levers, float8=faster)
-            for levers in wanted
-            if levers.precision == base.precision
-            and (levers.compiler, levers.frozen_weights) == ("none", None)
-            and step.allows(levers)
-        ]
-        return [*wanted, *with_it]
+        bases = [x for x in wanted if step.allows(x) and (x.compiler, x.frozen_weights) == ("none", None)]
+        if not step.tries_all:
+            plain = [replace(step.plain, precision=p) for p in dict.fromkeys(x.precision for x in bases)]
+            fastest = min(plain, key=lambda levers: step.predicted(levers).step_seconds, default=step.plain)
+            names = _faster(step, fastest, names)
+            bases = [levers for levers in bases if levers.precision == fastest.precision]
+            if any(levers.chunked_loss for levers in bases):  # whole losses are there to compare
+                bases = [levers for levers in bases if levers.chunked_loss]
+        return [*wanted, *(replace(levers, float8=names) for levers in bases)]
+
+
+def _faster(step: Setting, base: Levers, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the layers that are predicted to be faster in float8; raise `NotOffered` where a step gains little."""
+    before, after = (step.module_seconds(levers) for levers in (base, replace(base, float8=names)))
+    found = tuple(fqn for fqn in names if after.get(fqn, 0.0) < before.get(fqn, 0.0))
+    most = step.predicted(base).step_seconds / (1 + _LEAST_GAIN)
+    if not found or step.predicted(replace(base, float8=found)).step_seconds > most:
+        raise NotOffered("it saves little time: the layers are small, and rounding takes as long as it gains")
+    return found
 
 
 def _has_units(device: Device) -> bool:
