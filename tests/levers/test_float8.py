@@ -222,6 +222,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "bf16-true": {"precision": "bf16-true"},
     "16-mixed": {"precision": "16-mixed"},
     "regions": {"regions": (Region(("blocks.0",)), Region(("blocks.1.3",)))},
+    "a kept product": {"regions": (Region(("blocks.0",), keep=("aten._scaled_mm.default#0",)),)},
     "microbatches": {"size": 2, "precision": "bf16-mixed"},
     "chunks": {"chunked_loss": ChunkedLoss(head="head", rows=16), "lean": ("*",)},
     "tiles": {"tiles": Tiles(modules=("blocks.0", "blocks.1"), tokens=32), "regions": (Region(("blocks.1",)),)},
