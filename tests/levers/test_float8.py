@@ -75,6 +75,19 @@ def test_each_product_is_that_of_rounded_factors(rows: int) -> None:
     assert torch.allclose(of_bias, plain[3])
 
 
+@pytest.mark.filterwarnings("ignore")  # of what torchao imports
+def test_products_are_those_of_torchao() -> None:
+    """Which replaces the module, and emulates products by fp32's."""
+    torchao = pytest.importorskip("torchao.float8")
+    module, x, grad = layer(64, 128, 96, bias=False)
+    config = torchao.Float8LinearConfig(emulate=True)
+    (other,) = torchao.convert_to_float8_training(nn.Sequential(copy.deepcopy(module)), config=config)
+    expected = run(other, x, grad, x, other.weight)
+    with LEVER.on_model(levers("*"), nn.Sequential(module)):
+        found = run(module, x, grad, x, module.weight)
+    assert all(error(one, wanted) < 1e-6 for one, wanted in zip(found, expected, strict=True))
+
+
 def test_normal_matrices_are_as_far_as_the_lever_says() -> None:
     module, x, grad = layer(512, 512, 512, bias=False)
     plain = run(module, x, grad, x, module.weight)
