@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from pathlib import Path
 from typing import Literal
 
@@ -40,7 +41,7 @@ from memfit.ranks import (
     with_share_of_update,
 )
 from memfit.report import stages, with_bars, write_chrome_trace, write_snapshot
-from memfit.workload import Workload, padding_note, precision_label, samples_of, tokens_per_sample
+from memfit.workload import Workload, packed, padding_note, precision_label, samples_of, tokens_per_sample
 
 _PASSES = ("forward", "backward", "recompute")
 
@@ -88,9 +89,28 @@ def estimate(
         OutputError: A file can't be written, which is found out first.
         CaptureError: The step can't be captured.
     """
-    found = estimated(workload, options_of(EstimateOptions, locals()), progress=progress)
+    options = options_of(EstimateOptions, locals())
+    found = estimated(workload, options, progress=progress)
     note = padding_note(workload.batch) if workload.split is None else None
-    return found if note is None else replace(found, notes=[*found.notes, note])
+    if note is None:
+        return found
+    return replace(found, notes=[*found.notes, note + _packed_peak(workload, options, found)])
+
+
+def _packed_peak(workload: Workload, options: EstimateOptions, padded: Prediction) -> str:
+    """Return the predicted peak of the same step on packed samples, for a note; "" where it is not known."""
+    taking = (inspect.signature(type(module).forward).parameters for module in workload.model.modules())
+    is_whole = (options.microbatch_size, options.world_size, options.parallel) == (None, 1, None)
+    if type(workload) is not Workload or not is_whole or not any("position_ids" in names for names in taking):
+        return ""
+    try:
+        row = dataclasses.replace(workload, batch=packed(workload.batch), batch_size=None)
+        found = estimated(row, dataclasses.replace(options, snapshot=None, chrome_trace=None), progress=silent)
+    except Exception:  # someone's loss, which may need what a packed batch does not have
+        return ""
+    return (
+        f": {format_bytes(found.peak_bytes)} in the place of {format_bytes(padded.peak_bytes)} at the peak, in one row"
+    )
 
 
 def estimated(workload: Workload, options: EstimateOptions, *, progress: Progress) -> Prediction:

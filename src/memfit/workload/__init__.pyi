@@ -35,6 +35,7 @@ from .held_state import globals_of as globals_of
 from .held_state import is_followed as is_followed
 from .held_state import is_object as is_object
 from .held_state import names_in as names_in
+from .padding import packed as packed
 from .padding import padding_note as padding_note
 from .padding import padding_of as padding_of
 from .rng import ForeignGenerator as ForeignGenerator
