@@ -363,6 +363,21 @@ def test_foreach_copy_and_foreach_mul_write_their_first_list() -> None:
     assert [tensor.tolist() for tensor in halves] == [[0.5, 0.5], [1.5]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_scaled_mm_multiplies_two_matrices_of_8_bits_and_their_scales(dtype: torch.dtype) -> None:
+    """On the CPU, and for a GPU on paper."""
+    torch.manual_seed(0)
+    one, other = torch.randn(16, 32).to(dtype), torch.randn(48, 32).to(torch.float8_e4m3fn)
+    scales = torch.tensor(0.5), torch.tensor(4.0)
+    found = _torch.scaled_mm(one, other.t(), *scales, out_dtype=torch.float32, use_fast_accum=True)
+    assert torch.allclose(found, 2 * one.float() @ other.float().t(), rtol=1e-5, atol=1e-5)
+    with _torch.FakeTensorMode():
+        one, other = (torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in (one, other))
+        scales = torch.empty((), device="cuda"), torch.empty((), device="cuda")
+        made = _torch.scaled_mm(one, other.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=False)
+        assert (made.shape, made.dtype, made.device.type) == ((16, 48), torch.bfloat16, "cuda")
+
+
 def test_optimizers_look_up_types_in_the_lists_at_each_step() -> None:
     """The lists of `supported_types`, of which `optimizer_types` is the first, are those that PyTorch itself reads."""
 

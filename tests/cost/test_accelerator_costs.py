@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from memfit.cost import STEP_ERROR, OperatorCall, code_seconds, figures, kernels_of, roofline
 from memfit.errors import UsageError
 from memfit.hardware import known_devices
-from memfit.ir import OPERATORS, Trace, Work, kernel_text, simulate, throughput
+from memfit.ir import OPERATORS, Device, Trace, Work, kernel_text, simulate, throughput
 from tests.gpus import AMPERE
 from tests.ir.test_throughputs import call, tensor
 from tests.models import plain_trace
@@ -104,6 +104,22 @@ def test_depthwise_convolutions_use_no_matrix_units() -> None:
         args = [tensor(8, 64, 32, 32), tensor(64, channels, 3, 3), None, *spatial, groups]
         times.append(given_seconds(name, args, work))
     assert times[1] > 5 * times[0]
+
+
+def test_products_in_float8_run_at_their_own_rate_whatever_their_scales() -> None:
+    """Scales are no factors, and a card without such units has no rate for them but plain float32's."""
+    n, name = 2**13, "aten._scaled_mm.default"
+    scale = {"t": ["float32", [], []]}
+    args = [tensor(n, n, dtype="float8_e5m2"), tensor(n, n, dtype="float8_e4m3fn"), scale, scale]
+    work = Work(2 * n**3, 2 * n**2, 2 * n**2, "float8", True)
+    device = replace(AMPERE, matrix_flops={**AMPERE.matrix_flops, "float8": 600e12})
+
+    def call_on(device: Device) -> OperatorCall:
+        return OperatorCall(name, json.dumps({"op": name, "args": args}), work, device)
+
+    assert call_on(device).narrowest_dimension == n
+    assert 2 * n**3 / call_on(device).kernel_seconds == pytest.approx(0.65 * 600e12, rel=0.03)
+    assert 2 * n**3 / call_on(AMPERE).kernel_seconds == pytest.approx(0.85 * 20e12, rel=0.03)
 
 
 def test_narrow_products_reach_less() -> None:

@@ -56,6 +56,7 @@ USED: dict[str, dict[str, Any]] = {
     "tiles over tokens": {"tiles": Tiles(modules=("blocks.0.mlp",), tokens=8)},
     "lean norms and activations": {"lean": ("*",)},
     "frozen weights in fewer bits": {"frozen_weights": FrozenWeights(quantizer="int8")},
+    "products in float8": {"float8": ("blocks.0.mlp.fc",)},
     "activation checkpointing": {"regions": (Region(("blocks.0",)),)},
     "activation offload": {"regions": (Region(("blocks.0",), offload=True),)},
     **{name: update_settings(value) for name, value in UPDATES.items()},
@@ -121,6 +122,8 @@ def with_hooks_of_gradients() -> Workload:
 
 foreign = functools.partial(with_optimizer, type("Foreign", (torch.optim.SGD,), {"__module__": __name__}))
 NOT_ADAMW, NO_TF32 = "an optimizer other than AdamW, or Adam without weight decay", "a device without TF32"
+ON_DEVICE = {Circumstance.NO_LINK: "cpu", NO_TF32: "cpu", "a device without float8 products": "rtx-3090"}
+"""For each circumstance of a device, one that has it."""
 MADE: dict[str, Callable[[], Workload]] = {
     Circumstance.BATCH_NORM: with_batch_norm,
     Circumstance.CLIPPING: lean,
@@ -254,7 +257,7 @@ def named_levers(source: str) -> list[str]:
     names = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and (
-            node.attr in ("chunked_loss", "lean", "frozen_weights", "tiles")
+            node.attr in ("chunked_loss", "lean", "frozen_weights", "float8", "tiles")
             or (
                 node.attr in ("optimizer", "compiler", "update", "optimizer_state")
                 and "levers" in ast.unparse(node.value)
@@ -317,12 +320,12 @@ def test_each_row_is_there_once_and_refused(row: Any) -> None:
     assert row.why and row.instead
     if not ELSEWHERE.isdisjoint((row.one, row.other)):
         return
-    assert row.one in SET and (row.other in SET or row.other in MADE or row.other in (Circumstance.NO_LINK, NO_TF32))
+    assert row.one in SET and any(row.other in known for known in (SET, MADE, ON_DEVICE))
     workload = MADE.get(row.other, unclipped)()
     if row.other == "bf16-true":
         workload = dataclasses.replace(workload, bf16_updates="master-weights")
     levers = replace(PLAIN, **SET[row.one], **SET.get(row.other, {}))
-    device = find_device("cpu" if row.other in (Circumstance.NO_LINK, NO_TF32) else "rtx-3090")
+    device = find_device(ON_DEVICE.get(row.other, "rtx-4090"))
     with pytest.raises(PlanError) as error:
         check_combination(levers, workload, device, allowed="reduced")
     assert row.row() in str(error.value)

@@ -48,6 +48,7 @@ from .dispatch import pop_mode_temporarily as pop_mode_temporarily
 from .dispatch import push_function_mode as push_function_mode
 from .dispatch import replaced as replaced
 from .dispatch import replaced_here as replaced_here
+from .dispatch import scaled_mm as scaled_mm
 from .dispatch import schema_of as schema_of
 from .dispatch import select_conv_backend as select_conv_backend
 from .dispatch import set_cudnn_enabled as set_cudnn_enabled

@@ -190,6 +190,7 @@ def before_backends(library: torch.library.Library, func: Any, kernel: Callable[
 
 foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
+scaled_mm = torch._scaled_mm
 optimizer_types = optimizer._foreach_supported_types
 supported_types = (optimizer_types, _foreach_utils._foreach_supported_types)
 """The tensor types for which optimizers, and the clipping of gradients, use operators on lists."""

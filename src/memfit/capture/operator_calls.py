@@ -112,6 +112,7 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
     ]
     floating = [t for t in (*given, *made) if t.is_floating_point()]
     dtype = str((floating or given or made)[0].dtype)[6:] if given or made else ""
+    dtype = "float8" if dtype.startswith("float8") else dtype
     count, flops = flop_registry.get(packet_of(func)), 0
     if count is not None:
         with contextlib.suppress(

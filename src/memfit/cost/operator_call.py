@@ -196,6 +196,11 @@ class OperatorCall(msgspec.Struct, frozen=True, dict=True):
         """Whether it is a convolution with one input channel for each group: its kernels use no matrix units."""
         return self.weight is not None and self.groups > 1 and self.weight.shape[1] == 1
 
+    @functools.cached_property
+    def factors(self) -> list[Tensor]:
+        """The last two matrices among the arguments: the factors of a product, without biases and scales."""
+        return [t for t in self.given.tensors if len(t.shape) > 1][-2:]
+
     @property
     def narrowest_dimension(self) -> float:
         """The narrowest dimension of a product, or the fewer channels of a convolution; infinite for others.
@@ -209,8 +214,8 @@ class OperatorCall(msgspec.Struct, frozen=True, dict=True):
             return max(1, min(weight.shape[0] // self.groups, weight.shape[1]))
         if self.kind != MATRIX:
             return math.inf
-        factors = [t.shape[-2:] for t in self.given.tensors[-2:] if len(t.shape) > 1]
-        return max(1, min(map(min, factors))) if len(factors) == 2 else math.inf
+        factors = self.factors
+        return max(1, min(min(t.shape[-2:]) for t in factors)) if len(factors) == 2 else math.inf
 
     @property
     def traffic_bytes(self) -> int:
@@ -308,9 +313,9 @@ class OperatorCall(msgspec.Struct, frozen=True, dict=True):
                     table = table.get(str(device.capability[0]), table)
                 share = table["backward" if self.is_backward else "forward"]
         else:
-            share = own.get("tf32", share) if dtype == "float32" else share
+            share = own.get("tf32" if dtype == "float32" else dtype, share)
             # Wide loads need rows of both factors that begin at multiples of 16 bytes.
-            steps = ((t.dtype, step) for t in self.given.tensors[-2:] for step in t.strides[-2:] if step > 1)
+            steps = ((t.dtype, step) for t in self.factors for step in t.strides[-2:] if step > 1)
             if kind == MATRIX and any(step * ITEM_BYTES.get(dtype, 1) % _LOAD_BYTES for dtype, step in steps):
                 share *= own["unaligned"]
         # Where the card halves the rate of its matrix units, what else limits a kernel (loads, addresses,

@@ -266,7 +266,7 @@ def advice(device: Device) -> list[str]:
         )
     if supports(device, "float8"):
         rate = _speed(device, "float8")
-        found.append(f"It has float8 products (torchao.float8){rate}; they change the numbers the most.")
+        found.append(f"It has float8 products (levers.float8){rate}; they change the numbers the most.")
     return found
 
 

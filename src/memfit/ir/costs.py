@@ -143,6 +143,13 @@ class CostTable(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Return the seconds of each operator of a trace."""
         return np.array([self.seconds_of(text) for text in trace.signatures], np.float64)[trace.op_signatures]
 
+    def module_seconds(self, trace: Trace) -> dict[str, float]:
+        """Return the seconds of a step's operators by the module that calls them itself, by FQN."""
+        found: dict[str, float] = defaultdict(float)
+        for op, seconds in zip(trace.ops, (trace.repeats * self.op_seconds(trace)).tolist(), strict=True):
+            found[trace.fqn_of(op.call)] += seconds
+        return found
+
     def op_workspaces(self, trace: Trace) -> npt.NDArray[np.int64]:
         """Return the bytes that each operator of a trace allocates beyond its outputs."""
         return np.array([self.of(text).workspace_bytes for text in trace.signatures], np.int64)[trace.op_signatures]

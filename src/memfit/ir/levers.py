@@ -168,6 +168,7 @@ class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
             samples.
         tiles: Modules that are computed a few tokens at a time; None computes all whole.
         frozen_weights: The bits of matrices that do not train; None for as many as they have.
+        float8: FQNs of `nn.Linear` whose products are in float8; * matches anything.
         own_checkpointing: The model's own gradient checkpointing, of transformers: "as-is", or "off".
         allocator: The settings of the GPU's allocator: "as-is", or with "expandable-segments".
         update: When each parameter is updated: "after" the backward pass, or "in-backward" as soon as its gradient is
@@ -189,6 +190,7 @@ class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sharding: Sharding | None = None
     tiles: Tiles | None = None
     frozen_weights: FrozenWeights | None = None
+    float8: tuple[str, ...] = ()
     own_checkpointing: Literal["as-is", "off"] = "as-is"
     allocator: Literal["as-is", "expandable-segments"] = "as-is"
     update: UpdateTime = "after"

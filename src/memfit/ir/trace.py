@@ -133,7 +133,8 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
         flops: Floating-point operations of matrix products and convolutions, as `torch.utils.flop_counter` counts.
         read_bytes: Bytes of the distinct memory that its tensor arguments cover.
         write_bytes: Bytes of the memory that it writes: outputs that are no views, and arguments written in place.
-        dtype: Dtype of the first floating-point tensor argument, else of the first tensor, else of the output.
+        dtype: Dtype of the first floating-point tensor argument, else of the first tensor, else of the output; "float8"
+            for each of that width.
         kernel: Whether it runs a kernel; views and queries do not.
     """
 

@@ -110,6 +110,9 @@ class Setting(Protocol):
     def predicted(self, levers: Levers) -> Prediction:
         """Return the prediction for the step with some levers."""
 
+    def module_seconds(self, levers: Levers) -> dict[str, float]:
+        """Return the predicted seconds of the operators of each module's own code in a step, by FQN."""
+
     def combination(self, levers: Levers) -> Combination:
         """Return the problem of choosing regions under some levers."""
 

@@ -184,7 +184,7 @@ class QuantizedWeights(Lever):
             raise NotOffered("the step fits with its weights as they are")
         if step.plain.sharding is not None or is_compiled(workload):
             raise NotOffered("ranks share the weights, or a compiler has them")
-        kept = tuple(sorted(_heads(workload.model, step.trace(step.plain)) & matrices(workload.model).keys()))
+        kept = tuple(sorted(heads(workload.model, step.trace(step.plain)) & matrices(workload.model).keys()))
         few, more = (FrozenWeights(quantizer=quantizer, kept=kept) for quantizer in ("nf4", "int8"))
         saved, least = saved_bytes(workload.model, few), least_bytes(step)
         if saved < max(least, 1):
@@ -240,7 +240,7 @@ def saved_bytes(model: nn.Module, set_to: FrozenWeights) -> int:
     return sum(int(w.nbytes - w.numel() * _BITS[set_to.quantizer] / 8) for w in weights)
 
 
-def _heads(model: nn.Module, trace: Trace) -> set[str]:
+def heads(model: nn.Module, trace: Trace) -> set[str]:
     """Return the layers that make a model's output: the last linear one of the forward pass, and those it names."""
     named = dict(model.named_modules())
     linear = {fqn for fqn, module in named.items() if isinstance(module, nn.Linear)}

@@ -25,6 +25,7 @@ from memfit.levers.adamw_8bit import AdamW8bit
 from memfit.levers.allocator import Allocator
 from memfit.levers.checkpointing import ActivationOffload, Checkpointing, Compilation, Lean
 from memfit.levers.chunked_loss import ChunkedLossLever
+from memfit.levers.float8 import Float8
 from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, Rung, Running, met
 from memfit.levers.microbatches import Microbatches, microbatch_size_of
 from memfit.levers.own_checkpointing import OwnCheckpointing
@@ -55,6 +56,7 @@ LEVERS: tuple[Lever, ...] = (
     TilesLever(),
     Lean(),
     QuantizedWeights(),
+    Float8(),
     Checkpointing(),
     ActivationOffload(),
     SharedByRanks(),

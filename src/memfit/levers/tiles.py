@@ -103,7 +103,7 @@ class TilesLever(Lever):
                 holder: Any = cast if isinstance(cast, Casting) else module  # casts stay around what computes
                 before = holder.__dict__.get("forward")
                 holder.forward = Tiled(module, before, levers.tiles.tokens)
-                stack.callback(_put_back, holder, before)
+                stack.callback(put_back, holder, before)
             yield
 
     def is_applied(self, workload: Workload) -> bool:
@@ -217,7 +217,7 @@ def _lengths(found: Sequence[_Found], levers: Levers, step: Setting) -> list[int
     return sorted((length for length in lengths if length < tokens), reverse=True)
 
 
-def _put_back(holder: Any, forward: Callable[..., Any] | None) -> None:
+def put_back(holder: Any, forward: Callable[..., Any] | None) -> None:
     """Set a forward pass as it was: a module's own, or that within casts."""
     if isinstance(holder, Casting):
         holder.forward = forward

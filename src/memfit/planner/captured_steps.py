@@ -179,6 +179,10 @@ class CapturedSteps:
         device = device_under(levers, self.device)
         return predict(trace, self._costs_of([trace]), device, tokens_per_sample(self.workload.batch))[0]
 
+    def module_seconds(self, levers: Levers) -> dict[str, float]:
+        trace = self.trace(levers)
+        return self._costs_of([trace]).module_seconds(trace)
+
     @property
     def is_long(self) -> bool:
         """Whether a capture of the step takes as long as dozens of simulations: tens of seconds, of many operators."""

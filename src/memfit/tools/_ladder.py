@@ -276,6 +276,10 @@ class LadderClimb:
     def predicted(self, levers: Levers) -> Prediction:
         return self._predict(self.trace(levers))
 
+    def module_seconds(self, levers: Levers) -> dict[str, float]:
+        trace = self.trace(levers)
+        return costs_of([trace], self.device).module_seconds(trace)
+
     def uses(self, levers: Levers) -> tuple[LeverUse, ...]:
         return lever_uses(LeversOn(levers, self.batch_size, self.coupling is not None))
 
