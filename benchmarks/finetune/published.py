@@ -18,7 +18,8 @@ import msgspec
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.common import Case
 from benchmarks.processes import output_of
@@ -34,37 +35,60 @@ from memfit.workload import samples_of
 _SECONDS = 3600
 _CHUNKS = 8  # of torchtune's `CEWithChunkedOutputLoss`
 _ADAPTED = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-_NF4 = {"frozen_weights": {"quantizer": "nf4", "kept": ["lm_head"]}}
-_EAGER = "compiled there, eager here"
-_LITGPT = "scales in fp32 there, quantised here"
+_IN_BACKWARD = {"update": "in-backward"}
+_EAGER = "compiled there; eager here, with fp32 logits made again"
 
 
-def llama(
-    config: Mapping[str, Any], batch: int, length: int, *, rank: int = 0, chunked: bool = True, again: bool = True
-) -> Workload:
-    """Return torchtune's recipe: bf16, checkpoints around layers where `again`, logits made and upcast in chunks."""
+class _Kept(torch.autograd.Function):
+    """An input that is kept for the backward pass, which needs it for nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def litgpt(name: str, length: int) -> Workload:
+    """Return LitGPT's LoRA as bitsandbytes 0.41.1 runs it, whose 4-bit product keeps its input (`MatMul4Bit`)."""
+    made = lit.lora(name, 1, length)
+    for module in made.model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda _, given: (_Kept.apply(*given),))  # type: ignore[no-untyped-call]
+    return made
+
+
+def torchtune(config: Mapping[str, Any], batch: int, length: int, *, rank: int = 0, chunked: bool = True) -> Workload:
+    """Return torchtune's recipe in bf16, without checkpoints, with logits made and upcast in chunks where `chunked`."""
     with dtype(torch.bfloat16):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).train()
     if rank:
         with_lora(model, _ADAPTED, rank, 0.0, torch.bfloat16)
-    if again:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def of_chunk(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
 
     def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
         tokens = batch["tokens"]
         if not chunked:
             return causal_loss(model(input_ids=tokens).logits, tokens)
         hidden = model.model(input_ids=tokens)[0]
-        labels = F.pad(tokens[:, 1:], (0, 1), value=-100).chunk(_CHUNKS, dim=1)
+        targets = F.pad(tokens[:, 1:], (0, 1), value=-100).chunk(_CHUNKS, dim=1)
         logits = [model.lm_head(part) for part in hidden.chunk(_CHUNKS, dim=1)]
-        sums = [
-            F.cross_entropy(part.float().flatten(0, 1), target.flatten(), reduction="sum", ignore_index=-100)
-            for part, target in zip(logits, labels, strict=True)
-        ]
+        sums = [checkpoint(of_chunk, *pair, use_reentrant=False) for pair in zip(logits, targets, strict=True)]
         return torch.stack(sums).sum() / (tokens.numel() - len(tokens))
 
     tokens = {"tokens": torch.empty(batch, length, dtype=torch.long)}
     return Workload(model, tokens, loss, torch.optim.AdamW(trained(model), fused=True))
+
+
+def layers(config: Mapping[str, Any], *, offload: bool = False) -> dict[str, Any]:
+    """Return checkpoints around all layers, whose inputs wait in the host where `offload`."""
+    names = (f"model.layers.{index}" for index in range(config["num_hidden_layers"]))
+    return {"regions": [{"modules": [name], "offload": offload} for name in names]}
 
 
 @dataclass(frozen=True)
@@ -80,64 +104,62 @@ class Published:
 
 
 _GB, _GIB = 1e9, 2**30
-_TUNE = functools.partial(llama, LLAMA_3B, 2, 4096)
-_IN_BACKWARD = {"update": "in-backward"}
+_TUNE = functools.partial(torchtune, LLAMA_3B, 2, 4096)
+_AGAIN, _IN_HOST = layers(LLAMA_3B), layers(LLAMA_3B, offload=True)
 ROWS = {
-    "LR-16/phi-1.5": Published(
-        "LitGPT: phi-1.5, LoRA r8, NF4, 1 x 1044",
-        3.78 * _GB,
-        functools.partial(lit.lora, "phi-1.5", 1, 1044),
-        _LITGPT,
-        _NF4,
-        "a100-40gb",
-    ),
-    "LR-16/llama-2-7b": Published(
-        "LitGPT: Llama-2-7B, LoRA r8, NF4, 1 x 1304",
-        14.14 * _GB,
-        functools.partial(lit.lora, "llama-2-7b", 1, 1304),
-        _LITGPT,
-        _NF4,
-        "a100-40gb",
-    ),
+    **{
+        f"LR-16/{name}": Published(
+            f"LitGPT: {name}, LoRA r8 on queries and values, NF4 with double quantisation, 1 x {length}",
+            gigabytes * _GB,
+            functools.partial(litgpt, name, length),
+            "its optimizer's states, of 0.01 GB, are paged",
+            {"frozen_weights": {"quantizer": "nf4"}},
+            "a100-40gb",
+        )
+        for name, length, gigabytes in (
+            ("phi-1.5", 1044, 3.72),
+            ("stablelm-3b", 1034, 6.19),
+            ("llama-2-7b", 1304, 13.84),
+        )
+    },
     "TT-03/plain": Published(
         "torchtune: Llama-3.2-3B full, 2 x 4096",
         51.0 * _GIB,
-        functools.partial(_TUNE, chunked=False, again=False),
-        f"{_EAGER}: the compiler fuses the loss and keeps less",
+        functools.partial(_TUNE, chunked=False),
+        "compiled there, eager here",
     ),
-    "TT-03/chunked": Published(
-        "the same, loss in chunks", 42.9 * _GIB, functools.partial(_TUNE, again=False), f"{_EAGER}"
-    ),
-    "TT-03/checkpoints": Published("the same, checkpoints", 24.9 * _GIB, _TUNE, _EAGER),
+    "TT-03/chunked": Published("the same, loss in chunks", 42.9 * _GIB, _TUNE, _EAGER),
+    "TT-03/checkpoints": Published("the same, checkpoints", 24.9 * _GIB, _TUNE, _EAGER, _AGAIN),
     "TT-04/in-backward": Published(
-        "the same, optimizer in the backward pass", 23.1 * _GIB, _TUNE, _EAGER, _IN_BACKWARD
+        "the same, optimizer in the backward pass", 23.1 * _GIB, _TUNE, _EAGER, {**_AGAIN, **_IN_BACKWARD}
     ),
     "TT-04/8-bit": Published(
-        "the same, inputs in the host, 8-bit AdamW",
+        "the same, layers' inputs in the host, 8-bit AdamW",
         17.6 * _GIB,
         _TUNE,
-        f"{_EAGER}; layers' inputs, 1.3 GiB, on the card here",
-        {**_IN_BACKWARD, "optimizer": "adamw-8bit"},
+        _EAGER,
+        {**_IN_HOST, **_IN_BACKWARD, "optimizer": "adamw-8bit"},
     ),
     "TT-05/LoRA": Published(
-        "torchtune: Llama-3.2-3B LoRA r64 on all but keys, 2 x 4096, inputs in the host",
+        "torchtune: Llama-3.2-3B LoRA r64 on all but keys, checkpoints with inputs in the host, 2 x 4096",
         8.5 * _GIB,
         functools.partial(_TUNE, rank=64),
-        f"{_EAGER}; layers' inputs, 1.3 GiB, on the card here",
+        _EAGER,
+        _IN_HOST,
     ),
     "TT-05/QLoRA": Published(
         "the same, NF4",
         4.6 * _GIB,
         functools.partial(_TUNE, rank=64),
-        f"{_EAGER}; layers' inputs, 1.3 GiB, on the card here; torchao's NF4 there",
-        _NF4,
+        f"{_EAGER}; torchao's NF4 there",
+        {**_IN_HOST, "frozen_weights": {"quantizer": "nf4", "kept": ["lm_head"]}},
     ),
     "TT-10": Published(
         "torchtune: Llama-2-7B full, checkpoints, paged AdamW in the backward pass, 4 x 2048",
         20.2 * _GB,
-        functools.partial(llama, LLAMA_7B, 4, 2048, chunked=False),
-        "states in pinned host memory, there paged; another maintainer measured 22.3 GB",
-        {**_IN_BACKWARD, "optimizer_state": "offloaded"},
+        functools.partial(torchtune, LLAMA_7B, 4, 2048, chunked=False),
+        "states paged there, in pinned memory here; another maintainer measured 22.3 GB",
+        {**layers(LLAMA_7B), **_IN_BACKWARD, "optimizer_state": "offloaded"},
     ),
 }
 

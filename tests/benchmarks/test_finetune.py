@@ -434,7 +434,7 @@ def test_torchtunes_chunks_have_the_loss_of_the_whole() -> None:
     config = {**published.LLAMA_3B, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
     config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 101}
     torch.manual_seed(0)
-    made = published.llama(config, 2, 16, again=False)
+    made = published.torchtune(config, 2, 16)
     made.batch["tokens"].random_(101)
-    whole = published.llama(config, 2, 16, chunked=False, again=False).loss_fn(made.model, made.batch)
+    whole = published.torchtune(config, 2, 16, chunked=False).loss_fn(made.model, made.batch)
     torch.testing.assert_close(made.loss_fn(made.model, made.batch), whole)
