@@ -207,7 +207,8 @@ def alone(base: Base, values: dict[str, list[Any]]) -> Iterator[Levers]:
     """Yield each lever by itself, with each of its values; regions for two budgets."""
     for field, own in values.items():
         yield from (replace(base.steps.plain, **{field: value}) for value in own)
-    yield from (base.with_regions(base.steps.plain, share) for share in (0.5, 1.0))
+    regions = (base.with_regions(base.steps.plain, share) for share in (0.5, 1.0))
+    yield from (levers for levers in regions if levers.regions)  # none where the model's own checkpoints leave nothing
 
 
 def drawn(base: Base, values: dict[str, list[Any]], draw: random.Random) -> Levers:
