@@ -267,6 +267,8 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "finetune_stacks": ("finetune", finetune.stacks_table),
     "finetune_paper": ("finetune", finetune.paper_table),
     "finetune_contexts": ("finetune", finetune.contexts_table),
+    "finetune_combinations": ("finetune", finetune.combinations_table),
+    "finetune_published": ("finetune", finetune.published_table),
     "finetune_curves": ("finetune", finetune.curves_table),
     "field": ("field", field.table),
     "resident": ("resident", resident_table),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.common import Case
-from benchmarks.finetune import curves, measured, paper
+from benchmarks.finetune import combinations, curves, measured, paper
 from benchmarks.markdown import head, made_by, row
 from memfit.foundations import format_bytes
 
@@ -17,6 +17,8 @@ def summarised(cases: Sequence[Case]) -> dict[str, Any]:
         **measured.summary_of([case for case in cases if "stack" in case]),
         **paper.summary_of([case for case in cases if "setup" in case]),
         **curves.summary_of([case for case in cases if "recipe" in case]),
+        **combinations.summary_of(cases),
+        "published_rows": sum("published" in case and "error" in case for case in cases),
         "failed": sum("part" in case for case in cases),
     }
 
@@ -88,6 +90,35 @@ def curves_table(result: dict[str, Any]) -> str:
         equal = "" if case["lever"] == curves.PLAIN else "bit-identical" if case["bitwise"] else _off(case)
         losses = (f"{first:.4f}", f"{last:.4f}")
         lines.append(row((case["recipe"], case["lever"], case["numerics"], str(case["seed"]), *losses, reached, equal)))
+    return "\n".join([*lines, "", f"{made_by(result)}."])
+
+
+def combinations_table(result: dict[str, Any]) -> str:
+    """Return the peaks and the numbers of levers, each alone and together."""
+    lines = head(("step", "levers", "class", "predicted", "measured", "error", "gradients off by", "as its class says"))
+    cases = [case for case in result["cases"] if "combination" in case]
+    for case in sorted(cases, key=lambda case: not case["alone"]):
+        cells = [case["base"], case["combination"], case["numerics"]]
+        if "error_message" in case:
+            lines.append(row([*cells, case["error_message"], *[""] * 4]))
+            continue
+        sizes = (f"{case[name] / 2**20:.2f} MiB" for name in ("predicted_peak_bytes", "peak_bytes"))
+        off = "bit-identical" if case["bitwise"] else f"{case['gradient_difference']:.1e}"
+        if (rounded := case["rounding_difference"]) is not None:
+            off += f" (by rounded weights {rounded:.1e})"
+        lines.append(row([*cells, *sizes, f"{case['error']:+.4%}", off, "yes" if case["holds"] else "no"]))
+    return "\n".join([*lines, "", f"{made_by(result)}."])
+
+
+def published_table(result: dict[str, Any]) -> str:
+    """Return published peaks of fine-tuning beside predicted ones."""
+    lines = head(("row", "step", "card", "published", "predicted", "error", "differs from the source"))
+    for case in (case for case in result["cases"] if "published" in case):
+        cells = [case["published"], case["what"], case["device"], format_bytes(case["published_bytes"])]
+        if "error_message" in case:
+            lines.append(row([*cells, case["error_message"], "", case["differs"]]))
+            continue
+        lines.append(row([*cells, format_bytes(case["peak_bytes"]), f"{case['error']:+.1%}", case["differs"]]))
     return "\n".join([*lines, "", f"{made_by(result)}."])
 
 

@@ -66,12 +66,12 @@ def model_of(shape: Shape, tokens: int, lora: bool) -> nn.Module:
     return made
 
 
-def llama(shape: Shape, tokens: int, *, lora: bool = False, seed: int = 0) -> Workload:
-    """Return the step as its user writes it: one sequence, the model's own loss, AdamW."""
+def llama(shape: Shape, tokens: int, *, lora: bool = False, seed: int = 0, samples: int = 1) -> Workload:
+    """Return the step as its user writes it: sequences of so many tokens, the model's own loss, AdamW."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_of(shape, tokens, lora)
-        batch = {"tokens": torch.randint(shape.vocabulary, (1, tokens), device="cpu")}
+        batch = {"tokens": torch.randint(shape.vocabulary, (samples, tokens), device="cpu")}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     name = f"{shape.layers}x{shape.width} {'LoRA' if lora else 'full'}, {tokens} tokens"
     return Workload(model, batch, loss, torch.optim.AdamW(trained), name=name)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from benchmarks.common import Case
-from benchmarks.finetune import curves, measured, paper
+from benchmarks.finetune import combinations, curves, measured, paper, published
 from benchmarks.finetune.models import SMALL, TINY
 from benchmarks.finetune.stacks import ALST, ALST_HOST, LIGER, STACKS
 
@@ -33,6 +33,8 @@ PARTS: dict[str, Part] = {
         measured.rows, SMALL, 4096, _LONG, lora=True, classes=("reordered",), rounds=3
     ),
     "cpu, 16k tokens": functools.partial(measured.rows, SMALL, 16_384, _LONG, classes=("reordered",), rounds=1),
+    "combinations": combinations.rows,
+    "published": published.rows,
     "curves, finetune": functools.partial(curves.rows, curves.FINETUNE),
     "curves, sentence_encoder": functools.partial(curves.rows, curves.ENCODER),
     **{f"slices of {key}": part for key, part in _LAST_SLICE.items()},

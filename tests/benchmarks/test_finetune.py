@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 
 import memfit
 from benchmarks.finetune import __main__ as finetune
-from benchmarks.finetune import curves, figures, measured, paper, peers
+from benchmarks.finetune import combinations, curves, figures, measured, paper, peers, published
 from benchmarks.finetune.models import TINY, llama
 from benchmarks.finetune.stacks import (
     ALST,
@@ -32,7 +36,7 @@ from benchmarks.finetune.stacks import (
 from benchmarks.processes import Output
 from memfit import recipes
 from memfit.capture import measure_peak_bytes, real_copy
-from memfit.errors import InfeasibleError, UsageError
+from memfit.errors import InfeasibleError, PlanError, UsageError
 from memfit.hardware import find_device
 from memfit.ir import Levers
 from memfit.workload import Workload
@@ -258,6 +262,7 @@ SMALL_TRAINING = curves.Training(
         batches_per_epoch=10,
     ),
     ("base_model.model.model.layers.0",),
+    "mlp",
     "validation_loss",
     head="base_model.model.lm_head",
     seeds=2,
@@ -272,17 +277,21 @@ def test_levers_train_beside_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> 
     finally:
         torch.use_deterministic_algorithms(deterministic)
     by_lever = {row["lever"]: row for row in found if row["seed"] == 0}
-    assert len(found) == len(by_lever) + 1 and len(by_lever[curves.PLAIN]["curve"]) == 5
+    assert len(found) == len(by_lever) + 2 and len(by_lever[curves.PLAIN]["curve"]) == 5
     assert by_lever["activation checkpointing"]["bitwise"] and not by_lever["bf16-mixed"]["bitwise"]
     assert 0 < by_lever["microbatches"]["largest_difference"] < 1e-4 < 10 * by_lever["bf16-mixed"]["largest_difference"]
     summary = curves.summary_of(found)
     assert summary["exact_runs"] == summary["exact_runs_with_the_same_bits"] == 2
     low, high = summary["lora_validation_loss"]
     assert low < high
-    found = [row for row in found if not row["lever"].startswith("QLoRA")]
-    quantised = {**found[0], "lever": "QLoRA: frozen weights in NF4", "numerics": "reduced", "reached": high}
+    assert [row["seed"] for row in found if row["lever"] == curves.QLORA] == [0, 1]
+    found = [row for row in found if row["lever"] != curves.QLORA]
+    quantised = {**found[0], "lever": curves.QLORA, "numerics": "reduced", "reached": high}
     assert curves.summary_of([*found, quantised])["qlora_within_the_spread"] is True
-    assert curves.summary_of([*found, {**quantised, "reached": high + 1}])["qlora_within_the_spread"] is False
+    others = [quantised, {**quantised, "reached": high + 1}]
+    summary = curves.summary_of([*found, *others])
+    assert summary["qlora_within_the_spread"] is False and summary["qlora_seeds"] == 2
+    assert summary["qlora_validation_loss"] == pytest.approx(high + 0.5)
     assert "bit-identical" in figures.curves_table({**RESULT, "cases": found})
 
 
@@ -345,3 +354,87 @@ def test_a_setup_is_planned_and_its_end_is_a_row(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(memfit, "plan", lambda *a, **o: (_ for _ in ()).throw(UsageError("not so")))
     assert paper.lowest(replace(setup, tokens=64), 2)["error_message"] == "UsageError: not so"
     assert len(list(paper.context("rtx-4090"))) == 1, "what fails is not tried again with fewer tokens"
+
+
+@pytest.fixture(scope="module")
+def adapted() -> Iterator[combinations.Base]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(combinations, "TOKENS", 64)
+        yield combinations.Base("LoRA")
+
+
+@pytest.mark.ci
+def test_levers_together_hold_what_is_predicted_and_keep_the_numbers(adapted: combinations.Base) -> None:
+    values, draw, found = adapted.values(), random.Random(1), []
+    assert {"precision", "optimizer", "update", "chunked_loss", "tiles", "frozen_weights", "lean"} <= values.keys()
+    while len(found) < 6:
+        with contextlib.suppress(PlanError):
+            found.append(adapted.row(combinations.drawn(adapted, values, draw)))
+    assert all(row["holds"] and abs(row["error"]) < 0.005 for row in found), found
+    assert any(row["rounding_difference"] for row in found) and any("region" in row["combination"] for row in found)
+
+
+@pytest.mark.ci
+def test_a_lever_that_is_predicted_otherwise_than_it_runs_is_noticed(
+    adapted: combinations.Base, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = adapted.steps.plain
+    levers = msgspec.structs.replace(plain, update="in-backward", lean=("*",))
+    right = adapted.row(levers)
+    assert right["bitwise"] and right["holds"] and abs(right["error"]) < 1e-4
+    with monkeypatch.context() as patch:
+        patch.setattr(combinations, "capture_levers", lambda *given: adapted.steps.traces[plain])
+        assert adapted.row(levers)["error"] > 0.005
+    ran = combinations.run(adapted.workload, levers)
+    off = {name: gradient * (1 + 1e-6) for name, gradient in ran.gradients.items()}
+    weights = [weight.nextafter(weight + 1) for weight in ran.weights]
+    for other, holds in ((ran, True), (ran._replace(weights=weights), False), (ran._replace(losses=[0.0]), False)):
+        monkeypatch.setattr(combinations, "run", lambda *_, other=other: other)
+        assert adapted.row(levers)["holds"] is holds
+    assert 5e-7 < combinations.difference(off, ran.gradients) < 2e-6
+    assert combinations.difference({}, ran.gradients) == float("inf")
+
+
+def test_the_summary_tells_the_farthest_combination() -> None:
+    row = {"base": "LoRA", "combination": "a, b", "numerics": "exact", "bitwise": True, "gradient_difference": 0.0}
+    row |= {"predicted_peak_bytes": MIB, "peak_bytes": MIB, "error": 1e-4, "holds": True, "rounding_difference": None}
+    failed = {**{name: row[name] for name in ("base", "combination", "numerics")}, "error_message": "CaptureError: no"}
+    cases = [{**row, "alone": False}, {**row, "alone": False, "error": -2e-3}, {**row, "alone": True, "holds": False}]
+    cases += [{**failed, "alone": True}, {"refused_combinations": {"a can't be combined with b": 3}}]
+    found = figures.summarised(cases)
+    assert (found["combinations"], found["combinations_largest_abs_error"]) == (2, 2e-3)
+    assert (found["levers_alone"], found["levers_alone_largest_abs_error"]) == (2, 1e-4)
+    assert (found["combinations_that_hold"], found["combinations_that_fail"], found["combinations_refused"]) == (
+        2,
+        2,
+        3,
+    )
+    table = figures.combinations_table({**RESULT, "cases": cases})
+    assert "| 1.00 MiB | 1.00 MiB | -0.2000% | bit-identical | yes |" in table and "CaptureError: no" in table
+
+
+def test_published_peaks_stand_beside_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def output_of(command: list[str], timeout_seconds: float) -> Output:
+        asked.append(command[-1])
+        return Output([{"peak_bytes": 2 * GIB}] if len(asked) > 1 else [], "exit status 1", "")
+
+    monkeypatch.setattr(published, "output_of", output_of)
+    found = list(published.rows())
+    assert asked == list(published.ROWS) and found[0]["error_message"] == "exit status 1"
+    for row in found[1:]:
+        assert row["error"] == pytest.approx(2 * GIB / row["published_bytes"] - 1) and row["differs"]
+        find_device(row["device"])
+    table = figures.published_table({**RESULT, "cases": found})
+    assert all(f"| {name} |" in table for name in asked)
+
+
+def test_torchtunes_chunks_have_the_loss_of_the_whole() -> None:
+    config = {**published.LLAMA_3B, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 101}
+    torch.manual_seed(0)
+    made = published.torchtune(config, 2, 16)
+    made.batch["tokens"].random_(101)
+    whole = published.torchtune(config, 2, 16, chunked=False).loss_fn(made.model, made.batch)
+    torch.testing.assert_close(made.loss_fn(made.model, made.batch), whole)
