@@ -46,7 +46,7 @@ def is_worth_moving(tensor: torch.Tensor) -> bool:
     return workload.transfers.covers_storage(tensor) and tensor.numel() * tensor.itemsize >= LEAST_BYTES
 
 
-class _Link:
+class Link:
     """The streams between a device and the host; the CPU has none."""
 
     def __init__(self, device: torch.device) -> None:
@@ -71,7 +71,8 @@ class _Link:
         workload.transfers.wait(tensor)
 
 
-_link = functools.cache(_Link)
+link_to = functools.cache(Link)
+"""Returns the streams of a device, made once."""
 
 
 class HostCopy:
@@ -80,7 +81,7 @@ class HostCopy:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._source: torch.Tensor | None = tensor
         self._version = version_of(tensor)
-        self._link = _link(tensor.device)
+        self._link = link_to(tensor.device)
         self._back: tuple[torch.Tensor, Any] | None = None
         self._is_changed = False
         with torch.no_grad():
