@@ -300,16 +300,40 @@ class _Blocks:
 
     def __init__(self) -> None:
         self.all: list[_Block] = []
+        self._running = 0  # backward passes of blocks
+        self._next: _Block | None = None  # whose backward pass will begin
         self._ends = False  # whether something is to run at the end of this backward pass
 
-    def begin_backward(self) -> None:
+    def begin(self, block: _Block) -> None:
+        """Have a block's weights there for its backward pass."""
         if not self._ends:
             self._ends = True
             after_backward(self.leave_all)
+        block.running += 1
+        self._running += 1
+        block.is_wanted = False
+        block.arrive()
+        before = self.all[block.place - 1] if block.place else None
+        self._next = before if before is not None and before.awaited > 0 else None
+        if self._running == 1:
+            self._fetch_next()
+
+    def end(self, block: _Block) -> None:
+        """Let go of a block's weights after its backward pass: the one that has begun since has its own by then."""
+        block.running -= 1
+        self._running -= 1
+        block.leave()
+        self._fetch_next()
+
+    def _fetch_next(self) -> None:
+        if self._next is not None:
+            self._next.is_wanted = True
+            self._next.fetch()
+            self._next = None
 
     def leave_all(self) -> None:
         """Have no block's weights on the device."""
-        self._ends = False
+        self._ends, self._running, self._next = False, 0, None
         for block in self.all:
             block.awaited = block.running = 0
             block.is_wanted = False
@@ -373,17 +397,13 @@ class _Block:
             weight.leave()
         self._events, self._is_here = None, False
 
-    def next_to(self, by: int) -> _Block | None:
-        place = self.place + by
-        return self.blocks.all[place] if 0 <= place < len(self.blocks.all) else None
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.blocks.check()
         recomputes = current_graph_task_id() != -1
         self.arrive()
-        following = self.next_to(1)
-        if following is not None and not recomputes:
-            following.fetch()
+        if not recomputes:
+            for following in self.blocks.all[self.place + 1 : self.place + 2]:
+                following.fetch()
         forward = self.forward or functools.partial(type(self.module).forward, self.module)
         given = _with_gradients((args, kwargs))
         try:
@@ -418,22 +438,12 @@ class _Backward:
     is_running: bool = False
 
     def begin(self, grad: Tensor) -> None:
-        block = self.block
-        if self.is_running:
-            return
-        self.is_running = True
-        block.blocks.begin_backward()
-        block.running += 1
-        block.awaited -= self.is_counted
-        block.is_wanted = False
-        block.arrive()
-        before = block.next_to(-1)
-        if before is not None and before.awaited > 0:
-            before.is_wanted = True
-            before.fetch()
+        if not self.is_running:
+            self.is_running = True
+            self.block.awaited -= self.is_counted
+            self.block.blocks.begin(self.block)
 
     def has_gradient(self, grad: Tensor) -> None:
         self.missing -= 1
         if self.is_running and self.missing == 0:
-            self.block.running -= 1
-            self.block.leave()
+            self.block.blocks.end(self.block)
