@@ -1,4 +1,4 @@
-"""Weights in host memory: the plain step's bits, the bytes that were predicted, and the user's weights all the while."""
+"""Weights in host memory: the plain step's bits, the predicted bytes, and the user's weights all the while."""
 
 from __future__ import annotations
 
@@ -18,55 +18,11 @@ from memfit._torch import TorchDispatchMode
 from memfit.capture import measure_peak_bytes, real_copy
 from memfit.errors import PlanError, PlanMismatchError
 from memfit.hardware import find_device
-from memfit.ir import FrozenWeights, HostWeights, Levers, OpCost, Region, Tiles, simulate
+from memfit.ir import FrozenWeights, Levers, OpCost, Region, Tiles, simulate
 from memfit.levers import applied
 from memfit.planner import capture_levers, costs_of, predict
 from memfit.workload import Workload
-
-COUNT, WIDTH, MATRIX_BYTES = 4, 128, 128 * 512 * 4
-NAMES = tuple(f"blocks.{i}" for i in range(COUNT))
-HELD = HostWeights(modules=NAMES, host_bytes=2 * COUNT * MATRIX_BYTES)
-PLAIN = Levers(microbatch_size=8)
-IN_HOST = replace(PLAIN, host_weights=HELD)
-
-
-class Block(nn.Module):
-    """A frozen MLP with an adapter that trains."""
-
-    def __init__(self, trains: bool = True) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH).requires_grad_(False)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 512), nn.GELU(), nn.Linear(512, WIDTH)).requires_grad_(False)
-        self.adapter = nn.Sequential(nn.Linear(WIDTH, 4), nn.Dropout(0.1), nn.Linear(4, WIDTH)).requires_grad_(trains)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        out: Tensor = x + self.mlp(h) + self.adapter(h)
-        return out
-
-
-class Model(nn.Module):
-    """A stack of blocks; the input is frozen, so that the first block's has no gradient."""
-
-    def __init__(self, first: int = 0, call: Callable[..., Tensor] = lambda block, x: block(x)) -> None:
-        super().__init__()
-        self.embed = nn.Linear(16, WIDTH).requires_grad_(False)
-        self.blocks = nn.ModuleList(Block(trains=i >= first) for i in range(COUNT))
-        self.head, self.call = nn.Linear(WIDTH, 8), call
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = self.call(block, x)
-        out: Tensor = self.head(x)
-        return out
-
-
-def made(**options: Any) -> Workload:
-    torch.manual_seed(0)
-    model = Model(**options)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    return Workload(model, torch.randn(8, 32, 16), lambda m, x: m(x).square().mean(), optimizer, name="adapted")
+from tests.frozen_blocks import COUNT, EACH, HELD, IN_HOST, MATRIX_BYTES, NAMES, PLAIN, made
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
@@ -98,7 +54,6 @@ def peaks(levers: Levers) -> tuple[int, int]:
         return predicted.peak_bytes, measure_peak_bytes(step, copied.batch)
 
 
-EACH = tuple(Region((name,)) for name in NAMES)
 CASES: dict[str, dict[str, Any]] = {
     "alone": {},
     "a region each": {"regions": EACH},

@@ -140,6 +140,7 @@ def set_memory(tensor: torch.Tensor, values: torch.Tensor) -> None:
     else:
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         other = torch.nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+        vars(other).update({name: value for name, value in vars(tensor).items() if name not in vars(other)})
         torch.utils.swap_tensors(tensor, other)
 
 
