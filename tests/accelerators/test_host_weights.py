@@ -63,9 +63,9 @@ def test_a_plan_with_it_is_verified_trained_and_leaves_the_model_there(
 ) -> None:
     plain_bytes = memfit.estimate(made(), device=kind).peak_bytes
     options: dict[str, Any] = {"numerics": "exact", "precisions": ["32-true"], "points": 1, "time_limit_seconds": 1}
-    budget = plain_bytes - 2 * MATRIX_BYTES
+    budget = int(0.72 * plain_bytes)  # nothing else reaches it
     plan = memfit.plan(made(), budget=budget, device=kind, host_budget="64MiB", **options)
-    plan = replace(plan, levers=replace(PLAIN, host_weights=HELD)) if plan.levers.host_weights is None else plan
+    assert plan.levers.host_weights == HELD
     found = memfit.verify(plan, made(), steps=2)
     assert found.bitwise and found.measured_peak_bytes is not None and found.measured_peak_bytes <= budget
     finals = []
@@ -79,7 +79,8 @@ def test_a_plan_with_it_is_verified_trained_and_leaves_the_model_there(
     assert same(*finals)
 
 
-def test_weights_wait_beside_other_levers_of_losses_and_bits(kind: str, place: torch.device) -> None:
+@pytest.mark.ci
+def test_codes_of_weights_in_fewer_bits_wait_there(kind: str, place: torch.device) -> None:
     pytest.importorskip("bitsandbytes")
     levers = replace(PLAIN, frozen_weights=FrozenWeights(quantizer="int8"), regions=EACH)
     try:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +13,12 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import memfit
 from memfit._torch import TorchDispatchMode
 from memfit.capture import measure_peak_bytes, real_copy
 from memfit.errors import PlanError, PlanMismatchError
 from memfit.hardware import find_device
-from memfit.ir import FrozenWeights, Levers, OpCost, Region, Tiles, simulate
-from memfit.levers import applied
+from memfit.ir import FrozenWeights, HostWeights, Levers, OpCost, Region, Sharding, Tiles, simulate
+from memfit.levers import LEVERS, NotOffered, applied
 from memfit.planner import capture_levers, costs_of, predict
 from memfit.workload import Workload
 from tests.frozen_blocks import COUNT, EACH, HELD, IN_HOST, MATRIX_BYTES, NAMES, PLAIN, made
@@ -285,28 +284,44 @@ def test_a_step_takes_no_less_than_its_copies_and_hides_them_where_it_computes_l
     assert alone < seconds(0.1, 1.0)
 
 
-@pytest.fixture(scope="module")
-def plain_bytes() -> int:
-    return memfit.estimate(made(), device="rtx-4090").peak_bytes
+def proposed(**options: Any) -> list[Levers]:
+    """Return what the lever proposes beside the plain step, which it is told not to fit."""
+    trace = capture_levers(made(), PLAIN, find_device("cpu"))
+    step: dict[str, Any] = {
+        **{"workload": made(), "device": find_device("rtx-4090"), "plain": PLAIN, "budget_bytes": 4 * MATRIX_BYTES},
+        **{"host_budget_bytes": 2**30, "shardings": (), "tries_all": False, "is_long": False},
+        **{"trace": lambda levers: trace, "allows": lambda levers: True, **options},
+    }
+    step["predicted"] = lambda levers: SimpleNamespace(peak_bytes=2**24, peak_upper_bytes=2**24)
+    setting: Any = SimpleNamespace(**step)
+    (lever,) = (lever for lever in LEVERS if lever.name == "weights in host memory")
+    return lever.propose(setting, [PLAIN])
 
 
-def test_plans_for_a_card_use_it_where_the_host_has_room(plain_bytes: int) -> None:
-    def planned(host_budget: int | None) -> Any:
-        options = {"device": "rtx-4090", "numerics": "exact", "precisions": ["32-true"], "points": 1}
-        try:
-            return memfit.plan(made(), budget=plain_bytes // 4, host_budget=host_budget, **options)  # type: ignore[arg-type]
-        except memfit.InfeasibleError as error:
-            return error
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({}, COUNT),
+        ({"host_budget_bytes": 7 * MATRIX_BYTES}, 3),  # 3.5 blocks: what the host has room for, from the first
+        ({"host_budget_bytes": 2 * MATRIX_BYTES, "tries_all": True, "budget_bytes": 1}, 1),
+    ],
+)
+def test_blocks_are_proposed_as_far_as_the_host_has_room(options: dict[str, Any], count: int) -> None:
+    held = HostWeights(modules=NAMES[:count], host_bytes=2 * count * MATRIX_BYTES)
+    assert proposed(**options) == [PLAIN, replace(PLAIN, host_weights=held)]
 
-    without, some, all_ = planned(None), planned(5 * MATRIX_BYTES), planned(2**30)
-    assert all_.lowest_peak_bytes < some.lowest_peak_bytes < without.lowest_peak_bytes
-    assert "weights in host" in str(all_) and "weights in host" not in str(without)
 
-
-def test_it_is_proposed_only_where_the_step_does_not_fit() -> None:
-    workload = dataclasses.replace(made(), name="fits")
-    options: dict[str, Any] = {"device": "rtx-4090", "numerics": "exact", "precisions": ["32-true"], "points": 1}
-    plan = memfit.plan(workload, budget="1GiB", host_budget="1GiB", **options)
-    assert plan.levers.host_weights is None
-    with pytest.raises(PlanError, match="weights in host memory can't be combined with a device without a link"):
-        memfit.apply(replace(plan, device="cpu", levers=IN_HOST), made())
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"host_budget_bytes": 0}, "host_budget="),
+        ({"device": find_device("cpu")}, "a device with a link"),
+        ({"budget_bytes": 2**25}, "the step fits"),
+        ({"is_long": True}, "only where nothing else fits"),
+        ({"shardings": (Sharding(world_size=2, mode="ddp"),)}, "ranks share"),
+        ({"host_budget_bytes": 4 * MATRIX_BYTES}, "less than"),  # two blocks, which are on the device at a time
+    ],
+)
+def test_it_is_not_proposed_where_it_does_not_pay(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(NotOffered, match=why):
+        proposed(**options)
