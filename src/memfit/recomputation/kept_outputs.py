@@ -46,7 +46,7 @@ def is_worth_moving(tensor: torch.Tensor) -> bool:
     return workload.transfers.covers_storage(tensor) and tensor.numel() * tensor.itemsize >= LEAST_BYTES
 
 
-class Link:
+class _Link:
     """The streams between a device and the host; the CPU has none."""
 
     def __init__(self, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class Link:
         workload.transfers.wait(tensor)
 
 
-link_to = functools.cache(Link)
+link_to = functools.cache(_Link)
 """Returns the streams of a device, made once."""
 
 
