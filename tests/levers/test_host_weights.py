@@ -223,6 +223,7 @@ def test_an_error_in_the_middle_loses_nothing(phase: str) -> None:
         Fails.fails = True
         with pytest.raises(ValueError, match=phase):
             step(copied.batch)
+        assert phase == "backward" or on_device(copied.model) <= 2 * MATRIX_BYTES
         Fails.fails = False
         assert all(torch.equal(given[name], value) for name, value in state_of(copied.model).items())
         torch.manual_seed(1)
@@ -230,6 +231,25 @@ def test_an_error_in_the_middle_loses_nothing(phase: str) -> None:
         losses = [step(copied.batch).loss for _ in range(3)]
         assert on_device(copied.model) == 0
     assert losses == trained(PLAIN, made(call=call))[0]
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_where_there_is_no_room_for_a_weight_none_stays_on_the_device(at: int) -> None:
+    copied = real_copy(made())
+    with applied(IN_HOST, copied) as step:
+        weights = vars(copied.model.blocks[at])["_memfit_block"].weights
+
+        def fails() -> None:
+            raise torch.OutOfMemoryError("no room")
+
+        weights[1].fetch = fails
+        with pytest.raises(torch.OutOfMemoryError):
+            step(copied.batch)
+        assert on_device(copied.model) == (0 if at == 0 else 2 * MATRIX_BYTES)  # the block that was there before
+        del weights[1].fetch
+        torch.manual_seed(1)
+        assert [step(copied.batch).loss for _ in range(3)] == trained(PLAIN, made())[0]
+        assert on_device(copied.model) == 0
 
 
 def test_what_can_not_wait_is_refused_by_name() -> None:

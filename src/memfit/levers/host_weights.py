@@ -137,6 +137,9 @@ class HostWeightsLever(Lever):
             blocks.leave_all()
             for block in reversed(blocks.all):
                 block.take_off()
+            for block in blocks.all:  # last, since the device may have no room
+                for weight in block.weights:
+                    weight.to_home()
 
     def stays_behind(self, levers: Levers, model: nn.Module) -> list[nn.Parameter]:
         assert levers.host_weights is not None
@@ -368,17 +371,24 @@ class _Block:
         vars(self.module).update({_BLOCK: self, "forward": self})
 
     def take_off(self) -> None:
-        """Give the module its weights back, where it was; with those that were moved before an error."""
+        """Give the module its own `forward` back, if that was replaced."""
         if vars(self.module).pop(_BLOCK, None) is not None:
             del self.module.forward
             if self.forward is not None:
                 self.module.forward = self.forward
-        for weight in self.weights:
-            weight.to_home()
 
     def fetch(self) -> None:
         if self._events is None:
-            self._events = [weight.fetch() for weight in self.weights]
+            events: list[Any] = []
+            try:
+                events += (weight.fetch() for weight in self.weights)
+            except BaseException:  # as where the device has no room for the second
+                for weight, event in zip(self.weights, events, strict=False):
+                    weight.arrive(event)
+                for weight in self.weights:
+                    weight.leave()
+                raise
+            self._events = events
 
     def arrive(self) -> None:
         self.fetch()
@@ -408,8 +418,10 @@ class _Block:
         given = _with_gradients((args, kwargs))
         try:
             out = forward(*args, **kwargs)
-        finally:
-            self.leave()
+        except BaseException:
+            self.leave() if recomputes else self.blocks.leave_all()  # a recomputation ends so
+            raise
+        self.leave()
         if torch.is_grad_enabled() and (made := _with_gradients(out)):
             self.awaited += not recomputes
             backward = _Backward(self, len(given), is_counted=not recomputes)
