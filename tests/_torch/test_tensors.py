@@ -35,6 +35,28 @@ def test_version_of_rises_by_changes_in_place_of_any_view() -> None:
     assert _torch.version_of(x) == before + 1
 
 
+def test_a_tensor_gets_the_memory_of_another_and_a_fake_one_its_device() -> None:
+    """By `set_memory`; a device of another kind of tensor is in `tests/accelerators`."""
+    given, values = torch.nn.Parameter(torch.ones(2), requires_grad=False), torch.zeros(2)
+    _torch.set_memory(given, values)
+    assert given.tolist() == [0, 0] and _torch.storage_key_of(given) == _torch.storage_key_of(values)
+    with _torch.FakeTensorMode():
+        fake = torch.nn.Parameter(torch.empty(2, device="cuda"), requires_grad=False)
+        _torch.set_memory(fake, torch.empty(2))
+        assert fake.device.type == "cpu" and (fake + torch.empty(2)).device.type == "cpu"
+
+
+def test_what_runs_after_the_backward_pass_runs_once_after_its_last_hook() -> None:
+    x, order = torch.ones(1, requires_grad=True), []
+    y = x * 2
+    y.register_hook(lambda grad: _torch.after_backward(lambda: order.append("after")))
+    x.register_hook(lambda grad: order.append("x"))
+    (y * 3).backward()
+    assert order == ["x", "after"]
+    with pytest.raises(RuntimeError):
+        _torch.after_backward(lambda: None)  # outside of one
+
+
 def test_use_count_rises_by_what_autograd_saves() -> None:
     x = torch.ones(2, requires_grad=True)
     before = _torch.use_count(x)

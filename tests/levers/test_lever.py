@@ -20,7 +20,18 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import memfit
 from memfit.errors import BudgetError, InfeasibleError, PlanError
 from memfit.hardware import find_device
-from memfit.ir import Candidate, ChunkedLoss, FrozenWeights, Levers, Plan, Region, Sharding, Tiles, at_point
+from memfit.ir import (
+    Candidate,
+    ChunkedLoss,
+    FrozenWeights,
+    HostWeights,
+    Levers,
+    Plan,
+    Region,
+    Sharding,
+    Tiles,
+    at_point,
+)
 from memfit.levers import (
     CONFLICTS,
     LEVERS,
@@ -57,6 +68,7 @@ USED: dict[str, dict[str, Any]] = {
     "lean norms and activations": {"lean": ("*",)},
     "frozen weights in fewer bits": {"frozen_weights": FrozenWeights(quantizer="int8")},
     "products in float8": {"float8": ("blocks.0.mlp.fc",)},
+    "weights in host memory": {"host_weights": HostWeights(modules=("blocks.0",), host_bytes=300)},
     "activation checkpointing": {"regions": (Region(("blocks.0",)),)},
     "activation offload": {"regions": (Region(("blocks.0",), offload=True),)},
     **{name: update_settings(value) for name, value in UPDATES.items()},
@@ -174,7 +186,7 @@ def test_each_tells_its_use_and_goes_without_it(lever: Any) -> None:
 
 NOT_ON_THIS_MODEL = {
     *("microbatches", "compilation", "sharding", "own gradient checkpointing", "expandable segments"),
-    "frozen weights in fewer bits",
+    *("frozen weights in fewer bits", "weights in host memory"),
 }
 
 
@@ -199,6 +211,11 @@ def test_none_is_applied_twice(name: str, plan: Plan) -> None:
         ((), 2**30, {}),
         (("optimizer states in host memory",), 0, {"optimizer states in host memory": 100}),
         (("activation offload",), 500, {"activation offload": 500}),
+        (
+            ("weights in host memory", "activation offload"),
+            500,
+            {"weights in host memory": 300, "activation offload": 200},
+        ),
         (
             ("optimizer states in host memory", "activation offload"),
             500,
@@ -257,7 +274,7 @@ def named_levers(source: str) -> list[str]:
     names = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and (
-            node.attr in ("chunked_loss", "lean", "frozen_weights", "float8", "tiles")
+            node.attr in ("chunked_loss", "lean", "frozen_weights", "float8", "tiles", "host_weights")
             or (
                 node.attr in ("optimizer", "compiler", "update", "optimizer_state")
                 and "levers" in ast.unparse(node.value)

@@ -107,6 +107,7 @@ from .modules import step_hooks as step_hooks
 from .modules import undone_by_exceptions as undone_by_exceptions
 from .modules import untold_calls as untold_calls
 from .tensors import add_tensor_hooks as add_tensor_hooks
+from .tensors import after_backward as after_backward
 from .tensors import allocator_settings as allocator_settings
 from .tensors import answer_for_one_device as answer_for_one_device
 from .tensors import context_of as context_of
@@ -128,6 +129,7 @@ from .tensors import push_saved_tensors_default_hooks as push_saved_tensors_defa
 from .tensors import rewrapped as rewrapped
 from .tensors import sequence_nr_of as sequence_nr_of
 from .tensors import set_allocator_settings as set_allocator_settings
+from .tensors import set_memory as set_memory
 from .tensors import sparse_indices as sparse_indices
 from .tensors import sparse_values as sparse_values
 from .tensors import storage_key as storage_key

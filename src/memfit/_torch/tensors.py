@@ -93,6 +93,11 @@ push_saved_tensors_default_hooks = torch._C._autograd._push_saved_tensors_defaul
 top_saved_tensors_default_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
+def after_backward(call: Callable[[], None]) -> None:
+    """Have the engine call something once the backward pass that is running has ended without an error."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
 def forward_ad_level() -> int:
     """Return the nesting depth of forward-mode derivatives; -1 outside of any."""
     level: int = forward_ad._current_level
@@ -124,6 +129,19 @@ def add_tensor_hooks(tensor: torch.Tensor, hooks: Hooks) -> None:
 
 
 # Accelerators
+
+
+def set_memory(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Give a tensor the memory of another one, on whichever device; references to it stay good."""
+    if torch._has_compatible_shallow_copy_type(tensor, values):
+        tensor.data = values
+        if isinstance(tensor, FakeTensor):
+            tensor.fake_device = values.device
+    else:
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        other = torch.nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+        vars(other).update({name: value for name, value in vars(tensor).items() if name not in vars(other)})
+        torch.utils.swap_tensors(tensor, other)
 
 
 def take_snapshot(device: torch.device) -> Any:

@@ -105,9 +105,9 @@ def record(
         fake_modes(values),
         recorder,
         composites_without_mode(),
+        recorder.unseen(),  # of what a lever empties as it is put on, too
         job.build(copied) as step,
         recorder.watch(copied.model),
-        recorder.unseen(),
         aliasing(inputs_of(copied)),
         contextlib.ExitStack() as stack,
     ):
@@ -344,7 +344,12 @@ def _assembled(
     job: CaptureJob, copied: Workload, recording: Recording, categories: _Categories, dry: list[Recording]
 ) -> Trace:
     n = len(recording.ops)
-    saves = [replace(s, death=n) if s.death < 0 else s for s in recording.saves]
+    # A save holds its storage, but for one that is emptied and filled again for the backward pass.
+    ends = [n if save.death < 0 else save.death for save in recording.saves]
+    saves = [
+        replace(save, death=min(end, recording.storages[save.storage].death))
+        for save, end in zip(recording.saves, ends, strict=True)
+    ]
     last_save: dict[int, int] = {}
     for save in saves:
         last_save[save.storage] = max(save.death, last_save.get(save.storage, -1))

@@ -24,6 +24,7 @@ from .levers import OTHER_DRAWS as OTHER_DRAWS
 from .levers import ChunkedLoss as ChunkedLoss
 from .levers import CompilerLever as CompilerLever
 from .levers import FrozenWeights as FrozenWeights
+from .levers import HostWeights as HostWeights
 from .levers import Keep as Keep
 from .levers import Levers as Levers
 from .levers import LeverUse as LeverUse

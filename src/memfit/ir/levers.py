@@ -149,6 +149,18 @@ class FrozenWeights(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True
     kept: tuple[str, ...] = ()
 
 
+class HostWeights(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Weights that don't train and wait in host memory, on the device while their module runs.
+
+    Attributes:
+        modules: FQNs of the modules, none within another, in the order in which they run.
+        host_bytes: Pinned host memory that their weights take.
+    """
+
+    modules: tuple[str, ...]
+    host_bytes: int
+
+
 class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of a plan.
 
@@ -175,6 +187,7 @@ class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
             computed, which is then freed.
         optimizer_state: Where the optimizer's state is between updates: "on-device", or "offloaded" to the host's
             memory.
+        host_weights: Modules whose frozen weights wait in host memory; None for all weights on the device.
 
     Raises:
         PlanError: `optimizer` has a value that another field has now.
@@ -195,6 +208,7 @@ class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     allocator: Literal["as-is", "expandable-segments"] = "as-is"
     update: UpdateTime = "after"
     optimizer_state: StatePlace = "on-device"
+    host_weights: HostWeights | None = None
 
     def __post_init__(self) -> None:
         """Refuse an earlier value, which would be left out silently."""

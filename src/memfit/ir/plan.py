@@ -192,7 +192,7 @@ class Plan(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         solution: The search for the plan.
         frontier: Plans from the fastest to the leanest, to look up another budget.
         notes: Assumptions, exclusions and skipped steps, with reasons.
-        host_budget_bytes: Limit of pinned host memory for offloaded activations.
+        host_budget_bytes: Limit of pinned host memory that levers may take.
         proof: The comparison of recomputed tensors with the step. Without one, the first step under the plan compares
             them.
         budget_share: The budget as a share ("50% of the 21.9 GiB that cpu has for a step"); "" for bytes.

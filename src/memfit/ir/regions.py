@@ -42,6 +42,7 @@ import numpy.typing as npt
 
 from memfit.ir.costs import CostTable
 from memfit.ir.levers import Keep, Region
+from memfit.ir.operators import COPY_IN, WAIT
 from memfit.ir.trace import Call, Save, Trace
 
 LEAST_BYTES = 2**16
@@ -225,19 +226,22 @@ class Regions:
     def _region_call(self, calls: tuple[int, ...]) -> RegionCall | None:
         first, last = self.trace.calls[calls[0]], self.trace.calls[calls[-1]]
         saves = [s for call in calls for s in self.saves_of[call] if self.trace.saves[s].unpacked >= 0]
-        if not saves or last.end <= first.start:
+        start = first.start
+        while start < last.end and self.trace.ops[start].name in (COPY_IN, WAIT):
+            start += 1  # weights of the region's modules, which are there when it runs again
+        if not saves or last.end <= start:
             return None
         records = [self.trace.saves[s] for s in saves]
         inputs = dict.fromkeys(s for call in calls for s in self.trace.calls[call].inputs)
         return RegionCall(
             calls=calls,
-            start=first.start,
+            start=start,
             stop=last.end,
             cut=min(max(r.at for r in records), last.end),
             recompute_at=min(r.unpacked for r in records),
             end=max(r.death for r in records),
             saves=tuple(saves),
-            inputs=tuple(s for s in inputs if self.trace.storages[s].birth < first.start),
+            inputs=tuple(s for s in inputs if self.trace.storages[s].birth < start),
         )
 
     @functools.cached_property

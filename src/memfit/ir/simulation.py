@@ -33,7 +33,7 @@ from memfit.ir.trace import Trace
 _SCRATCH = -1  # names of storages that are not in the trace
 _RESIDENT = -2
 _SECOND = -10  # numbers from here down are of storages whose own number is that of the last step's
-_OF_THE_PROGRAM = ("_spans", "_is_run", "_meets", "_copies_out")
+_OF_THE_PROGRAM = ("_spans", "_is_run", "_meets", "_copies")
 
 
 def simulate(trace: Trace, costs: CostTable, regions: Sequence[Region] = ()) -> Timeline:
@@ -216,8 +216,8 @@ class Replay:
         return self.trace.op_signatures[self._ops]
 
     @functools.cached_property
-    def _copies_out(self) -> bool:
-        return any(op.name == COPY_OUT for op in self.trace.ops)
+    def _copies(self) -> bool:
+        return any(op.name in (COPY_OUT, COPY_IN) for op in self.trace.ops)
 
     @functools.cached_property
     def _is_run(self) -> npt.NDArray[np.bool_]:
@@ -318,11 +318,11 @@ class Replay:
         """Return the seconds of each point, the overhead of a recomputation with its first one."""
         of_signature = [self.costs.seconds_of(text) for text in self.trace.signatures]
         found = np.array(of_signature, np.float64)[self._signatures] * self._is_run
-        if self.trace.device != "cpu" and (self.trace.sharding is not None or self._copies_out):
+        if self.trace.device != "cpu" and (self.trace.sharding is not None or self._copies):
             seconds: list[float] = found.tolist()
             if self.trace.sharding is not None:
                 self._wait_for_ranks(seconds)
-            if self._copies_out:
+            if self._copies:
                 self._wait_for_copies(seconds)
             found = np.array(seconds, np.float64)
         for op, overhead in self.costs.captured_overheads(self.trace).items():

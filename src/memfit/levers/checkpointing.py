@@ -117,7 +117,7 @@ class ActivationOffload(Lever):
     def without(self, on: LeversOn) -> Levers:
         return replace(on.levers, regions=tuple(replace(region, offload=False) for region in on.levers.regions))
 
-    def host_bytes(self, state_bytes: int, host_budget_bytes: int) -> int:
+    def host_bytes(self, levers: Levers, state_bytes: int, host_budget_bytes: int) -> int:
         return host_budget_bytes
 
     def rung(self, name: str, step: Setting, levers: Levers) -> tuple[Levers, str]:

@@ -30,6 +30,7 @@ from memfit.capture import is_compiled
 from memfit.errors import PlanError
 from memfit.hardware import supports
 from memfit.ir import Device, Levers
+from memfit.levers.host_weights import HOST_WEIGHTS
 from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, NotOffered, Setting
 from memfit.levers.precision import Casting, modules_within
 from memfit.levers.quantized_weights import QUANTIZED_WEIGHTS, heads
@@ -59,6 +60,7 @@ class Float8(Lever):
     numerics_class = "reduced"
     conflicts = (
         Conflict(FLOAT8, QUANTIZED_WEIGHTS, "those layers have products of their own", _OFF),
+        Conflict(FLOAT8, HOST_WEIGHTS, "the two were not tested together", _OFF),
         Conflict(FLOAT8, SHARDING, "it is not tested on ranks", _OFF),
         Conflict(FLOAT8, Circumstance.COMPILED, "it is not tested in code that others compile", _OFF),
         Conflict(FLOAT8, Circumstance.JITTOR, "this lever needs PyTorch", _OFF),

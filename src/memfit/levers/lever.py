@@ -12,6 +12,7 @@ import msgspec
 import torch
 from torch import nn
 
+from memfit.hardware import pins_memory
 from memfit.ir import (
     CompilerLever,
     CostTable,
@@ -89,6 +90,7 @@ class Setting(Protocol):
     numerics: Numerics  # that the user allows
     coupling: str | None  # what couples the samples of a batch
     budget_bytes: int | None  # what a step may hold; None where nobody said
+    host_budget_bytes: int  # host memory that levers may take
     must_compile: bool  # whether only compiled steps are searched
     tries_all: bool  # whether whatever may save memory is tried, however little: before nothing is said to fit
 
@@ -118,6 +120,13 @@ class Setting(Protocol):
 
     def allows(self, levers: Levers) -> bool:
         """Tell whether the numerics class of some levers is allowed."""
+
+
+def has_link(device: Device) -> bool:
+    """Tell whether copies between a device and the host run beside its work, at a rate that is known or measured."""
+    if device.is_here:
+        return pins_memory(device.kind)
+    return device.kind != "cpu" and device.link_bytes_per_second > 0
 
 
 def least_bytes(step: Setting) -> float:
@@ -273,8 +282,12 @@ class Lever(ABC):
         """Give a copy of a model the weights that a step computes with under it, where these are others."""
         raise NotImplementedError(f"{self.name} rounds no weights")
 
-    def host_bytes(self, state_bytes: int, host_budget_bytes: int) -> int:
-        """Return the host memory that it takes, with an optimizer's state of some size, within what levers may take."""
+    def host_bytes(self, levers: Levers, state_bytes: int, host_budget_bytes: int) -> int:
+        """Return the host memory that it takes under levers, within what they may take.
+
+        Args:
+            state_bytes: Of the optimizer.
+        """
         return 0
 
     # How it is chosen

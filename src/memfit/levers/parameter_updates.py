@@ -395,7 +395,7 @@ class OffloadedOptimizer(UpdateLever):
             options = dataclasses.replace(running.options, update=state.step)
             yield dataclasses.replace(running, options=options, partial=state)
 
-    def host_bytes(self, state_bytes: int, host_budget_bytes: int) -> int:
+    def host_bytes(self, levers: Levers, state_bytes: int, host_budget_bytes: int) -> int:
         return state_bytes
 
 

@@ -18,7 +18,6 @@ from memfit._torch import BatchNormBase, step_hooks, tensor_hooks
 from memfit.capture import is_compiled, real_copy
 from memfit.errors import PlanError, PlanMismatchError, WorkloadError
 from memfit.foundations import format_bytes
-from memfit.hardware import pins_memory
 from memfit.ir import Candidate, Device, Levers, LeverUse, Numerics, Plan, allows, at_point
 from memfit.levers.adamw_4bit import AdamW4bit
 from memfit.levers.adamw_8bit import AdamW8bit
@@ -26,7 +25,8 @@ from memfit.levers.allocator import Allocator
 from memfit.levers.checkpointing import ActivationOffload, Checkpointing, Compilation, Lean
 from memfit.levers.chunked_loss import ChunkedLossLever
 from memfit.levers.float8 import Float8
-from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, Rung, Running, met
+from memfit.levers.host_weights import HostWeightsLever
+from memfit.levers.lever import Circumstance, Conflict, Lever, LeversOn, Rung, Running, has_link, met
 from memfit.levers.microbatches import Microbatches, microbatch_size_of
 from memfit.levers.own_checkpointing import OwnCheckpointing
 from memfit.levers.parameter_updates import FusedOptimizer, OffloadedOptimizer, OptimizerInBackward, UpdateLever
@@ -57,6 +57,7 @@ LEVERS: tuple[Lever, ...] = (
     Lean(),
     QuantizedWeights(),
     Float8(),
+    HostWeightsLever(),
     Checkpointing(),
     ActivationOffload(),
     SharedByRanks(),
@@ -162,7 +163,7 @@ def lever_host_bytes(levers: Levers, state_bytes: int, host_budget_bytes: int) -
         state_bytes = lever.state_bytes(state_bytes)
     for lever in used_whole(levers):
         left = max(0, host_budget_bytes - sum(taken.values()))
-        taken[lever.name] = lever.host_bytes(state_bytes, left)
+        taken[lever.name] = lever.host_bytes(levers, state_bytes, left)
     return {name: nbytes for name, nbytes in taken.items() if nbytes}
 
 
@@ -185,10 +186,6 @@ def circumstances(workload: Workload, device: Device | None = None) -> set[str]:
     optimizer = workload.optimizer
     optimizers = [optimizer, *getattr(optimizer, "optimizers", [])]
     is_several = isinstance(optimizer, Optimizers)
-    # Copies between device and host run beside its work, at a rate that is known or measured.
-    has_link = device is None or (
-        pins_memory(device.kind) if device.is_here else device.kind != "cpu" and device.link_bytes_per_second > 0
-    )
     holds = {
         Circumstance.BATCH_NORM: any(isinstance(m, BatchNormBase) and m.training for m in workload.model.modules()),
         Circumstance.CLIPPING: workload.max_grad_norm is not None,
@@ -197,7 +194,7 @@ def circumstances(workload: Workload, device: Device | None = None) -> set[str]:
         Circumstance.FOREIGN_OPTIMIZER: not is_several and not type(optimizer).__module__.startswith("torch.optim"),
         Circumstance.OPTIMIZER_HOOKS: any(_is_users(hook) for each in optimizers for hook in step_hooks(each)),
         Circumstance.GRADIENT_HOOKS: any(map(has_gradient_hooks, workload.model.parameters())),
-        Circumstance.NO_LINK: not has_link,
+        Circumstance.NO_LINK: device is not None and not has_link(device),
     }
     common = {name for name, does in holds.items() if does}
     return common.union(*(lever.circumstances(workload, device) for lever in LEVERS))

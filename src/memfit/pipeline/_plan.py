@@ -63,7 +63,7 @@ def plan(
 
     Searched are precision, microbatch size (the global batch stays), chunked losses of language models, lean
     normalisations and activations, activation checkpointing of any modules, whole or selective, and, for a GPU
-    with `host_budget`, activation offload. The plan chosen is applied to a copy and captured again; what it says
+    with `host_budget`, what waits in host memory. The plan chosen is applied to a copy and captured again; what it says
     is predicted is predicted for that step.
 
     Args:
@@ -76,8 +76,8 @@ def plan(
         precisions: Precisions to search; None for "32-true" and the mixed one that the device is made
             for; "tf32" and "bf16-true" only when asked for. Those that `numerics` does not allow are solved for
             the frontier only.
-        host_budget: Pinned host memory for activations and optimizer states: bytes, or a string with a unit. None for
-            none.
+        host_budget: Pinned host memory for activations, optimizer states and frozen weights: bytes, or a string with
+            a unit. None for none.
         optimizers: Ways of updating the parameters that may be tried where no other plan is cheap, alone and together:
             values of `Levers.optimizer`, `.optimizer_state` and `.update`; None for all that `numerics` allows.
         world_size: Ranks that share the step (≥ 1); None for those of the process group that this process has joined,

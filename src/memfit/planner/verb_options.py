@@ -21,7 +21,7 @@ else:
     DeviceName = str
 
 BUDGET_HELP = "With a unit (24GiB or 24G, 22GB), or a share of the device (90%) or of the plain step's peak (0.5x)"
-HOST_BUDGET_HELP = "Pinned host memory for offloaded activations (32GiB); GPUs only."
+HOST_BUDGET_HELP = "Pinned host memory for activations, optimizer states and frozen weights (32GiB); GPUs only."
 MICROBATCH_HELP = "Samples in one forward and backward pass; the whole batch by default."
 NUMERICS_HELP = "Allowed change in the numbers of the training."
 PRECISIONS_HELP = "Precisions to search, repeatable. auto, the default: 32-true and the mixed precision of the device."

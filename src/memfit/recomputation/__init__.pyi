@@ -9,6 +9,7 @@ from .compiled_loss import unwatched as unwatched
 from .joint_graph import JointGraph as JointGraph
 from .joint_rewriter import FUSED_ERROR as FUSED_ERROR
 from .kept_outputs import is_worth_moving as is_worth_moving
+from .kept_outputs import link_to as link_to
 from .lean_modules import is_lean as is_lean
 from .lean_modules import is_made_lean as is_made_lean
 from .lean_modules import lean as lean

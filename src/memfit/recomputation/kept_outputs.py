@@ -78,7 +78,8 @@ class _Link:
         workload.transfers.wait(tensor)
 
 
-_link = functools.cache(_Link)
+link_to = functools.cache(_Link)
+"""Returns the streams of a device, made once."""
 
 
 class HostCopy:
@@ -87,7 +88,7 @@ class HostCopy:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._source: torch.Tensor | None = tensor
         self._version = version_of(tensor)
-        self._link = _link(tensor.device)
+        self._link = link_to(tensor.device)
         self._back: tuple[torch.Tensor, Any] | None = None
         self._is_changed = False
         with torch.no_grad():
