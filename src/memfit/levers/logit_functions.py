@@ -29,6 +29,7 @@ from memfit.levers.row_expressions import (
     PerRow,
     Product,
     Shared,
+    by_rows,
     changes_of,
     expressions_in,
     leaf,
@@ -50,7 +51,7 @@ def deferred(product: Product) -> Logits:
     shape, classes = product.hidden.shape[:-1], product.weight.shape[0]
     index = np.arange(math.prod(shape)).reshape(shape)
     device = product.hidden.device
-    form = Form(RowSpace(), index, leaf(product), len(shape), classes, device, product, product.dtype)
+    form = Form(RowSpace(), index, leaf(product), len(shape), classes, device, product, dtype=product.dtype)
     return Logits.of(form)
 
 
@@ -66,15 +67,13 @@ class _Change(NamedTuple):
 
 def _reordered(logits: Logits, change: _Change, axis: int, view: Callable[[Tensor], Tensor]) -> Logits:
     """Return a view of logits at other rows."""
-    form, product = logits.form, logits.form.product
-    if product is not None:
-        product = replace(product, hidden=change.of_tensor(product.hidden))
+    form = logits.form
     changed = replace(
         form,
         index=np.asarray(change.of_index(form.index)),
         expression=of_other_rows(form.expression, change.of_tensor),
         axis=axis,
-        product=product,
+        shaping=() if form.product is None else (*form.shaping, change.of_tensor),
     )
     return Logits.of(changed, (logits, view))
 
@@ -84,38 +83,40 @@ def _is_last(form: Form) -> bool:
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return logits in another shape of their rows."""
+    """Return logits in another shape of their rows: of what is before the classes, and of what is after them."""
     logits, *sizes = args
     sizes = list(sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)
     form = logits.form
-    if kwargs or not all(type(size) is int for size in sizes) or not _is_last(form):
+    if kwargs or not all(type(size) is int for size in sizes):
         raise UnfitError
     known = math.prod(size for size in sizes if size != -1)
     if -1 in sizes and known:
         sizes[sizes.index(-1)] = logits.numel() // known
     if math.prod(sizes) != logits.numel() or not known:
         raise UnfitError
-    if form.size == 1 and sizes[-1] != 1:
-        return _view(func, (_squeezed(torch.squeeze, (logits, -1), {}), *sizes), {})
-    if form.size is not None and (not sizes or sizes.pop() != form.size):
-        raise UnfitError
+    if form.size == 1 and sizes[-1:] != [1]:
+        return _view(func, (_squeezed(torch.squeeze, (logits, form.axis), {}), *sizes), {})
+    axis = len(sizes)
+    if form.size is not None:
+        before = math.prod(form.index.shape[: form.axis])
+        places = [place for place, size in enumerate(sizes) if size == form.size]
+        axis = next((place for place in reversed(places) if math.prod(sizes[:place]) == before), -1)
+        if axis < 0:
+            raise UnfitError
+        del sizes[axis]
     wanted = tuple(sizes)
     change = _Change(lambda index: index.reshape(wanted), lambda t: t.reshape(*wanted, t.shape[-1]))
-    return _reordered(logits, change, len(wanted), lambda value: func(value, *args[1:]))
+    return _reordered(logits, change, axis, lambda value: func(value, *args[1:]))
 
 
 def _flattened(func: Any, args: Any, kwargs: Any) -> Any:
     given = {"start_dim": 0, "end_dim": -1, **dict(zip(("start_dim", "end_dim"), args[1:], strict=False)), **kwargs}
-    logits, start, end = args[0], given["start_dim"], given["end_dim"]
-    form, dims = logits.form, logits.dim()
-    last = dims - 1 - (form.size is not None)
-    if not _is_last(form) or not 0 <= start % dims <= end % dims <= last:
+    logits, dims = args[0], max(1, args[0].dim())
+    start, end = given["start_dim"] % dims, given["end_dim"] % dims
+    if start > end:
         raise UnfitError
-    start, end = start % dims, end % dims
-    shape = form.index.shape
-    wanted = (*shape[:start], -1, *shape[end + 1 :])
-    change = _Change(lambda index: index.reshape(wanted), lambda t: t.flatten(start, end))
-    return _reordered(logits, change, len(wanted), lambda value: func(value, *args[1:], **kwargs))
+    sizes = (*logits.shape[:start], math.prod(logits.shape[start : end + 1]), *logits.shape[end + 1 :])
+    return _view(lambda value, *_: func(value, *args[1:], **kwargs), (logits, *sizes), {})
 
 
 def _indexed(func: Any, args: Any, kwargs: Any) -> Any:
@@ -279,7 +280,7 @@ def _applied(form: Form, function: Any, args: Any, kwargs: Any) -> Any:
         expression if is_single else Item(expression, place, each.dtype, size)
         for place, (each, size) in enumerate(zip(several, sizes, strict=True))
     ]
-    logits = [Logits.of(replace(form, expression=each, product=None, dtype=None)) for each in made]
+    logits = [Logits.of(replace(form, expression=each, product=None, shaping=(), dtype=None)) for each in made]
     return logits[0] if is_single else type(found)(logits)
 
 
@@ -429,14 +430,18 @@ def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
     if (given["size_average"], given["reduce"]) != (None, None):
         raise UnfitError
     dtype = torch.float32 if torch.is_autocast_enabled(form.device.type) else logits.dtype
-    target = target.reshape(-1)
+    rows, target = form.index.reshape(-1), target.reshape(-1)
+    if (np.diff(rows) < 0).any():
+        order = np.argsort(rows)
+        rows, target = rows[order], target[torch.from_numpy(order).to(target.device)]
     valid = target != given["ignore_index"]
+    classes = target.where(valid, 0)[:, None]
     total = LossOfChunks.apply(  # type: ignore[no-untyped-call]
-        product.hidden.reshape(-1, product.hidden.shape[-1]),
+        by_rows(product.hidden),
         product.weight,
         product.bias,
         product,
-        RowTargets(target.where(valid, 0)[:, None], valid[:, None], given["label_smoothing"], torch.is_grad_enabled()),
+        RowTargets(rows, classes, valid[:, None], given["label_smoothing"], torch.is_grad_enabled()),
     )
     return (total / valid.sum() if reduction == "mean" else total).to(dtype)
 

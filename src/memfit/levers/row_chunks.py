@@ -8,6 +8,7 @@ gradients. Rows whose gradients are all zero, as those that a mask takes out of 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from memfit.levers.row_expressions import (
     Output,
     PerRow,
     Shared,
+    by_rows,
     changes_of,
 )
 
@@ -103,7 +105,7 @@ class _Group:
 
 
 class RowSet:
-    """Some rows of tensors, to be taken and put."""
+    """Some rows of tensors, to be taken and put: of [rows, size], or of blocks of rows, as `by_rows` returns them."""
 
     def __init__(self, at: Index) -> None:
         self.at = at
@@ -113,14 +115,28 @@ class RowSet:
     def _index(self, tensor: Tensor) -> Tensor:
         return torch.tensor(self.at, device=tensor.device)
 
+    def _by_block(self, tensor: Tensor) -> Iterator[tuple[Tensor, RowSet, slice]]:
+        """Yield each block that has some of these rows, those rows in it, and their places among all."""
+        block, rows = np.divmod(self.at, tensor.shape[1])
+        ends = [0, *(np.flatnonzero(np.diff(block)) + 1).tolist(), len(block)]
+        for start, stop in itertools.pairwise(ends):
+            yield tensor[int(block[start])], RowSet(rows[start:stop]), slice(start, stop)
+
     def of(self, tensor: Tensor) -> Tensor:
         """Return these rows of a tensor."""
+        if tensor.dim() == 3:
+            parts = [rows.of(block) for block, rows, _ in self._by_block(tensor)]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
         if len(self.runs) > _MOST_RUNS:
             return tensor.index_select(0, self._index(tensor))
         return tensor[self.runs[0]] if len(self.runs) == 1 else torch.cat([tensor[run] for run in self.runs])
 
     def put(self, tensor: Tensor, values: Tensor) -> None:
         """Write values to these rows of a tensor."""
+        if tensor.dim() == 3:
+            for block, rows, places in self._by_block(tensor):
+                rows.put(block, values[places])
+            return
         if len(self.runs) > _MOST_RUNS:
             tensor.index_copy_(0, self._index(tensor), values)
             return
@@ -132,6 +148,10 @@ class RowSet:
 
     def add(self, tensor: Tensor, values: Tensor) -> None:
         """Add values to these rows of a tensor, each of which may come several times."""
+        if tensor.dim() == 3:
+            for block, rows, places in self._by_block(tensor):
+                rows.add(block, values[places])
+            return
         if len(self.runs) > _MOST_RUNS:
             tensor.index_add_(0, self._index(tensor), values)
             return
@@ -315,20 +335,20 @@ class Chunks:
                         found[ref.number].add_(gradient)
                     else:
                         gradient = gradient[:, None] if ref.kind == "numbers" else gradient
-                        part.values.add(_by_rows(found[ref.number]), gradient)
+                        part.values.add(by_rows(found[ref.number]), gradient)
                     del gradient
             for number, head in enumerate(given.heads):
-                by_rows, by_logits[number] = by_logits[number], None
-                if by_rows is None:
+                of_logits, by_logits[number] = by_logits[number], None
+                if of_logits is None:
                     continue
                 by_hidden, by_weight, by_bias = (None if n is None else found[n] for n in self.heads[number][:3])
                 if by_hidden is not None:
-                    rows.add(_by_rows(by_hidden), by_rows @ head.weight)
+                    rows.add(by_rows(by_hidden), of_logits @ head.weight)
                 if by_weight is not None:
-                    add_to_weight(by_weight, by_rows, pieces[number])
+                    add_to_weight(by_weight, of_logits, pieces[number])
                 if by_bias is not None:
-                    by_bias += by_rows.sum(0)
-                del by_rows
+                    by_bias += of_logits.sum(0)
+                del of_logits
         return [None if f is None else f.to(tensor.dtype) for f, tensor in zip(found, tensors, strict=True)]
 
     def _gradients(self, part: _Part, table: dict[_Ref, Any], grads: Sequence[Any]) -> dict[_Ref, Tensor]:
@@ -365,11 +385,6 @@ class Chunks:
                 rows, order = rows[counts], order[counts]
             counted.append((group, rows, order))
         return counted
-
-
-def _by_rows(tensor: Tensor) -> Tensor:
-    """Return a tensor that has a part for each row, [rows, size]."""
-    return tensor.reshape(-1, tensor.shape[-1])
 
 
 def whole_value(expression: Expression, rows: Index, of: Callable[[Tensor], Tensor]) -> Tensor:
@@ -411,10 +426,11 @@ class _Given:
             weight = tensors[places.weight].to(places.dtype)
             bias = None if places.bias is None else tensors[places.bias].to(places.dtype)
             is_needed = any(self._needs[place] for place in places[:3] if place is not None)
-            hidden = _by_rows(tensors[places.hidden])
+            hidden = by_rows(tensors[places.hidden])
             self.heads.append(_CastHead(hidden, weight, bias, places.dtype, is_needed))
         by_row = {ref.number for group in chunks.groups for ref in group.inputs if ref.kind in _OF_ROWS}
-        self._by_row = {number: _by_rows(tensors[number]) for number in by_row}
+        self._by_row = {number: by_rows(tensors[number]) for number in by_row}
+        self._of_rows = by_row | {places.hidden for places in chunks.heads}
 
     def table(self, part: _Part, logits: Sequence[Tensor]) -> dict[_Ref, Any]:
         """Return what a part of the rows' values are made of, with gradients of their own where they are needed."""
@@ -430,10 +446,12 @@ class _Given:
     def zeros(self) -> list[Tensor | None]:
         """Return what the gradients are added to."""
         return [
-            torch.zeros_like(tensor, dtype=wide(tensor.dtype), memory_format=torch.contiguous_format)
+            torch.zeros_like(by_rows(tensor) if number in self._of_rows else tensor, dtype=wide(tensor.dtype)).view(
+                tensor.shape
+            )
             if needed
             else None
-            for tensor, needed in zip(self._tensors, self._needs, strict=True)
+            for number, (tensor, needed) in enumerate(zip(self._tensors, self._needs, strict=True))
         ]
 
 
