@@ -31,7 +31,7 @@ from memfit.workload import LoopWorkload, Workload
 CHUNKED_LOSS = "chunked loss"
 HEAD_INSIDE = "a region around the head of the logits"
 _FEW_CHUNKS = 8  # of a loss of few rows
-_SHARE_OF_INPUT = 16  # of the head's input, what a chunk's logits take
+_SHARE_OF_INPUT = 8  # of the head's input, what a chunk's logits may take
 _LEAST_ROWS = 128  # below, products are slower (2048 rows of 256, 32768 classes: 64 rows 5 % slower than 128)
 
 
@@ -155,8 +155,9 @@ class ChunkedLossLever(Lever):
             chunks = replace(chunks, others=True)
         # Something may ask for them whole.
         whole = step.trace(replace(step.plain, chunked_loss=chunks))
-        if _whole_tensors(whole, head, chunks.rows) >= _whole_tensors(plain, head, chunks.rows):
-            why = f"operators take the logits of {chunks.head} that are not one token's by itself"
+        most = max(chunks.rows, logits.rows // 2)  # a loss may take whole samples at a time
+        if _whole_tensors(whole, head, most) >= _whole_tensors(plain, head, most):
+            why = f"operators take the logits of {chunks.head} that are not one token's or pixel's by itself"
             raise NotOffered(f"the loss is not chunked: {why}", is_noted=logits.is_certain)
         return chunks
 
@@ -173,15 +174,15 @@ class _Logits(NamedTuple):
     rows: int
     classes: int
     nbytes: int
-    is_certain: bool  # whether a softmax is taken of them
+    is_certain: bool  # whether a softmax is taken of so many classes
 
 
 def _chunks(logits: _Logits, workload: Workload, trace: Trace, *, tries_all: bool) -> ChunkedLoss | None:
     """Return how the loss of a step may be chunked; None where its logits are few, or made in another way.
 
     A chunk has so many rows that its logits, and the probabilities made of them, take together what the gradient of
-    the head's weight takes, which is there beside them; of a head that is not trained, a quarter of that. They may take
-    an eighth of what the gradient of its input takes: many pixels of few classes are few chunks.
+    the head's weight takes, which is there beside them; of a head that is not trained, a quarter of that. The logits
+    may take an eighth of what the head's input takes: many pixels of few classes are few chunks.
     """
     modules = dict(workload.model.named_modules())
     calls = [call for call in trace.calls if call.phase == "forward"]
@@ -201,18 +202,20 @@ def _chunks(logits: _Logits, workload: Workload, trace: Trace, *, tries_all: boo
 
 def _largest_logits(trace: Trace, workload: Workload) -> _Logits | None:
     """Return the logits of a step's first microbatch that take the most: whose softmax it takes, or what heads make."""
-    by_softmax = max(_in_softmax(trace), key=lambda found: found.nbytes, default=None)
+    by_softmax = max(_in_softmax(trace, "aten._log_softmax.default"), key=lambda found: found.nbytes, default=None)
     by_head = max(_of_heads(trace, workload), key=lambda found: found.nbytes, default=None)
-    if by_softmax is None or (by_head is not None and by_head.nbytes >= 2 * by_softmax.nbytes):
-        return by_head  # a softmax may be taken of a part at a time, or none
-    return by_softmax
+    if by_head is None or (by_softmax is not None and by_head.nbytes < 2 * by_softmax.nbytes):
+        return by_softmax
+    # A softmax may be taken of a part at a time, or none.
+    taken = _in_softmax(trace, "aten._log_softmax.default", "aten._softmax.default")
+    return by_head._replace(is_certain=any(found.classes == by_head.classes for found in taken))
 
 
-def _in_softmax(trace: Trace) -> list[_Logits]:
+def _in_softmax(trace: Trace, *names: str) -> list[_Logits]:
     """Return the logits whose softmax a step's first microbatch takes."""
     found = []
     for index, op in enumerate(trace.ops):
-        if op.name == "aten._log_softmax.default" and op.phase == "forward" and op.microbatch == 0:
+        if op.name in names and op.phase == "forward" and op.microbatch == 0:
             tensor, dim, *_ = json.loads(trace.signatures[op.signature])["args"]
             _, shape, _ = tensor["t"]
             classes = shape[dim] if shape else 1
@@ -243,7 +246,7 @@ def _of_heads(trace: Trace, workload: Workload) -> list[_Logits]:
 
 
 def _whole_tensors(trace: Trace, head: _Layer, rows: int) -> int:
-    """Count the tensors of more rows of classes than a chunk has, in a step's first microbatch."""
+    """Count the tensors of more than so many rows of classes, in a step's first microbatch."""
     classes, features = head.weight.shape[:2]
     of_weight = {tuple(head.weight.shape), (classes, features), (features, classes)}
     count = 0

@@ -254,7 +254,7 @@ class Logits(Tensor):
         if func in _SHAPE_ONLY or name in ("__get__", "__set__"):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         rule = RULES.get(name) if getattr(func, "__module__", None) in _MODULES and "out" not in kwargs else None
-        if rule is not None:
+        if rule is not None and any(isinstance(value, Logits) for value in tree_leaves((args, kwargs))):
             with contextlib.suppress(UnfitError):
                 return rule(func, args, kwargs)
         return _with_numbers(func, name, args, kwargs)

@@ -6,6 +6,7 @@ numbers, or what it makes of them in chunks, or raises `UnfitError`.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
@@ -21,11 +22,13 @@ from torch import Tensor
 from memfit._torch import tree_leaves, tree_map
 from memfit.levers.chunked_cross_entropy import LossOfChunks, RowTargets
 from memfit.levers.deferred_logits import RULES, Form, Logits, RowSpace, UnfitError
+from memfit.levers.row_chunks import Chunks
 from memfit.levers.row_expressions import (
     Applied,
     Index,
     Item,
     Leaf,
+    Output,
     PerRow,
     Product,
     Shared,
@@ -34,6 +37,7 @@ from memfit.levers.row_expressions import (
     expressions_in,
     leaf,
     of_other_rows,
+    parts_of,
 )
 
 _DEEPEST = 200  # expressions within one another; more are computed whole
@@ -248,6 +252,11 @@ def _itself(func: Any, args: Any, kwargs: Any) -> Any:
 # What is done with each row by itself
 
 
+def _autocast(kind: str) -> torch.dtype | None:
+    """Return the dtype of autocast on a kind of device, where it is on."""
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
 def _applied(form: Form, function: Any, args: Any, kwargs: Any) -> Any:
     """Return what a function makes of rows' values, from its arguments as expressions."""
     taken = expressions_in((args, kwargs))
@@ -270,8 +279,7 @@ def _applied(form: Form, function: Any, args: Any, kwargs: Any) -> Any:
         raise UnfitError
     sizes = [each.shape[1] if each.dim() == 2 else None for each in several]
     tracks = torch.is_grad_enabled() and any(value.tracks for value in taken) and function.__name__ != "detach"
-    kind = form.device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    autocast = _autocast(form.device.type)
     is_single = several[0] is found
     dtype = several[0].dtype
     tracks = tracks and (not is_single or dtype.is_floating_point)
@@ -474,6 +482,49 @@ def _of_targets(func: Any, args: Any, kwargs: Any) -> Any:
     return total / count
 
 
+def _ctc(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the connectionist temporal classification losses of whole samples, or their sum or mean."""
+    given = inspect.getcallargs(F.ctc_loss, *args, **kwargs)
+    logs, targets, reduction = given["log_probs"], given["targets"], given["reduction"]
+    if not isinstance(logs, Logits) or any(isinstance(value, Logits) for value in list(given.values())[1:]):
+        raise UnfitError
+    form, count = logs.form, logs.shape[1]
+    is_usual = form.is_wide and form.axis == 2 == form.index.ndim and reduction in ("none", "sum", "mean")
+    if not is_usual or any(isinstance(part, PerRow) for part in parts_of(form.expression)):
+        raise UnfitError
+    lengths = [torch.as_tensor(given[name]) for name in ("input_lengths", "target_lengths")]
+    if any(length.shape != (count,) for length in lengths) or targets.dim() == 2 and len(targets) != count:
+        raise UnfitError
+
+    def by_sample(value: Tensor) -> PerRow:
+        return PerRow(value[:, None], True, changes_of(value))
+
+    start = by_sample(lengths[1].cumsum(0) - lengths[1]) if targets.dim() == 1 else None
+    of_targets = (Shared if start else functools.partial(PerRow, is_flat=False))(targets, version=changes_of(targets))
+    loss = functools.partial(_ctc_of_samples, blank=given["blank"], zero_infinity=given["zero_infinity"])
+    expression = Applied(
+        *(loss, (form.expression, of_targets, start, *map(by_sample, lengths)), {}, form.expression.tracks),
+        *(_autocast(form.device.type), torch.promote_types(logs.dtype, torch.float32), None),
+        form.expression.depth + 1,
+    )
+    with torch.set_grad_enabled(expression.tracks):
+        (losses,) = Chunks([Output(expression, form.index.T)]).values()
+    if reduction == "mean":
+        return (losses / lengths[1].to(losses).clamp(min=1)).mean()
+    return losses if reduction == "none" else losses.sum()
+
+
+def _ctc_of_samples(
+    logs: Tensor, targets: Tensor, start: Tensor | None, input_lengths: Tensor, target_lengths: Tensor, **options: Any
+) -> Tensor:
+    """Return the losses of samples, from the logarithms of the probabilities of their frames in turn."""
+    if start is not None:  # targets are one after the other
+        places = start.to(targets.device)[:, None] + torch.arange(len(targets), device=targets.device)
+        targets = targets[places.clamp(max=len(targets) - 1)]
+    of_samples = logs.view(len(input_lengths), -1, logs.shape[1]).transpose(0, 1)
+    return F.ctc_loss(of_samples, targets, input_lengths, target_lengths, reduction="none", **options)
+
+
 def _between(func: Any, args: Any, kwargs: Any) -> Any:
     """Return a loss of each element of two arguments, or their sum or mean."""
     given = inspect.getcallargs(func, *args, **kwargs)
@@ -517,6 +568,7 @@ RULES |= {
     ),
     "nll_loss": _of_targets,
     "cross_entropy": _cross_entropy,
+    "ctc_loss": _ctc,
     "flatten": _flattened,
     "__getitem__": _indexed,
     "broadcast_tensors": _broadcast,

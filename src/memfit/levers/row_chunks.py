@@ -77,7 +77,7 @@ class _Step:
 class _Group:
     """Outputs that take the same rows."""
 
-    rows: Index  # sorted
+    rows: Index  # of each value; sorted by its first
     order: Index  # of the values, by row
     steps: list[_Step] = field(default_factory=list)
     results: list[tuple[int, _Ref]] = field(default_factory=list)  # with the outputs' numbers
@@ -198,7 +198,7 @@ class Chunks:
         known: dict[int, Any] = {}
         for numbers in together.values():
             rows = outputs[numbers[0]].rows
-            order = np.argsort(rows, kind="stable")
+            order = np.argsort(rows if rows.ndim == 1 else rows[:, 0], kind="stable")
             group = _Group(rows[order], order)
             self._compile(group, [(number, outputs[number].expression) for number in numbers], known)
             self.groups.append(group)
@@ -263,7 +263,20 @@ class Chunks:
         return number
 
     def _pieces(self, groups: Sequence[tuple[_Group, Index, Index]]) -> Iterator[tuple[RowSet, list[_Part]]]:
-        """Yield chunks of the rows that some groups need, and the groups' values of each."""
+        """Yield chunks of the rows that some groups need, and the groups' values of each.
+
+        A group whose values are of several rows, as a sample's loss of its frames, is the only one.
+        """
+        if groups and groups[0][1].ndim == 2:
+            ((group, rows, order),) = groups
+            count = max(1, self.rows // rows.shape[1])
+            for start in range(0, len(rows), count):
+                wanted = rows[start : start + count].reshape(-1)
+                at = np.unique(wanted)
+                places = np.searchsorted(at, wanted)
+                is_all = np.array_equal(places, np.arange(len(at)))
+                yield RowSet(at), [_Part(group, RowSet(places), RowSet(order[start : start + count]), is_all)]
+            return
         needed = np.unique(np.concatenate([rows for _, rows, _ in groups]))
         for start in range(0, len(needed), self.rows):
             at = needed[start : start + self.rows]

@@ -174,7 +174,7 @@ def expressions_in(args: Any) -> list[Any]:
     return found
 
 
-def _parts(expression: Expression) -> Iterator[Any]:
+def parts_of(expression: Expression) -> Iterator[Any]:
     """Yield an expression and all that it is made of."""
     seen, waiting = set[int](), [expression]
     while waiting:
@@ -191,7 +191,7 @@ def _parts(expression: Expression) -> Iterator[Any]:
 def tracked_tensors(expression: Expression) -> list[Tensor]:
     """Return the tensors that an expression has gradients by."""
     found: dict[int, Tensor] = {}
-    for value in _parts(expression):
+    for value in parts_of(expression):
         tensors = value.product.tensors if isinstance(value, Leaf) else getattr(value, "tensor", None)
         tensors = tensors if isinstance(tensors, list) else [] if tensors is None else [tensors]
         found.update({id(tensor): tensor for tensor in tensors if value.tracks and tensor.requires_grad})
@@ -204,7 +204,7 @@ def is_stale(expression: Expression) -> bool:
         [changes_of(tensor) for tensor in value.product.tensors] != list(value.versions)
         if isinstance(value, Leaf)
         else isinstance(value, PerRow | Shared) and changes_of(value.tensor) != value.version
-        for value in _parts(expression)
+        for value in parts_of(expression)
     )
 
 
@@ -251,4 +251,4 @@ class Output(NamedTuple):
     """Values to compute: those of an expression at some rows."""
 
     expression: Expression
-    rows: Index  # of the products, in the order of the values
+    rows: Index  # of the products, in the order of the values; [values, rows of each] where a value is of several
