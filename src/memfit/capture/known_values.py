@@ -266,10 +266,11 @@ class KnownValues(PassiveMode):
             return self._select(func, args, logged)
         device = device_of(args[0])
         of_labels = func is _aten._ctc_loss.Tensor and self._value(args[3]) is not _Unknown
-        if logged is not None and not of_labels:
+        is_exact = of_labels and not self._prefers_log(logged, args[3])
+        if logged is not None and not is_exact:
             outputs = tuple(form.empty(device) for form in logged)
         elif (largest := self._largest_outputs(func, args, kwargs)) is not None:
-            if not of_labels:
+            if not is_exact:
                 self.replay.guessed_shape(func, args[0])
             outputs = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in largest)
         else:
