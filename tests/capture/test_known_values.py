@@ -116,6 +116,21 @@ def test_shapes_from_known_integers(known: KnownValues) -> None:
     assert torch.repeat_interleave(torch.randn(3, 2), ids, dim=0).shape == (4, 2)
 
 
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_the_lengths_of_targets_give_the_shape_of_a_ctc_loss(known: KnownValues, is_flat: bool) -> None:
+    logs, counts = torch.randn(20, 3, 5).log_softmax(-1), torch.tensor([4, 2, 5])
+    targets = torch.ones((11,) if is_flat else (3, 8), dtype=torch.long)
+    lengths = torch.tensor([20, 18, 20])
+    for samples, longest in ((slice(0, 3), 5), (slice(0, 2), 4), (slice(1, 2), 2)):
+        given = targets if is_flat else targets[samples]
+        _, alpha = torch.ops.aten._ctc_loss.Tensor(logs[:, samples], given, lengths[samples], counts[samples])
+        assert alpha.shape == (len(counts[samples]), 20, 2 * longest + 1)
+    assert not known.replay.guesses
+    unknown = torch.randint(5, (100,))[:3]
+    _, alpha = torch.ops.aten._ctc_loss.Tensor(logs, torch.ones(3, 8, dtype=torch.long), lengths, unknown)
+    assert alpha.shape == (3, 20, 17)
+
+
 def test_an_unknown_mask_is_taken_to_select_everything(known: KnownValues) -> None:
     x = torch.randn(100)
     assert x[x > 0].shape == torch.masked_select(x, x > 0).shape == (100,)

@@ -265,10 +265,13 @@ class KnownValues(PassiveMode):
         if func in (_aten.index.Tensor, _aten.masked_select.default):
             return self._select(func, args, logged)
         device = device_of(args[0])
-        if logged is not None:
+        of_labels = func is _aten._ctc_loss.Tensor and self._value(args[3]) is not _Unknown
+        is_exact = of_labels and not self._prefers_log(logged, args[3])
+        if logged is not None and not is_exact:
             outputs = tuple(form.empty(device) for form in logged)
         elif (largest := self._largest_outputs(func, args, kwargs)) is not None:
-            self.replay.guessed_shape(func, args[0])
+            if not is_exact:
+                self.replay.guessed_shape(func, args[0])
             outputs = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in largest)
         else:
             self.replay.needs_data = True
@@ -276,14 +279,19 @@ class KnownValues(PassiveMode):
         return outputs if len(schema_of(func).returns) > 1 else outputs[0]
 
     def _largest_outputs(self, func: Any, args: Any, kwargs: Any) -> list[tuple[tuple[int, ...], torch.dtype]] | None:
-        """Return the largest shapes, and the dtypes, of an operator's outputs; None where there is no largest one."""
+        """Return the largest shapes, and the dtypes, of an operator's outputs; None where there is no largest one.
+
+        Where the lengths of CTC's targets are known, its outputs are just as large.
+        """
         tensor: torch.Tensor = args[0]
         count = tensor.numel()
         if func is _aten.nonzero.default:
             return [((count, tensor.dim()), torch.long)]
         if func is _aten._ctc_loss.Tensor:
             length, samples = tensor.shape[0], tensor.shape[1]
-            labels = args[1].shape[1] if args[1].dim() == 2 else args[1].numel()
+            labels, lengths = args[1].shape[1] if args[1].dim() == 2 else args[1].numel(), self._value(args[3])
+            if lengths is not _Unknown:
+                labels = _compute(lambda: int(lengths.max()), (), {})
             return [((samples,), tensor.dtype), ((samples, length, 2 * labels + 1), tensor.dtype)]
         if func not in (_aten._unique2.default, _aten.unique_consecutive.default, _aten.unique_dim.default):
             return None

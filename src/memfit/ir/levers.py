@@ -114,10 +114,11 @@ class ChunkedLoss(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     """The loss of a few rows of logits at a time: the logits are never whole in memory.
 
     Attributes:
-        head: FQN of the `nn.Linear` that computes the logits.
-        rows: Rows of logits in memory at a time (> 0): tokens, for the batch of a language model.
+        head: FQN of the `nn.Linear` that computes the logits, or of the convolution over single positions.
+        rows: Rows of logits in memory at a time (> 0): tokens, pixels or frames. A CTC loss takes whole samples, at
+            least one.
         others: Whether the same is done with the heads of models that only the loss function refers to, as a frozen
-            reference: each `nn.Linear` with as many outputs.
+            reference: each such layer with as many outputs.
     """
 
     head: str
@@ -168,7 +169,7 @@ class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         precision: Precision of the forward pass and of its gradients.
         microbatch_size: Samples in one forward and backward pass; gradients are accumulated over them.
         regions: Modules to checkpoint. A region inside another is checkpointed again while the outer one is recomputed.
-        chunked_loss: Chunks of a language model's loss; None computes the loss whole.
+        chunked_loss: Chunks of the loss; None computes the loss whole.
         lean: FQNs of normalisations, activations and dropouts that recompute their outputs in the backward pass; *
             matches anything.
         optimizer: The optimizer that updates the parameters: "as-is" the user's, "fused" the user's by its fused step,

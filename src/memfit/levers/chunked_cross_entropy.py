@@ -20,25 +20,30 @@ from torch import Tensor
 from memfit.capture import representatives
 from memfit.errors import UsageError
 from memfit.levers.row_chunks import RowSet, add_to_weight, knows_values, wide
-from memfit.levers.row_expressions import Product
+from memfit.levers.row_expressions import Index, Product
 
 
 @dataclass(frozen=True, eq=False)
 class RowTargets:
     """The targets of rows of logits, and how they count."""
 
+    at: Index  # the row of each, among those of the head's input; sorted
     classes: Tensor  # [rows, 1]
     valid: Tensor  # whether each counts, [rows, 1]
     smoothing: float
     with_gradients: bool
 
-    def pieces(self, rows: int) -> list[RowSet]:
-        """Return the rows of each chunk. Those that don't count are left out where that makes fewer chunks."""
+    def pieces(self, rows: int) -> list[tuple[RowSet, RowSet]]:
+        """Return the rows of each chunk, among the targets and among those of the head's input.
+
+        Those that don't count are left out where that makes fewer chunks.
+        """
         at = np.arange(len(self.valid))
         if knows_values(self.valid):
             counted = np.flatnonzero(self.valid[:, 0].cpu().numpy())
             at = counted if -(-len(counted) // rows) < -(-len(at) // rows) else at
-        return [RowSet(at[start : start + rows]) for start in range(0, len(at), rows)]
+        parts = [at[start : start + rows] for start in range(0, len(at), rows)]
+        return [(RowSet(part), RowSet(self.at[part])) for part in parts]
 
 
 class LossOfChunks(torch.autograd.Function):
@@ -59,13 +64,15 @@ class LossOfChunks(torch.autograd.Function):
             ctx.gradients, ctx.dtypes = gradients, [None if t is None else t.dtype for t in (hidden, weight, bias)]
             total = torch.zeros((), dtype=wide(dtype), device=hidden.device)
             weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-            for rows in representatives(targets.pieces(product.rows), RowSet.kind):
-                piece = rows.of(hidden).to(dtype)
+            blocks = [hidden.shape[1]] if hidden.dim() == 3 else []
+            pieces = targets.pieces(product.rows)
+            for rows, of_hidden in representatives(pieces, lambda piece: (piece[0].kind(), piece[1].kind(blocks))):
+                piece = of_hidden.of(hidden).to(dtype)
                 found = torch.log_softmax(F.linear(piece, weight, bias), -1, dtype=total.dtype)
                 total += _loss_of_rows(found, rows, targets)
                 if targets.with_gradients:
                     found = _gradient_of_rows(found, rows, targets).to(dtype)
-                    _add_gradients(gradients, rows, found, piece, weight, rows.of(targets.valid).to(dtype))
+                    _add_gradients(gradients, of_hidden, found, piece, weight, rows.of(targets.valid).to(dtype))
                 del found  # before the next rows' logits are made
         return total
 

@@ -1,7 +1,8 @@
-"""Chunked loss: the logits of a language model are never whole in memory.
+"""Chunked loss: the logits of a model are never whole in memory.
 
-The layer that makes the logits (the head, an `nn.Linear`) returns `Logits` instead (`deferred_logits.py`): what a loss
-does with each token's logits is computed a few tokens at a time, in the backward pass again.
+The layer that makes the logits (the head: an `nn.Linear`, or a convolution over single positions) returns `Logits`
+instead (`deferred_logits.py`): what a loss does with each token's or pixel's logits is computed a few of them at a
+time, in the backward pass again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ from memfit.workload import LoopWorkload, Workload
 CHUNKED_LOSS = "chunked loss"
 HEAD_INSIDE = "a region around the head of the logits"
 _FEW_CHUNKS = 8  # of a loss of few rows
+_SHARE_OF_INPUT = 8  # of the head's input, what a chunk's logits may take
 _LEAST_ROWS = 128  # below, products are slower (2048 rows of 256, 32768 classes: 64 rows 5 % slower than 128)
+
+
+_Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class ChunkedLossLever(Lever):
@@ -75,8 +81,8 @@ class ChunkedLossLever(Lever):
 
         Raises:
             PlanMismatchError: The model has no module of the head's name.
-            PlanError: The module is not a plain `nn.Linear`, or its logits are chunked already; or other models' are
-                to be chunked too, which a model does not lead to.
+            PlanError: The module is not a plain `nn.Linear` or 1x1 convolution, or its logits are chunked already; or
+                other models' are to be chunked too, which a model does not lead to.
         """
         lever = levers.chunked_loss
         assert lever is not None
@@ -96,11 +102,11 @@ class ChunkedLossLever(Lever):
         assert lever is not None
         head = self._head(lever, workload.model)
         with contextlib.ExitStack() as stack:
-            for module in [head, *(_other_heads(workload, head.out_features) if lever.others else [])]:
+            for module in [head, *(_other_heads(workload, len(head.weight)) if lever.others else [])]:
                 stack.enter_context(_put_off(module, lever))
             yield
 
-    def _head(self, lever: ChunkedLoss, model: nn.Module) -> nn.Linear:
+    def _head(self, lever: ChunkedLoss, model: nn.Module) -> _Layer:
         module = dict(model.named_modules()).get(lever.head)
         if module is None:
             raise PlanMismatchError(
@@ -110,9 +116,8 @@ class ChunkedLossLever(Lever):
         if not can_defer(module):
             raise PlanError(
                 f"chunked_loss.head={lever.head!r} is a {type(module).__name__}: name the nn.Linear that makes the"
-                " logits"
+                " logits, or the convolution over single positions (kernel and stride 1, no padding, no groups)"
             )
-        assert isinstance(module, nn.Linear)
         return module
 
     def is_applied(self, workload: Workload) -> bool:
@@ -145,13 +150,14 @@ class ChunkedLossLever(Lever):
         if not step.allows(replace(step.plain, chunked_loss=chunks)):
             raise NotOffered("its class is reordered: allow it with numerics='reordered'")
         head = dict(step.workload.model.named_modules())[chunks.head]
-        assert isinstance(head, nn.Linear)
-        if not _is_run_by_others(step.workload) and _other_heads(step.workload, head.out_features):
+        assert can_defer(head)
+        if not _is_run_by_others(step.workload) and _other_heads(step.workload, len(head.weight)):
             chunks = replace(chunks, others=True)
         # Something may ask for them whole.
         whole = step.trace(replace(step.plain, chunked_loss=chunks))
-        if _whole_tensors(whole, head, chunks.rows) >= _whole_tensors(plain, head, chunks.rows):
-            why = f"operators take the logits of {chunks.head} that are not one token's by itself"
+        most = max(chunks.rows, logits.rows // 2)  # a loss may take whole samples at a time
+        if _whole_tensors(whole, head, most) >= _whole_tensors(plain, head, most):
+            why = f"operators take the logits of {chunks.head} that are not one token's or pixel's by itself"
             raise NotOffered(f"the loss is not chunked: {why}", is_noted=logits.is_certain)
         return chunks
 
@@ -168,14 +174,15 @@ class _Logits(NamedTuple):
     rows: int
     classes: int
     nbytes: int
-    is_certain: bool  # whether a softmax is taken of them
+    is_certain: bool  # whether a softmax is taken of so many classes
 
 
 def _chunks(logits: _Logits, workload: Workload, trace: Trace, *, tries_all: bool) -> ChunkedLoss | None:
     """Return how the loss of a step may be chunked; None where its logits are few, or made in another way.
 
     A chunk has so many rows that its logits, and the probabilities made of them, take together what the gradient of
-    the head's weight takes, which is there beside them; of a head that is not trained, a quarter of that.
+    the head's weight takes, which is there beside them; of a head that is not trained, a quarter of that. The logits
+    may take an eighth of what the head's input takes: many pixels of few classes are few chunks.
     """
     modules = dict(workload.model.named_modules())
     calls = [call for call in trace.calls if call.phase == "forward"]
@@ -183,8 +190,10 @@ def _chunks(logits: _Logits, workload: Workload, trace: Trace, *, tries_all: boo
     for call in [*reversed(before), *calls]:  # those of a reference that ran first have none before
         fqn = trace.modules[call.module].fqn
         head = modules[fqn]
-        if can_defer(head) and head.out_features == logits.classes:
-            rows = max(_LEAST_ROWS, int(head.in_features) // (2 if head.weight.requires_grad else 8))
+        if can_defer(head) and len(head.weight) == logits.classes:
+            features = head.weight.shape[1]
+            of_input = logits.rows * features // (_SHARE_OF_INPUT * logits.classes)
+            rows = max(_LEAST_ROWS, features // (2 if head.weight.requires_grad else 8), of_input)
             if rows >= logits.rows and tries_all:  # products of few rows are slow, and small
                 rows = -(-logits.rows // _FEW_CHUNKS)
             return ChunkedLoss(head=fqn, rows=rows) if rows < logits.rows else None
@@ -193,18 +202,20 @@ def _chunks(logits: _Logits, workload: Workload, trace: Trace, *, tries_all: boo
 
 def _largest_logits(trace: Trace, workload: Workload) -> _Logits | None:
     """Return the logits of a step's first microbatch that take the most: whose softmax it takes, or what heads make."""
-    by_softmax = max(_in_softmax(trace), key=lambda found: found.nbytes, default=None)
+    by_softmax = max(_in_softmax(trace, "aten._log_softmax.default"), key=lambda found: found.nbytes, default=None)
     by_head = max(_of_heads(trace, workload), key=lambda found: found.nbytes, default=None)
-    if by_softmax is None or (by_head is not None and by_head.nbytes >= 2 * by_softmax.nbytes):
-        return by_head  # a softmax may be taken of a part at a time, or none
-    return by_softmax
+    if by_head is None or (by_softmax is not None and by_head.nbytes < 2 * by_softmax.nbytes):
+        return by_softmax
+    # A softmax may be taken of a part at a time, or none.
+    taken = _in_softmax(trace, "aten._log_softmax.default", "aten._softmax.default")
+    return by_head._replace(is_certain=any(found.classes == by_head.classes for found in taken))
 
 
-def _in_softmax(trace: Trace) -> list[_Logits]:
+def _in_softmax(trace: Trace, *names: str) -> list[_Logits]:
     """Return the logits whose softmax a step's first microbatch takes."""
     found = []
     for index, op in enumerate(trace.ops):
-        if op.name == "aten._log_softmax.default" and op.phase == "forward" and op.microbatch == 0:
+        if op.name in names and op.phase == "forward" and op.microbatch == 0:
             tensor, dim, *_ = json.loads(trace.signatures[op.signature])["args"]
             _, shape, _ = tensor["t"]
             classes = shape[dim] if shape else 1
@@ -221,27 +232,30 @@ def _of_heads(trace: Trace, workload: Workload) -> list[_Logits]:
         module = modules[trace.modules[call.module].fqn]
         if call.phase != "forward" or call.microbatch or not any(True for _ in module.parameters(recurse=False)):
             continue
-        if not can_defer(module) or (found and found[0].classes != module.out_features):
+        if not can_defer(module) or (found and found[0].classes != len(module.weight)):
             break
         born = [s for op in range(call.start, call.end) for s in trace.births[op]]
         shapes = [(trace.storages[s].shape, trace.storages[s].nbytes) for s in born]
-        made = [(math.prod(shape), nbytes) for shape, nbytes in shapes if shape and shape[-1] == module.out_features]
+        classes, dims = len(module.weight), module.weight.dim()
+        of_classes = -1 if dims == 2 else 1 - dims  # a convolution has them before its positions
+        made = [(math.prod(s), nbytes) for s, nbytes in shapes if len(s) >= dims - 1 and s[of_classes] == classes]
         if made:
             numbers, nbytes = max(made)
-            found.append(_Logits(call.end, numbers // module.out_features, module.out_features, nbytes, False))
+            found.append(_Logits(call.end, numbers // classes, classes, nbytes, False))
     return found
 
 
-def _whole_tensors(trace: Trace, head: nn.Linear, rows: int) -> int:
-    """Count the tensors of more rows of classes than a chunk has, in a step's first microbatch."""
-    of_weight = {tuple(head.weight.shape), tuple(head.weight.t().shape)}
+def _whole_tensors(trace: Trace, head: _Layer, rows: int) -> int:
+    """Count the tensors of more than so many rows of classes, in a step's first microbatch."""
+    classes, features = head.weight.shape[:2]
+    of_weight = {tuple(head.weight.shape), (classes, features), (features, classes)}
     count = 0
     for storage in trace.storages:
         shape = storage.shape
-        if 0 <= storage.birth < len(trace.ops) and head.out_features in shape and shape not in of_weight:
+        if 0 <= storage.birth < len(trace.ops) and classes in shape and shape not in of_weight:
             op = trace.ops[storage.birth]
             is_here = op.microbatch == 0 and op.phase in ("forward", "backward")
-            count += is_here and math.prod(shape) // head.out_features > rows
+            count += is_here and math.prod(shape) // classes > rows
     return count
 
 
@@ -252,19 +266,25 @@ def _is_run_by_others(workload: Workload) -> bool:
     return isinstance(workload, LoopWorkload) or module.startswith("memfit.integrations.")
 
 
-def _other_heads(workload: Workload, classes: int) -> list[nn.Linear]:
+def _other_heads(workload: Workload, classes: int) -> list[_Layer]:
     """Return the heads, of so many classes, of models that only a workload's loss function refers to."""
     others = external_modules(workload)
-    return [each for each in others if can_defer(each) and each.out_features == classes]
+    return [each for each in others if can_defer(each) and len(each.weight) == classes]
 
 
-def can_defer(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Tell whether a module's product can be put off: that of a plain `nn.Linear`."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+def can_defer(module: nn.Module) -> TypeGuard[_Layer]:
+    """Tell whether a module's product can be put off: that of a plain `nn.Linear`, or of each position by itself."""
+    for kind in _LAYERS:
+        if isinstance(module, kind) and type(module).forward is kind.forward:
+            return isinstance(module, nn.Linear) or (
+                {*module.kernel_size, *module.stride, module.groups} == {1}
+                and module.padding in ("valid", "same", (0,) * len(module.kernel_size))
+            )
+    return False
 
 
 @contextlib.contextmanager
-def _put_off(module: nn.Linear, lever: ChunkedLoss) -> Iterator[None]:
+def _put_off(module: _Layer, lever: ChunkedLoss) -> Iterator[None]:
     """Have a head return its logits without numbers, until the context is left."""
     cast = module.__dict__.get("forward")
     holder: Any = cast if isinstance(cast, Casting) else module  # casts stay around what computes
@@ -287,11 +307,15 @@ def _put_off(module: nn.Linear, lever: ChunkedLoss) -> Iterator[None]:
 class Head:
     """The `forward` of a head whose product is put off. Copies with the module (`copy.deepcopy`), bound to the copy."""
 
-    def __init__(self, module: nn.Linear, rows: int) -> None:
+    def __init__(self, module: _Layer, rows: int) -> None:
         self.module, self.rows = module, rows
 
     def __call__(self, hidden: Tensor) -> Tensor:
         kind = hidden.device.type
         is_cast = torch.is_autocast_enabled(kind) and hidden.is_floating_point() and hidden.itemsize < 8
         dtype = torch.get_autocast_dtype(kind) if is_cast else hidden.dtype
-        return deferred(Product(hidden, self.module.weight, self.module.bias, dtype, self.rows))
+        weight, bias, axis = self.module.weight, self.module.bias, 1 - self.module.weight.dim()
+        if axis == -1:
+            return deferred(Product(hidden, weight, bias, dtype, self.rows))
+        of_positions = Product(hidden.movedim(axis, -1), weight.flatten(1), bias, dtype, self.rows, is_convolution=True)
+        return deferred(of_positions).movedim(-1, axis)

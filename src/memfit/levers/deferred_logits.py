@@ -90,8 +90,9 @@ class Form:
     axis: int  # of the dimension of the classes, or of what became of them; where there is one
     classes: int  # of the head
     device: torch.device
-    product: Product | None = None  # where nothing was done but shaping; its input has the dimensions of the index
-    dtype: torch.dtype | None = None  # of that
+    product: Product | None = None  # where nothing was done but shaping
+    shaping: tuple[Callable[[Tensor], Tensor], ...] = ()  # that, of [..., size]
+    dtype: torch.dtype | None = None  # of the result, where there is a product
 
     @property
     def size(self) -> int | None:
@@ -122,8 +123,10 @@ class Form:
         if self.product is None:
             return self.laid_out(whole_value(self.expression, self.index.reshape(-1), of))
         product = self.product
-        bias = None if product.bias is None else of(product.bias)
-        value = replace(product, hidden=of(product.hidden), weight=of(product.weight), bias=bias).value()
+        hidden, bias = of(product.hidden), None if product.bias is None else of(product.bias)
+        for shape in self.shaping:
+            hidden = shape(hidden)
+        value = replace(product, hidden=hidden, weight=of(product.weight), bias=bias).value()
         return (value if self.axis == self.index.ndim else value.movedim(-1, self.axis)).to(self.dtype)
 
     def tracked(self) -> list[Tensor]:
@@ -245,11 +248,13 @@ class Logits(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map(_known, (args, kwargs or {}))
+        if func is Tensor.view and not isinstance(args[1], torch.dtype):
+            func = Tensor.reshape  # `contiguous` put nothing in order
         name = getattr(func, "__name__", "")
         if func in _SHAPE_ONLY or name in ("__get__", "__set__"):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         rule = RULES.get(name) if getattr(func, "__module__", None) in _MODULES and "out" not in kwargs else None
-        if rule is not None:
+        if rule is not None and any(isinstance(value, Logits) for value in tree_leaves((args, kwargs))):
             with contextlib.suppress(UnfitError):
                 return rule(func, args, kwargs)
         return _with_numbers(func, name, args, kwargs)

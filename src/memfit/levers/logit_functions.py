@@ -6,6 +6,7 @@ numbers, or what it makes of them in chunks, or raises `UnfitError`.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
@@ -21,18 +22,22 @@ from torch import Tensor
 from memfit._torch import tree_leaves, tree_map
 from memfit.levers.chunked_cross_entropy import LossOfChunks, RowTargets
 from memfit.levers.deferred_logits import RULES, Form, Logits, RowSpace, UnfitError
+from memfit.levers.row_chunks import Chunks
 from memfit.levers.row_expressions import (
     Applied,
     Index,
     Item,
     Leaf,
+    Output,
     PerRow,
     Product,
     Shared,
+    by_rows,
     changes_of,
     expressions_in,
     leaf,
     of_other_rows,
+    parts_of,
 )
 
 _DEEPEST = 200  # expressions within one another; more are computed whole
@@ -50,7 +55,7 @@ def deferred(product: Product) -> Logits:
     shape, classes = product.hidden.shape[:-1], product.weight.shape[0]
     index = np.arange(math.prod(shape)).reshape(shape)
     device = product.hidden.device
-    form = Form(RowSpace(), index, leaf(product), len(shape), classes, device, product, product.dtype)
+    form = Form(RowSpace(), index, leaf(product), len(shape), classes, device, product, dtype=product.dtype)
     return Logits.of(form)
 
 
@@ -66,15 +71,13 @@ class _Change(NamedTuple):
 
 def _reordered(logits: Logits, change: _Change, axis: int, view: Callable[[Tensor], Tensor]) -> Logits:
     """Return a view of logits at other rows."""
-    form, product = logits.form, logits.form.product
-    if product is not None:
-        product = replace(product, hidden=change.of_tensor(product.hidden))
+    form = logits.form
     changed = replace(
         form,
         index=np.asarray(change.of_index(form.index)),
         expression=of_other_rows(form.expression, change.of_tensor),
         axis=axis,
-        product=product,
+        shaping=() if form.product is None else (*form.shaping, change.of_tensor),
     )
     return Logits.of(changed, (logits, view))
 
@@ -84,38 +87,40 @@ def _is_last(form: Form) -> bool:
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return logits in another shape of their rows."""
+    """Return logits in another shape of their rows: of what is before the classes, and of what is after them."""
     logits, *sizes = args
     sizes = list(sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)
     form = logits.form
-    if kwargs or not all(type(size) is int for size in sizes) or not _is_last(form):
+    if kwargs or not all(type(size) is int for size in sizes):
         raise UnfitError
     known = math.prod(size for size in sizes if size != -1)
     if -1 in sizes and known:
         sizes[sizes.index(-1)] = logits.numel() // known
     if math.prod(sizes) != logits.numel() or not known:
         raise UnfitError
-    if form.size == 1 and sizes[-1] != 1:
-        return _view(func, (_squeezed(torch.squeeze, (logits, -1), {}), *sizes), {})
-    if form.size is not None and (not sizes or sizes.pop() != form.size):
-        raise UnfitError
+    if form.size == 1 and sizes[-1:] != [1]:
+        return _view(func, (_squeezed(torch.squeeze, (logits, form.axis), {}), *sizes), {})
+    axis = len(sizes)
+    if form.size is not None:
+        before = math.prod(form.index.shape[: form.axis])
+        places = [place for place, size in enumerate(sizes) if size == form.size]
+        axis = next((place for place in reversed(places) if math.prod(sizes[:place]) == before), -1)
+        if axis < 0:
+            raise UnfitError
+        del sizes[axis]
     wanted = tuple(sizes)
     change = _Change(lambda index: index.reshape(wanted), lambda t: t.reshape(*wanted, t.shape[-1]))
-    return _reordered(logits, change, len(wanted), lambda value: func(value, *args[1:]))
+    return _reordered(logits, change, axis, lambda value: func(value, *args[1:]))
 
 
 def _flattened(func: Any, args: Any, kwargs: Any) -> Any:
     given = {"start_dim": 0, "end_dim": -1, **dict(zip(("start_dim", "end_dim"), args[1:], strict=False)), **kwargs}
-    logits, start, end = args[0], given["start_dim"], given["end_dim"]
-    form, dims = logits.form, logits.dim()
-    last = dims - 1 - (form.size is not None)
-    if not _is_last(form) or not 0 <= start % dims <= end % dims <= last:
+    logits, dims = args[0], max(1, args[0].dim())
+    start, end = given["start_dim"] % dims, given["end_dim"] % dims
+    if start > end:
         raise UnfitError
-    start, end = start % dims, end % dims
-    shape = form.index.shape
-    wanted = (*shape[:start], -1, *shape[end + 1 :])
-    change = _Change(lambda index: index.reshape(wanted), lambda t: t.flatten(start, end))
-    return _reordered(logits, change, len(wanted), lambda value: func(value, *args[1:], **kwargs))
+    sizes = (*logits.shape[:start], math.prod(logits.shape[start : end + 1]), *logits.shape[end + 1 :])
+    return _view(lambda value, *_: func(value, *args[1:], **kwargs), (logits, *sizes), {})
 
 
 def _indexed(func: Any, args: Any, kwargs: Any) -> Any:
@@ -247,6 +252,11 @@ def _itself(func: Any, args: Any, kwargs: Any) -> Any:
 # What is done with each row by itself
 
 
+def _autocast(kind: str) -> torch.dtype | None:
+    """Return the dtype of autocast on a kind of device, where it is on."""
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
 def _applied(form: Form, function: Any, args: Any, kwargs: Any) -> Any:
     """Return what a function makes of rows' values, from its arguments as expressions."""
     taken = expressions_in((args, kwargs))
@@ -269,8 +279,7 @@ def _applied(form: Form, function: Any, args: Any, kwargs: Any) -> Any:
         raise UnfitError
     sizes = [each.shape[1] if each.dim() == 2 else None for each in several]
     tracks = torch.is_grad_enabled() and any(value.tracks for value in taken) and function.__name__ != "detach"
-    kind = form.device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    autocast = _autocast(form.device.type)
     is_single = several[0] is found
     dtype = several[0].dtype
     tracks = tracks and (not is_single or dtype.is_floating_point)
@@ -279,7 +288,7 @@ def _applied(form: Form, function: Any, args: Any, kwargs: Any) -> Any:
         expression if is_single else Item(expression, place, each.dtype, size)
         for place, (each, size) in enumerate(zip(several, sizes, strict=True))
     ]
-    logits = [Logits.of(replace(form, expression=each, product=None, dtype=None)) for each in made]
+    logits = [Logits.of(replace(form, expression=each, product=None, shaping=(), dtype=None)) for each in made]
     return logits[0] if is_single else type(found)(logits)
 
 
@@ -429,14 +438,18 @@ def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
     if (given["size_average"], given["reduce"]) != (None, None):
         raise UnfitError
     dtype = torch.float32 if torch.is_autocast_enabled(form.device.type) else logits.dtype
-    target = target.reshape(-1)
+    rows, target = form.index.reshape(-1), target.reshape(-1)
+    if (np.diff(rows) < 0).any():
+        order = np.argsort(rows)
+        rows, target = rows[order], target[torch.from_numpy(order).to(target.device)]
     valid = target != given["ignore_index"]
+    classes = target.where(valid, 0)[:, None]
     total = LossOfChunks.apply(  # type: ignore[no-untyped-call]
-        product.hidden.reshape(-1, product.hidden.shape[-1]),
+        by_rows(product.hidden),
         product.weight,
         product.bias,
         product,
-        RowTargets(target.where(valid, 0)[:, None], valid[:, None], given["label_smoothing"], torch.is_grad_enabled()),
+        RowTargets(rows, classes, valid[:, None], given["label_smoothing"], torch.is_grad_enabled()),
     )
     return (total / valid.sum() if reduction == "mean" else total).to(dtype)
 
@@ -467,6 +480,49 @@ def _of_targets(func: Any, args: Any, kwargs: Any) -> Any:
     valid = target != given["ignore_index"]
     count = valid.sum() if weight is None else (weight[target.where(valid, 0)] * valid).sum()
     return total / count
+
+
+def _ctc(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the connectionist temporal classification losses of whole samples, or their sum or mean."""
+    given = inspect.getcallargs(F.ctc_loss, *args, **kwargs)
+    logs, targets, reduction = given["log_probs"], given["targets"], given["reduction"]
+    if not isinstance(logs, Logits) or any(isinstance(value, Logits) for value in list(given.values())[1:]):
+        raise UnfitError
+    form, count = logs.form, logs.shape[1]
+    is_usual = form.is_wide and form.axis == 2 == form.index.ndim and reduction in ("none", "sum", "mean")
+    if not is_usual or any(isinstance(part, PerRow) for part in parts_of(form.expression)):
+        raise UnfitError
+    lengths = [torch.as_tensor(given[name]) for name in ("input_lengths", "target_lengths")]
+    if any(length.shape != (count,) for length in lengths) or targets.dim() == 2 and len(targets) != count:
+        raise UnfitError
+
+    def by_sample(value: Tensor) -> PerRow:
+        return PerRow(value[:, None], True, changes_of(value))
+
+    start = by_sample(lengths[1].cumsum(0) - lengths[1]) if targets.dim() == 1 else None
+    of_targets = (Shared if start else functools.partial(PerRow, is_flat=False))(targets, version=changes_of(targets))
+    loss = functools.partial(_ctc_of_samples, blank=given["blank"], zero_infinity=given["zero_infinity"])
+    expression = Applied(
+        *(loss, (form.expression, of_targets, start, *map(by_sample, lengths)), {}, form.expression.tracks),
+        *(_autocast(form.device.type), torch.promote_types(logs.dtype, torch.float32), None),
+        form.expression.depth + 1,
+    )
+    with torch.set_grad_enabled(expression.tracks):
+        (losses,) = Chunks([Output(expression, form.index.T)]).values()
+    if reduction == "mean":
+        return (losses / lengths[1].to(losses).clamp(min=1)).mean()
+    return losses if reduction == "none" else losses.sum()
+
+
+def _ctc_of_samples(
+    logs: Tensor, targets: Tensor, start: Tensor | None, input_lengths: Tensor, target_lengths: Tensor, **options: Any
+) -> Tensor:
+    """Return the losses of samples, from the logarithms of the probabilities of their frames in turn."""
+    if start is not None:  # targets are one after the other
+        places = start.to(targets.device)[:, None] + torch.arange(len(targets), device=targets.device)
+        targets = targets[places.clamp(max=len(targets) - 1)]
+    of_samples = logs.view(len(input_lengths), -1, logs.shape[1]).transpose(0, 1)
+    return F.ctc_loss(of_samples, targets, input_lengths, target_lengths, reduction="none", **options)
 
 
 def _between(func: Any, args: Any, kwargs: Any) -> Any:
@@ -512,6 +568,7 @@ RULES |= {
     ),
     "nll_loss": _of_targets,
     "cross_entropy": _cross_entropy,
+    "ctc_loss": _ctc,
     "flatten": _flattened,
     "__getitem__": _indexed,
     "broadcast_tensors": _broadcast,

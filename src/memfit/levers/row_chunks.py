@@ -8,8 +8,9 @@ gradients. Rows whose gradients are all zero, as those that a mask takes out of 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from memfit.levers.row_expressions import (
     Output,
     PerRow,
     Shared,
+    by_rows,
     changes_of,
 )
 
@@ -76,7 +78,7 @@ class _Step:
 class _Group:
     """Outputs that take the same rows."""
 
-    rows: Index  # sorted
+    rows: Index  # of each value; sorted by its first
     order: Index  # of the values, by row
     steps: list[_Step] = field(default_factory=list)
     results: list[tuple[int, _Ref]] = field(default_factory=list)  # with the outputs' numbers
@@ -104,7 +106,7 @@ class _Group:
 
 
 class RowSet:
-    """Some rows of tensors, to be taken and put."""
+    """Some rows of tensors, to be taken and put: of [rows, size], or of blocks of rows, as `by_rows` returns them."""
 
     def __init__(self, at: Index) -> None:
         self.at = at
@@ -114,18 +116,42 @@ class RowSet:
     def _index(self, tensor: Tensor) -> Tensor:
         return torch.tensor(self.at, device=tensor.device)
 
-    def kind(self) -> tuple[int, ...]:
-        """Return what the operators are alike in that take or put as many rows: the lengths of the runs."""
-        return tuple(run.stop - run.start for run in self.runs) if len(self.runs) <= _MOST_RUNS else (len(self.at), -1)
+    def kind(self, blocks: Collection[int] = ()) -> tuple[object, ...]:
+        """Return what is alike in sets of rows that are taken and put by the same operators.
+
+        Args:
+            blocks: How many rows each block has, of tensors of blocks.
+        """
+        runs = [run.stop - run.start for run in self.runs] if len(self.runs) <= _MOST_RUNS else [len(self.at), -1]
+        return *runs, *(tuple(rows.kind() for rows, _, _ in self._in_blocks(size)) for size in blocks)
+
+    def _in_blocks(self, size: int) -> Iterator[tuple[RowSet, slice, int]]:
+        """Yield these rows in each block of some size that has any, their places among all, and the block."""
+        block, rows = np.divmod(self.at, size)
+        ends = [0, *(np.flatnonzero(np.diff(block)) + 1).tolist(), len(block)]
+        for start, stop in itertools.pairwise(ends):
+            yield RowSet(rows[start:stop]), slice(start, stop), int(block[start])
+
+    def _by_block(self, tensor: Tensor) -> Iterator[tuple[Tensor, RowSet, slice]]:
+        """Yield each block that has some of these rows, those rows in it, and their places among all."""
+        for rows, places, block in self._in_blocks(tensor.shape[1]):
+            yield tensor[block], rows, places
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return these rows of a tensor."""
+        if tensor.dim() == 3:
+            parts = [rows.of(block) for block, rows, _ in self._by_block(tensor)]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
         if len(self.runs) > _MOST_RUNS:
             return tensor.index_select(0, self._index(tensor))
         return tensor[self.runs[0]] if len(self.runs) == 1 else torch.cat([tensor[run] for run in self.runs])
 
     def put(self, tensor: Tensor, values: Tensor) -> None:
         """Write values to these rows of a tensor."""
+        if tensor.dim() == 3:
+            for block, rows, places in self._by_block(tensor):
+                rows.put(block, values[places])
+            return
         if len(self.runs) > _MOST_RUNS:
             tensor.index_copy_(0, self._index(tensor), values)
             return
@@ -137,6 +163,10 @@ class RowSet:
 
     def add(self, tensor: Tensor, values: Tensor) -> None:
         """Add values to these rows of a tensor, each of which may come several times."""
+        if tensor.dim() == 3:
+            for block, rows, places in self._by_block(tensor):
+                rows.add(block, values[places])
+            return
         if len(self.runs) > _MOST_RUNS:
             tensor.index_add_(0, self._index(tensor), values)
             return
@@ -165,11 +195,6 @@ class _Part(NamedTuple):
     is_all: bool  # whether they are of all rows of the chunk, in turn
 
 
-def _kind_of_piece(piece: tuple[RowSet, list[_Part]]) -> tuple[object, ...]:
-    rows, parts = piece
-    return rows.kind(), *((id(part.group), part.places.kind(), part.values.kind(), part.is_all) for part in parts)
-
-
 class Chunks:
     """Values of expressions of the same rows, computed together, a few rows at a time.
 
@@ -188,7 +213,7 @@ class Chunks:
         known: dict[int, Any] = {}
         for numbers in together.values():
             rows = outputs[numbers[0]].rows
-            order = np.argsort(rows, kind="stable")
+            order = np.argsort(rows if rows.ndim == 1 else rows[:, 0], kind="stable")
             group = _Group(rows[order], order)
             self._compile(group, [(number, outputs[number].expression) for number in numbers], known)
             self.groups.append(group)
@@ -253,10 +278,20 @@ class Chunks:
         return number
 
     def _pieces(self, groups: Sequence[tuple[_Group, Index, Index]]) -> Iterator[tuple[RowSet, list[_Part]]]:
-        """Yield chunks of the rows that some groups need, and the groups' values of each."""
-        return representatives(self._all_pieces(groups), _kind_of_piece)
+        """Yield chunks of the rows that some groups need, and the groups' values of each.
 
-    def _all_pieces(self, groups: Sequence[tuple[_Group, Index, Index]]) -> Iterator[tuple[RowSet, list[_Part]]]:
+        A group whose values are of several rows, as a sample's loss of its frames, is the only one.
+        """
+        if groups and groups[0][1].ndim == 2:
+            ((group, rows, order),) = groups
+            count = max(1, self.rows // rows.shape[1])
+            for start in range(0, len(rows), count):
+                wanted = rows[start : start + count].reshape(-1)
+                at = np.unique(wanted)
+                places = np.searchsorted(at, wanted)
+                is_all = np.array_equal(places, np.arange(len(at)))
+                yield RowSet(at), [_Part(group, RowSet(places), RowSet(order[start : start + count]), is_all)]
+            return
         needed = np.unique(np.concatenate([rows for _, rows, _ in groups]))
         for start in range(0, len(needed), self.rows):
             at = needed[start : start + self.rows]
@@ -278,7 +313,8 @@ class Chunks:
         """Return the outputs' values from the tensors that `tensors` listed."""
         found: list[Any] = [None] * len(self.tracked)
         given = _Given(self, tensors)
-        for rows, parts in self._pieces([(group, group.rows, group.order) for group in self.groups]):
+        pieces = self._pieces([(group, group.rows, group.order) for group in self.groups])
+        for rows, parts in representatives(pieces, given.kind):
             logits = [head.logits(rows.of(head.hidden).to(head.dtype)) for head in given.heads]
             while parts:
                 part = parts.pop(0)
@@ -299,7 +335,7 @@ class Chunks:
         """Return the gradients of the tensors from those of the outputs."""
         given = _Given(self, tensors, needs)
         found: list[Any] = given.zeros()
-        for rows, parts in self._pieces(self._counted(grads)):
+        for rows, parts in representatives(self._pieces(self._counted(grads)), given.kind):
             pieces = [rows.of(head.hidden).to(head.dtype) for head in given.heads]
             with torch.enable_grad():  # the graph is followed to the logits, not through them
                 logits = [
@@ -328,20 +364,20 @@ class Chunks:
                         found[ref.number].add_(gradient)
                     else:
                         gradient = gradient[:, None] if ref.kind == "numbers" else gradient
-                        part.values.add(_by_rows(found[ref.number]), gradient)
+                        part.values.add(by_rows(found[ref.number]), gradient)
                     del gradient
             for number, head in enumerate(given.heads):
-                by_rows, by_logits[number] = by_logits[number], None
-                if by_rows is None:
+                of_logits, by_logits[number] = by_logits[number], None
+                if of_logits is None:
                     continue
                 by_hidden, by_weight, by_bias = (None if n is None else found[n] for n in self.heads[number][:3])
                 if by_hidden is not None:
-                    rows.add(_by_rows(by_hidden), by_rows @ head.weight)
+                    rows.add(by_rows(by_hidden), of_logits @ head.weight)
                 if by_weight is not None:
-                    add_to_weight(by_weight, by_rows, pieces[number])
+                    add_to_weight(by_weight, of_logits, pieces[number])
                 if by_bias is not None:
-                    by_bias += by_rows.sum(0)
-                del by_rows
+                    by_bias += of_logits.sum(0)
+                del of_logits
         return [None if f is None else f.to(tensor.dtype) for f, tensor in zip(found, tensors, strict=True)]
 
     def _gradients(self, part: _Part, table: dict[_Ref, Any], grads: Sequence[Any]) -> dict[_Ref, Tensor]:
@@ -378,11 +414,6 @@ class Chunks:
                 rows, order = rows[counts], order[counts]
             counted.append((group, rows, order))
         return counted
-
-
-def _by_rows(tensor: Tensor) -> Tensor:
-    """Return a tensor that has a part for each row, [rows, size]."""
-    return tensor.reshape(-1, tensor.shape[-1])
 
 
 def whole_value(expression: Expression, rows: Index, of: Callable[[Tensor], Tensor]) -> Tensor:
@@ -424,10 +455,11 @@ class _Given:
             weight = tensors[places.weight].to(places.dtype)
             bias = None if places.bias is None else tensors[places.bias].to(places.dtype)
             is_needed = any(self._needs[place] for place in places[:3] if place is not None)
-            hidden = _by_rows(tensors[places.hidden])
+            hidden = by_rows(tensors[places.hidden])
             self.heads.append(_CastHead(hidden, weight, bias, places.dtype, is_needed))
         by_row = {ref.number for group in chunks.groups for ref in group.inputs if ref.kind in _OF_ROWS}
-        self._by_row = {number: _by_rows(tensors[number]) for number in by_row}
+        self._by_row = {number: by_rows(tensors[number]) for number in by_row}
+        self._of_rows = by_row | {places.hidden for places in chunks.heads}
 
     def table(self, part: _Part, logits: Sequence[Tensor]) -> dict[_Ref, Any]:
         """Return what a part of the rows' values are made of, with gradients of their own where they are needed."""
@@ -440,13 +472,25 @@ class _Given:
             table[_Ref("head", number)] = whole if part.is_all else part.places.of(whole)
         return table
 
+    def kind(self, piece: tuple[RowSet, list[_Part]]) -> object:
+        """Return what is alike in chunks that run the same operators; samples differ in their lengths."""
+        rows, parts = piece
+        if any(part.group.rows.ndim == 2 for part in parts):
+            return rows.at.tobytes()
+        given = [*(head.hidden for head in self.heads), *self._by_row.values()]
+        blocks = sorted({tensor.shape[1] for tensor in given if tensor.dim() == 3})
+        of_parts = ((id(p.group), p.places.kind(), p.values.kind(blocks), p.is_all) for p in parts)
+        return rows.kind(blocks), *of_parts
+
     def zeros(self) -> list[Tensor | None]:
         """Return what the gradients are added to."""
         return [
-            torch.zeros_like(tensor, dtype=wide(tensor.dtype), memory_format=torch.contiguous_format)
+            torch.zeros_like(by_rows(tensor) if number in self._of_rows else tensor, dtype=wide(tensor.dtype)).view(
+                tensor.shape
+            )
             if needed
             else None
-            for tensor, needed in zip(self._tensors, self._needs, strict=True)
+            for number, (tensor, needed) in enumerate(zip(self._tensors, self._needs, strict=True))
         ]
 
 

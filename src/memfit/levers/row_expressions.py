@@ -16,17 +16,19 @@ from memfit._torch import tree_map, version_of
 
 Index = npt.NDArray[np.int64]
 _WRITTEN_TO = -1  # no tensor's version
+_LEAST_BLOCK = 128  # rows of a block; smaller ones are copied
 
 
 @dataclass(frozen=True, eq=False)
 class Product:
     """A head's product that is put off."""
 
-    hidden: Tensor  # input of the head, [..., features]
+    hidden: Tensor  # input of the head, [..., features]; of a convolution a view in which the channels are last
     weight: Tensor  # [classes, features]
     bias: Tensor | None  # [classes]
     dtype: torch.dtype  # what it is computed in
     rows: int  # of logits that there may be at a time
+    is_convolution: bool = False
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -34,10 +36,15 @@ class Product:
         return [self.hidden, self.weight, *([] if self.bias is None else [self.bias])]
 
     def value(self) -> Tensor:
-        """Return the numbers."""
+        """Return the numbers, laid out as the head lays them out."""
+        hidden, weight = self.hidden.to(self.dtype), self.weight.to(self.dtype)
         bias = None if self.bias is None else self.bias.to(self.dtype)
+        rows = by_rows(hidden, least_block=1)
         with torch.autocast(self.hidden.device.type, enabled=False):
-            return F.linear(self.hidden.to(self.dtype), self.weight.to(self.dtype), bias)
+            if not self.is_convolution or rows.stride(-1) == 1:
+                return F.linear(hidden, weight, bias)
+            made = F.conv1d(rows.mT if rows.dim() == 3 else rows.t()[None], weight[..., None], bias)
+            return made.mT.view(*hidden.shape[:-1], len(weight))
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +143,19 @@ Expression = Leaf | Applied | Item
 EXPRESSIONS = (Leaf, Applied, Item, PerRow, Shared)
 
 
+def by_rows(tensor: Tensor, least_block: int = _LEAST_BLOCK) -> Tensor:
+    """Return a tensor that has a part for each row, [..., size], as [rows, size], or [blocks, rows of each, size].
+
+    It is in blocks where its first dimension is not beside the others, as that of images whose channels come before
+    their pixels and a block has so many rows at least; it is a copy where neither is a view.
+    """
+    dims = [(size, stride) for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False) if size != 1]
+    gaps = [place for place in range(1, len(dims)) if dims[place - 1][1] != dims[place][1] * dims[place][0]]
+    if gaps == [1] and tensor.numel() >= least_block * dims[0][0] * tensor.shape[-1]:
+        return tensor.reshape(dims[0][0], -1, tensor.shape[-1])
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
 def changes_of(tensor: Tensor) -> int:
     """Return a number that changes when a tensor is written to."""
     return 0 if tensor.is_inference() else version_of(tensor)
@@ -154,7 +174,7 @@ def expressions_in(args: Any) -> list[Any]:
     return found
 
 
-def _parts(expression: Expression) -> Iterator[Any]:
+def parts_of(expression: Expression) -> Iterator[Any]:
     """Yield an expression and all that it is made of."""
     seen, waiting = set[int](), [expression]
     while waiting:
@@ -171,7 +191,7 @@ def _parts(expression: Expression) -> Iterator[Any]:
 def tracked_tensors(expression: Expression) -> list[Tensor]:
     """Return the tensors that an expression has gradients by."""
     found: dict[int, Tensor] = {}
-    for value in _parts(expression):
+    for value in parts_of(expression):
         tensors = value.product.tensors if isinstance(value, Leaf) else getattr(value, "tensor", None)
         tensors = tensors if isinstance(tensors, list) else [] if tensors is None else [tensors]
         found.update({id(tensor): tensor for tensor in tensors if value.tracks and tensor.requires_grad})
@@ -184,7 +204,7 @@ def is_stale(expression: Expression) -> bool:
         [changes_of(tensor) for tensor in value.product.tensors] != list(value.versions)
         if isinstance(value, Leaf)
         else isinstance(value, PerRow | Shared) and changes_of(value.tensor) != value.version
-        for value in _parts(expression)
+        for value in parts_of(expression)
     )
 
 
@@ -231,4 +251,4 @@ class Output(NamedTuple):
     """Values to compute: those of an expression at some rows."""
 
     expression: Expression
-    rows: Index  # of the products, in the order of the values
+    rows: Index  # of the products, in the order of the values; [values, rows of each] where a value is of several

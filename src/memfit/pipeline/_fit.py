@@ -464,7 +464,7 @@ def fit(
             step's peak ("0.5x"). Give this or `plan`.
         plan: A plan to begin with, or its file: `Fitted.plan` of an earlier run of this loop. Nothing is planned while
             it holds the loop's steps. Its budget, numerics and host budget are taken.
-        numerics: "exact", or "reordered", with which losses of language models are chunked too.
+        numerics: "exact", or "reordered", with which losses are chunked too, where their logits are large.
         host_budget: As of `memfit.plan`.
         time_limit_seconds: As of `memfit.plan`; the plan for the first step takes half a second of it at most, and
             the frontier too.

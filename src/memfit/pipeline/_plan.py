@@ -61,10 +61,10 @@ def plan(
 ) -> Plan:
     """Choose the fastest combination of levers that fits a budget, by its predicted peak.
 
-    Searched are precision, microbatch size (the global batch stays), chunked losses of language models, lean
-    normalisations and activations, activation checkpointing of any modules, whole or selective, and, for a GPU
-    with `host_budget`, what waits in host memory. The plan chosen is applied to a copy and captured again; what it says
-    is predicted is predicted for that step.
+    Searched are precision, microbatch size (the global batch stays), chunked losses, lean normalisations and
+    activations, activation checkpointing of any modules, whole or selective, and, for a GPU with `host_budget`, what
+    waits in host memory. The plan chosen is applied to a copy and captured again; what it says is predicted is
+    predicted for that step.
 
     Args:
         workload: The user's workload; nothing of it is changed.
