@@ -13,7 +13,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from msgspec.structs import replace
@@ -25,12 +25,11 @@ from memfit.capture import measure_peak_bytes, real_copy
 from memfit.errors import MemfitError, PlanError
 from memfit.foundations import read_budget, silent
 from memfit.hardware import find_device
-from memfit.ir import FrozenWeights, Levers, Numerics, freest, uses_text
+from memfit.ir import FrozenWeights, Levers, Numerics, Precision, freest, uses_text
 from memfit.levers import LEVERS, NotOffered, UpdateLever, applied, check_combination, rounding
 from memfit.levers.registry import UPDATES
 from memfit.planner import Findings, PlanOptions, Request, capture_levers, coupling
 from memfit.planner.captured_steps import CapturedSteps
-from memfit.planner.prediction import PRECISIONS
 from memfit.workload import Workload
 
 COUNT, SAMPLES, TOKENS = 20, 4, 128
@@ -64,7 +63,7 @@ class Base:
         self._weights_off = dict[FrozenWeights | None, float]()  # by which these differ from the model's
 
     def _steps(self) -> CapturedSteps:
-        options = PlanOptions(budget="1GiB", device="cpu", numerics="changed", precisions=PRECISIONS)
+        options = PlanOptions(budget="1GiB", device="cpu", numerics="changed", precisions=get_args(Precision))
         steps = CapturedSteps(
             Request(
                 workload=self.workload,
@@ -72,7 +71,7 @@ class Base:
                 budget=read_budget(options.budget),
                 host_budget_bytes=0,
                 device=self.device,
-                precisions=PRECISIONS,
+                precisions=get_args(Precision),
                 fallbacks=UPDATES,
                 progress=silent,
                 world_size=1,

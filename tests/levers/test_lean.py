@@ -77,6 +77,7 @@ def test_a_refusal_says_how_little_it_is_about(make: Callable[[], Workload], pea
         predicted=lambda levers: captured.append(levers) or SimpleNamespace(peak_bytes=peak_bytes),
         budget_bytes=None,
         tries_all=False,
+        is_long=False,
     )
     (lever,) = (lever for lever in LEVERS if lever.name == "lean norms and activations")
     with pytest.raises(NotOffered, match=text):

@@ -145,16 +145,15 @@ class Lean(Lever):
 
     def propose(self, step: Setting, wanted: list[Levers]) -> list[Levers]:
         self._check(step)
+        if not step.tries_all:
+            if step.is_long:  # captures of tens of seconds, and regions of norms alone are about as fast
+                raise NotOffered("a long step is made lean only where nothing else fits")
+            whole = replace(step.plain, lean=_ALL_LEAN)
+            saved_bytes = step.predicted(step.plain).peak_bytes - step.predicted(whole).peak_bytes
+            if saved_bytes < least_bytes(step):
+                raise NotOffered(f"it lowers the peak by less than {format_bytes(least_bytes(step))}")
         lean = [replace(levers, lean=_ALL_LEAN) for levers in wanted if step.allows(levers)]
-        if step.tries_all:
-            return [*wanted, *lean]
-        if step.is_long:  # captures of tens of seconds, and regions of norms alone are about as fast
-            raise NotOffered("a long step is made lean only where nothing else fits")
-        whole = replace(step.plain, lean=_ALL_LEAN)
-        saved_bytes = step.predicted(step.plain).peak_bytes - step.predicted(whole).peak_bytes
-        if saved_bytes < least_bytes(step):
-            raise NotOffered(f"it lowers the peak by less than {format_bytes(least_bytes(step))}")
-        if any(levers.chunked_loss for levers in lean):  # whole losses are there to compare
+        if not step.tries_all and any(levers.chunked_loss for levers in lean):  # whole losses are there to compare
             lean = [levers for levers in lean if levers.chunked_loss]
         return [*wanted, *lean]
 

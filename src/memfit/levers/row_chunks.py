@@ -484,14 +484,12 @@ class _Given:
 
     def zeros(self) -> list[Tensor | None]:
         """Return what the gradients are added to."""
-        return [
-            torch.zeros_like(by_rows(tensor) if number in self._of_rows else tensor, dtype=wide(tensor.dtype)).view(
-                tensor.shape
-            )
-            if needed
-            else None
-            for number, (tensor, needed) in enumerate(zip(self._tensors, self._needs, strict=True))
-        ]
+        found: list[Tensor | None] = [None] * len(self._tensors)
+        for number, (tensor, needed) in enumerate(zip(self._tensors, self._needs, strict=True)):
+            if needed:
+                laid_out = by_rows(tensor) if number in self._of_rows else tensor
+                found[number] = torch.zeros_like(laid_out, dtype=wide(tensor.dtype)).view(tensor.shape)
+        return found
 
 
 class _InChunks(torch.autograd.Function):
