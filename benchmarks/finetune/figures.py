@@ -94,10 +94,12 @@ def curves_table(result: dict[str, Any]) -> str:
 
 
 def combinations_table(result: dict[str, Any]) -> str:
-    """Return the peaks and the numbers of levers, each alone and together."""
-    lines = head(("step", "levers", "class", "predicted", "measured", "error", "gradients off by", "as its class says"))
-    cases = [case for case in result["cases"] if "combination" in case]
-    for case in sorted(cases, key=lambda case: not case["alone"]):
+    """Return the peaks and the numbers of levers, in a table for each step alone, and in one of combinations."""
+    tables: dict[str, list[str]] = {}
+    for case in (case for case in result["cases"] if "combination" in case):
+        title = f"Alone: {case['base']}" if case["alone"] else "Together"
+        names = ("step", "levers", "class", "predicted", "measured", "error", "gradients off by", "as its class says")
+        lines = tables.setdefault(title, head(names))
         cells = [case["base"], case["combination"], case["numerics"]]
         if "error_message" in case:
             lines.append(row([*cells, case["error_message"], *[""] * 4]))
@@ -107,7 +109,8 @@ def combinations_table(result: dict[str, Any]) -> str:
         if (rounded := case["rounding_difference"]) is not None:
             off += f" (by rounded weights {rounded:.1e})"
         lines.append(row([*cells, *sizes, f"{case['error']:+.4%}", off, "yes" if case["holds"] else "no"]))
-    return "\n".join([*lines, "", f"{made_by(result)}."])
+    parts = [line for title in sorted(tables) for line in (f"{title}:", "", *tables[title], "")]
+    return "\n".join([*parts, f"{made_by(result)}."])
 
 
 def published_table(result: dict[str, Any]) -> str:

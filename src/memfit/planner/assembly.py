@@ -72,7 +72,8 @@ _CHEAP = 0.05  # a plan that is slower than the fastest step by no more needs no
 _SLOW = 2.0  # a step with all of its forward pass computed again takes less than this times as long
 _SIZES_BETWEEN = 2  # captured at most: the first one's peak tells whether fewer microbatches fit
 _MOST_STACKS = 16  # of fallbacks, captured at most
-_LITTLE = 0.01  # of a long step's lowest peak: a fallback that saves less is not worth its capture
+_MUCH, _LITTLE = 0.05, 0.01
+"""Of a long step's lowest peak: a fallback that saves more comes first; one that saves less is not worth a capture."""
 _NEAR = 0.03  # a size between that is expected to be slower by no more may be faster, and is for measuring to tell
 _FIRST_SHARE = 0.9  # of the time for solving: what the plan may take; the frontier has the rest
 _LOOP_FRONTIER_SECONDS = 0.5  # while a loop waits
@@ -253,7 +254,7 @@ class _Assembly:
                 break
             best = self._fastest(added, seconds / 4, best)
         least = min(c.problem.plain_seconds for c in self.limits.allow(self.combinations))
-        for lever in self.request.fallbacks:
+        for lever in self.request.fallbacks if best is not None or not self.steps.is_long else ():
             if best is not None and best.prediction.step_seconds <= (1 + _CHEAP) * least:
                 break
             captured = self.steps.captured(self._with_fallback(lever, best))
@@ -373,13 +374,17 @@ class _Assembly:
         def lowest(combination: Combination) -> int:
             return combination.solver.leanest(share).peak_bytes
 
+        def saves(lever: UpdateLever, share: float) -> bool:
+            return lever.most_saved_bytes(steps.traces[leanest.levers]) >= share * lowest(leanest)
+
         leanest = min(self.limits.allow(self.combinations), key=lowest)
-        for lever in (*others, *self.request.fallbacks):
+        first = [lever for lever in self.request.fallbacks if saves(lever, _MUCH)]
+        for lever in dict.fromkeys((*first, *others, *self.request.fallbacks)):
             near = list[Levers]()
             if not isinstance(lever, UpdateLever):
                 with contextlib.suppress(NotOffered):
                     near = lever.propose(steps, [leanest.levers])
-            elif lever.most_saved_bytes(steps.traces[leanest.levers]) >= _LITTLE * lowest(leanest):
+            elif saves(lever, _LITTLE):
                 near = [lever.fallback(leanest.levers)]
             added = self._search_too(steps.captured([x for x in dict.fromkeys(near) if self._can_be_tried(x)]))
             if (best := self._fastest(added, share)) is not None:
