@@ -13,7 +13,7 @@ _Part = TypeVar("_Part")
 
 
 def representatives(parts: Iterable[_Part], kind: Callable[[_Part], Hashable]) -> Iterator[_Part]:
-    """Yield the parts that a loop computes one after the other: all, or of a step on paper those that stand for all.
+    """Yield the parts of a loop: all of them, or representatives where the step is on paper.
 
     These are the first part, after which sums and outputs are there, and of the later ones one of each kind, whose
     operators are recorded to run as often as there are such parts (`Op.times`).

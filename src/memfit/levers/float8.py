@@ -171,7 +171,7 @@ def _layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _holder(module: nn.Module) -> Any:
-    """Return what holds a module's own `forward`: the casts that are around it, or the module."""
+    """Return the holder of a module's own `forward`: the casts around it, or the module."""
     cast = vars(module).get("forward")
     return cast if isinstance(cast, Casting) else module
 
@@ -242,7 +242,7 @@ def _rounded(values: Tensor, dtype: torch.dtype) -> Rounded:
 
 
 def _turned(matrix: Rounded) -> Rounded:
-    """Return a matrix transposed, copied since kernels want what they sum over last in memory."""
+    """Return a matrix transposed, copied: kernels want the summed dimension last in memory."""
     codes, scale = matrix
     return codes.t().contiguous(), scale
 

@@ -1,4 +1,4 @@
-"""Weights in host memory: what does not train waits there, and comes to the device a block at a time, in both passes.
+"""Weights in host memory: frozen ones wait there, and come to the device a block at a time, in both passes.
 
 A block's weights are copied to the device before its forward pass, the next block's beside its computation, and let go
 of after it; they come again for its backward pass, in which the block before is next. Where a region's recomputation

@@ -87,7 +87,7 @@ def _is_last(form: Form) -> bool:
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return logits in another shape of their rows: of what is before the classes, and of what is after them."""
+    """Return logits in another shape of their rows: of the dimensions before the classes, and of those after them."""
     logits, *sizes = args
     sizes = list(sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)
     form = logits.form

@@ -117,7 +117,7 @@ class RowSet:
         return torch.tensor(self.at, device=tensor.device)
 
     def kind(self, blocks: Collection[int] = ()) -> tuple[object, ...]:
-        """Return what is alike in sets of rows that are taken and put by the same operators.
+        """Return the key of sets of rows that are taken and put by the same operators.
 
         Args:
             blocks: How many rows each block has, of tensors of blocks.
@@ -473,7 +473,7 @@ class _Given:
         return table
 
     def kind(self, piece: tuple[RowSet, list[_Part]]) -> object:
-        """Return what is alike in chunks that run the same operators; samples differ in their lengths."""
+        """Return the key of chunks that run the same operators; samples differ in their lengths."""
         rows, parts = piece
         if any(part.group.rows.ndim == 2 for part in parts):
             return rows.at.tobytes()
